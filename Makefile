@@ -1,0 +1,53 @@
+# The commands of this repository; `make help` lists them.
+PYTHON ?= python3
+ARGS   ?=
+BIN    := .venv/bin
+STAMP  := .venv/.installed
+TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-quick check format bench clean
+
+help:  ## List the commands
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@echo 'Options: PYTHON=python3.12 for another interpreter; ARGS="-k sharding" is handed on to the command.'
+
+demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits agree (writes demo-run/)
+	$(BIN)/quantshard demo --out demo-run $(ARGS)
+
+test: $(STAMP)  ## Run every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow" -n 2 $(ARGS)
+
+check: $(STAMP)  ## Check format, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Rewrite the files as `make check` wants them
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(STAMP)  ## Run the benchmarks
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## Remove what the other commands write, except .venv
+	rm -rf build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || \
+	  { echo "quantshard: $(PYTHON) was not found; install Python 3.10 or newer, or name one: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "quantshard: needs Python 3.10 or newer, but $(PYTHON) is $$("$(PYTHON)" -V 2>&1); name another: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "quantshard: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "quantshard: installing into .venv, from PyPI where not there yet: torch $(TORCH) (about 200 MB for CPU, several GB"
+	@echo "  with CUDA, the default on Linux) and about 100 MB of other packages."
+	@echo "  For torch without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c constraints.txt
+	@touch $@

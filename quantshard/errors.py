@@ -1,0 +1,42 @@
+"""The exceptions that quantshard raises on purpose.
+
+    QuantshardError
+     |-- ConfigurationError (also a ValueError)     an argument, option or file of the user's does not fit
+     |-- RecipeMismatchError (also a ValueError)    a weight's format is not the one the recipe in force asks for
+     |-- UnsupportedOperationError (also a TypeError)  an operation would change or dequantize a weight unasked
+     |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
+     |-- RankMismatchError (also a RuntimeError)    ranks disagree on something that must be equal
+     `-- NonFiniteGradientError (also a RuntimeError)  too many steps in a row had infinite or NaN gradients
+
+Each message says what happened, to which tensor, with which numbers, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class QuantshardError(Exception):
+    """Base of all errors that quantshard raises on purpose."""
+
+
+class ConfigurationError(QuantshardError, ValueError):
+    """An argument, option or file of the user's does not fit."""
+
+
+class RecipeMismatchError(QuantshardError, ValueError):
+    """A weight's format is not the one that the recipe in force asks for."""
+
+
+class UnsupportedOperationError(QuantshardError, TypeError):
+    """An operation would change or dequantize a quantized tensor without being asked to."""
+
+
+class CheckpointError(QuantshardError, RuntimeError):
+    """A checkpoint is missing, damaged, or of another model or recipe."""
+
+
+class RankMismatchError(QuantshardError, RuntimeError):
+    """Ranks disagree on something that must be equal everywhere."""
+
+
+class NonFiniteGradientError(QuantshardError, RuntimeError):
+    """Too many steps in a row had infinite or NaN gradients."""

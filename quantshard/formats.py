@@ -1,0 +1,197 @@
+"""Where the number formats are: a format is a row of data.
+
+A row lists the components that are stored for a 2-D tensor, and for each component how many logical elements of
+each dim one stored entry covers. Everything structural is arithmetic over `covers`: component shapes, how to cut a
+shard, what to gather, where amaxes are reduced, bytes per element, checkpoint keys. Nothing outside this file, the
+oracle (`numerics`), the recipe tables and a kernel that specialises on a row names a format; a new format is one
+more call of `_row` at the end of this file.
+
+Sources of the element encodings: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Formats v1.0
+(E2M1, E8M0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Final
+
+import torch
+
+ALL: Final = 1 << 62
+"""Covers a whole dim. It is larger than any dim, so the arithmetic of grids needs no special case for it."""
+
+FORMAT_NAME_BYTES: Final = 14
+"""Longest name of a format in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How the bits of one stored entry read as a number.
+
+    `bits` per value, `storage` the dtype of the tensor that holds it (FP8 and E8M0 as uint8, since gloo cannot gather
+    float8; E2M1 two to a byte, the element of lower index in the low nibble), `max` the largest finite value, and
+    `native` the torch dtype with the same bits, where there is one.
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    storage: torch.dtype
+    native: torch.dtype | None
+
+
+E4M3: Final = Encoding("E4M3", 8, 4, 3, 7, 448.0, torch.uint8, torch.float8_e4m3fn)
+E5M2: Final = Encoding("E5M2", 8, 5, 2, 15, 57344.0, torch.uint8, torch.float8_e5m2)
+E2M1: Final = Encoding("E2M1", 4, 2, 1, 1, 6.0, torch.uint8, None)
+E8M0: Final = Encoding("E8M0", 8, 8, 0, 127, 2.0**127, torch.uint8, torch.float8_e8m0fnu)
+FP32: Final = Encoding("FP32", 32, 8, 23, 127, torch.finfo(torch.float32).max, torch.float32, torch.float32)
+
+
+class Copy(str, Enum):
+    """Which quantized copy of the tensor a component belongs to: quantized along its rows, or along its columns."""
+
+    ROWWISE = "rowwise"
+    COLUMNWISE = "columnwise"
+
+
+class Role(str, Enum):
+    """What a component is for."""
+
+    CODES = "codes"
+    SCALE = "scale"  # multiplies the decoded codes
+    AMAX = "amax"  # the second, coarser scale, stored as the amax that it derives from
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One stored tensor of a format: `covers` is how many logical elements of (dim 0, dim 1) one entry stands for."""
+
+    name: str
+    copy: Copy
+    role: Role
+    encoding: Encoding
+    covers: tuple[int, int]
+
+    @property
+    def key_suffix(self) -> str:
+        """What is appended to a weight's name to form this component's key in a state dict."""
+        return "" if self.name == "codes" else f"_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCopy:
+    """The components of one copy of a format: codes, their scale, and the amax of a second scale if there is one."""
+
+    codes: Component
+    scale: Component
+    amax: Component | None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of one scale block."""
+        return self.scale.covers
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format: a named row of components. Two rows are the same format if their names are."""
+
+    name: str
+    components: tuple[Component, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.name) <= FORMAT_NAME_BYTES, self.name
+
+    @cached_property
+    def by_name(self) -> dict[str, Component]:
+        """The components by their names."""
+        return {c.name: c for c in self.components}
+
+    @cached_property
+    def copies(self) -> dict[Copy, QuantizedCopy]:
+        """The copies that the format keeps; every format has a rowwise one."""
+        amax = next((c for c in self.components if c.role is Role.AMAX), None)
+        found = {}
+        for which in Copy:
+            parts = {c.role: c for c in self.components if c.copy is which and c.role is not Role.AMAX}
+            if parts:
+                found[which] = QuantizedCopy(parts[Role.CODES], parts[Role.SCALE], amax)
+        return found
+
+    @cached_property
+    def transposable(self) -> bool:
+        """True if the transpose of one copy is what quantizing the transposed tensor gives: square blocks."""
+        rows, cols = self.copies[Copy.ROWWISE].block
+        return len(self.copies) == 1 and rows == cols
+
+    @cached_property
+    def bytes_per_element(self) -> float:
+        """Stored bytes per logical element, scales included, of a large tensor."""
+        per_entry = (c.encoding.storage.itemsize / (c.covers[0] * c.covers[1]) for c in self.components)
+        return float(sum(per_entry))
+
+
+_SCALE_NAME: Final = "scale_inv"
+FORMATS: Final[dict[str, Format]] = {}
+"""Every format by its name: the table."""
+
+
+def _copy(which: Copy, element: Encoding, scale: Encoding, block: tuple[int, int]) -> tuple[Component, Component]:
+    prefix = "" if which is Copy.ROWWISE else f"{which.value}_"
+    codes_name = "codes" if which is Copy.ROWWISE else which.value
+    packed = 8 // element.bits  # codes are always packed along dim 1, so that dim 0 can be cut anywhere
+    return (
+        Component(codes_name, which, Role.CODES, element, (1, packed)),
+        Component(prefix + _SCALE_NAME, which, Role.SCALE, scale, block),
+    )
+
+
+def _row(
+    name: str,
+    element: Encoding,
+    scale: Encoding,
+    *blocks: tuple[int, int],
+    amax: bool = False,
+) -> Format:
+    parts = [part for which, block in zip(Copy, blocks, strict=False) for part in _copy(which, element, scale, block)]
+    if amax:
+        parts.append(Component("amax", Copy.ROWWISE, Role.AMAX, FP32, (ALL, ALL)))
+    row = FORMATS[name] = Format(name, tuple(parts))
+    return row
+
+
+FP8_E4M3: Final = _row("fp8_e4m3", E4M3, FP32, (ALL, ALL))
+FP8_E5M2: Final = _row("fp8_e5m2", E5M2, FP32, (ALL, ALL))
+FP8_128X128: Final = _row("fp8_128x128", E4M3, FP32, (128, 128))
+FP8_1X128: Final = _row("fp8_1x128", E4M3, FP32, (1, 128))
+MXFP8_1X32: Final = _row("mxfp8_1x32", E4M3, E8M0, (1, 32))
+MXFP8_32X1: Final = _row("mxfp8_32x1", E4M3, E8M0, (32, 1))
+MXFP8_32X32: Final = _row("mxfp8_32x32", E4M3, E8M0, (32, 32))
+MXFP8_BOTH: Final = _row("mxfp8_both", E4M3, E8M0, (1, 32), (32, 1))
+NVFP4_1X16: Final = _row("nvfp4_1x16", E2M1, E4M3, (1, 16), amax=True)
+NVFP4_16X16: Final = _row("nvfp4_16x16", E2M1, E4M3, (16, 16), amax=True)
+NVFP4_BOTH: Final = _row("nvfp4_both", E2M1, E4M3, (1, 16), (16, 1), amax=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How scales are chosen and values rounded when a tensor is quantized into a row.
+
+    `power_of_two`: round the scale down to a power of two. `margin`: delayed scaling divides the scale by 2**margin.
+    `epsilon`: smallest amax. `history`: number of past amaxes that the scale derives from; 0 means the amax of the
+    tensor itself ("current" scaling). `most_recent`: with a history, use its newest amax instead of its maximum.
+    `stochastic_rounding` and `random_hadamard` (16-point transform along the quantized dim) as in NVFP4 training.
+    """
+
+    power_of_two: bool = False
+    margin: int = 0
+    epsilon: float = 0.0
+    history: int = 0
+    most_recent: bool = False
+    stochastic_rounding: bool = False
+    random_hadamard: bool = False

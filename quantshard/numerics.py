@@ -1,0 +1,500 @@
+"""The oracle: what every operation on numbers means, in plain PyTorch, on any device.
+
+A Triton kernel of the same name must reproduce it bit for bit, and CPU users run it, so only operations that IEEE 754
+defines exactly are used (+, -, *, /, comparisons, integers): no torch.log, cos or sqrt, whose last bit differs between
+devices (see `sqrt`), and no `scalar / tensor` or `tensor / scalar`, which may become a product with a reciprocal.
+
+Everything works on a *rectangle* of the global tensor: `x` [R, C] whose top-left element is global element `origin`.
+The block grid and the random words belong to the global tensor; a rectangle holds the grid entries that it touches.
+Quantizing goes
+
+    amaxes   x -> one amax per block                    (reduce with MAX over the ranks that share a block)
+    scales / encode_scales   amaxes -> what is stored / what x is multiplied by
+    quantize_codes           x, encode_scales -> codes
+
+`encode_scales` is its own step because TransformerEngine multiplies by the forward scale and stores its reciprocal; the
+forward scale cannot be recovered from the reciprocal bit for bit.
+
+Sources: OCP 8-bit Floating Point Specification, OCP Microscaling Formats v1.0, TransformerEngine's kernels (the rules
+for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011; Philox), Wichura's AS241 (Applied
+Statistics 37, 1988; normal quantiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quantshard.formats import ALL, E8M0, FP32, Copy, Encoding, Format, QuantizedCopy, Role, Scaling
+
+Pair = tuple[int, int]
+Grids = Mapping[str, Tensor]  # by the names of scale and amax components
+
+_FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+_WORD: Final = 0xFFFFFFFF
+_CPU_CHUNK: Final = 1 << 15  # elements per thread: the working set of an elementwise chain stays in cache
+
+
+def _in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`chain(*inputs)`, elementwise over inputs of one shape; on CPU in chunks, several times faster than at once."""
+    shape, size = inputs[0].shape, _CPU_CHUNK * torch.get_num_threads()
+    if inputs[0].device.type != "cpu" or inputs[0].numel() <= size:
+        return chain(*inputs)
+    pieces = [chain(*chunk) for chunk in zip(*(x.reshape(-1).split(size) for x in inputs), strict=True)]
+    return torch.cat(pieces).unflatten(0, shape)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """Square root of float32, correctly rounded, which torch.sqrt is not on CPUs with MKL (off by an ulp in 1 of 5).
+
+    The root of a float32 is at least 4 float64 ulps away from any tie between float32s (unless it is a float32), so
+    that a float64 root with an error of an ulp or two rounds to the right one.
+    """
+    return torch.sqrt(x.double()).float()
+
+
+# ---------------------------------------------------------------------------------------------------------- encodings
+
+
+def encode(x: Tensor, encoding: Encoding) -> Tensor:
+    """Encode `x` (any float dtype, any shape) as uint8, one code per byte; for FP32 return it as float32.
+
+    Rounds to nearest, ties to even, of the float32 value; saturates at +-max, infinities too. NaN becomes the positive
+    NaN code, whatever its sign; E2M1 has none, and NaN becomes +max as CUDA's `__nv_cvt_float_to_fp4` does. Equal to
+    PyTorch's cast after a clamp but for the sign of NaN. E8M0 rounds up: see `encode_e8m0_round_up`.
+    """
+    if encoding == FP32:
+        return x.float()
+    if encoding == E8M0:
+        return encode_e8m0_round_up(x)
+    if encoding.native is None:
+        return _in_chunks(lambda v: _round(v, encoding, None), x)
+    codes = x.float().clamp(-encoding.max, encoding.max).to(encoding.native).view(torch.uint8)
+    return codes - ((codes == 0xFF).to(torch.uint8) << 7)  # 0xFF is only NaN here: infinities were clamped
+
+
+def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
+    """Encode as `encode` does, but round to the upper or lower neighbour in proportion to the distance.
+
+    `words`: int64 in [0, 2**32), of x's shape. With f the fraction of the way to the neighbour of larger magnitude,
+    that neighbour is taken when word < f * 2**32: the expectation is exact to within 2**-32 of the gap. Values that
+    are representable never change, magnitudes above max saturate, and -x rounds as x does.
+    """
+    return _in_chunks(lambda v, w: _round(v, encoding, w), x, words)
+
+
+def _round(x: Tensor, encoding: Encoding, words: Tensor | None) -> Tensor:
+    """Round by arithmetic, for any encoding: to nearest even, or stochastically with `words`.
+
+    The gap between neighbours is 2**(k - mantissa_bits), k the exponent of |x| or, below the normal range, the lowest
+    normal exponent. |x| / gap is exact, being a product with a power of two; within a binade codes are linear in it.
+    """
+    x = x.float().clamp(-encoding.max, encoding.max)
+    lowest, mantissa, sign_bit = 1 - encoding.bias, encoding.mantissa_bits, 1 << (encoding.bits - 1)
+    magnitude = x.abs()
+    k = (magnitude.view(torch.int32) >> 23).sub_(127).clamp_(min=lowest)
+    in_gaps = magnitude.mul_((127 + mantissa - k).bitwise_left_shift_(23).view(torch.float32))
+    if words is None:
+        steps = in_gaps.round_().to(torch.int32)
+    else:
+        below = in_gaps.floor()
+        up = words.double() < (in_gaps - below).double().mul_(2.0**32)
+        steps = below.to(torch.int32).add_(up)
+    code = steps.add_(k.sub_(lowest).bitwise_left_shift_(mantissa))
+    code |= (x.view(torch.int32) >> 31).bitwise_and_(sign_bit)
+    return torch.where(torch.isnan(x), sign_bit - 1, code.to(torch.uint8))
+
+
+def encode_e8m0_round_up(x: Tensor) -> Tensor:
+    """Smallest power of two that is >= x (float32, not negative), as uint8 E8M0; NaN -> 0xFF, inf -> 0xFE, 0 -> 0x00.
+
+    What PTX's cvt.rp.satfinite.ue8m0 does (TransformerEngine, common/util/ptx_arch_spec.cuh, float_to_e8m0).
+    """
+    bits = x.float().view(torch.int32)
+    exponent, fraction = bits >> 23, bits & 0x7FFFFF
+    up = fraction > torch.where(exponent == 0, 0x400000, 0)  # the float32 subnormal 2**-127 is E8M0's 0
+    code = (exponent + up).clamp_(max=0xFE)
+    return torch.where(torch.isnan(x), 0xFF, code).to(torch.uint8)
+
+
+def decode(codes: Tensor, encoding: Encoding) -> Tensor:
+    """Decode uint8 codes, one per byte, to float32 of the same shape, exactly; FP32 entries are returned unchanged."""
+    if encoding == FP32:
+        return codes
+    every = torch.arange(1 << encoding.bits, dtype=torch.uint8, device=codes.device)
+    if encoding.native is not None:
+        values = every.view(encoding.native).float()
+    else:
+        values = _decode_by_definition(every.int(), encoding)
+    return values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
+    """(-1)**s * 2**(e - bias) * 1.m, or 2**(1 - bias) * 0.m where e = 0, of an encoding without infinity and NaN."""
+    mantissa = encoding.mantissa_bits
+    e = (code >> mantissa) & ((1 << encoding.exponent_bits) - 1)
+    m = (code & ((1 << mantissa) - 1)) + (e > 0).int() * (1 << mantissa)
+    gap = ((e.clamp(min=1) - encoding.bias - mantissa + 127) << 23).view(torch.float32)
+    return m.float() * gap * torch.where(code >> (encoding.bits - 1) > 0, -1.0, 1.0)
+
+
+def pack(codes: Tensor, encoding: Encoding) -> Tensor:
+    """Codes uint8 [..., C], one per byte -> as stored: E2M1 [..., ceil(C / 2)], the even index in the low nibble.
+
+    An odd last element is paired with code zero. Other encodings are stored as they are. The pairs are counted from the
+    first column given, so a rectangle must start at an even global column to be a slice of the packed whole.
+    """
+    if encoding.bits == 8:
+        return codes
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(stored: Tensor, encoding: Encoding, num_cols: int) -> Tensor:
+    """Inverse of `pack`: uint8 codes, one per byte, [..., num_cols]."""
+    if encoding.bits == 8:
+        return stored
+    return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)[..., :num_cols]
+
+
+# ------------------------------------------------------------------------------------------------------ amax and scale
+
+
+def _touched(origin: int, size: int, covers: int) -> tuple[int, int]:
+    """First grid entry of a dim and the number of them that [origin, origin + size) touches."""
+    if covers == ALL:
+        return 0, 1
+    first = origin // covers
+    return first, -((origin + size) // -covers) - first if size else 0
+
+
+def _amax_along(x: Tensor, dim: int, covers: int, origin: int) -> Tensor:
+    size = x.shape[dim]
+    count = _touched(origin, size, covers)[1]
+    if covers == 1:
+        return x
+    if size == 0:
+        return x.new_zeros([count if d == dim else n for d, n in enumerate(x.shape)])
+    if count == 1:
+        return x.amax(dim, keepdim=True)
+    lead = -origin % covers
+    whole = (size - lead) // covers
+    end = lead + whole * covers
+    spans = ((0, lead, 1), (lead, end - lead, whole), (end, size - end, 1))  # start, length, number of blocks
+    pieces = [x.narrow(dim, at, n).unflatten(dim, (blocks, -1)).amax(dim + 1) for at, n, blocks in spans if n]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+
+
+def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
+    """Largest |x| per block: float32, one entry for each block of `covers` elements that the rectangle touches.
+
+    x [R, C] floating. Grid dim d is range(origin // covers, ceil((origin + size) / covers)): one entry where covers is
+    ALL, even for an empty dim (then 0); none for an empty dim otherwise. NaN propagates.
+    """
+    along_cols = _amax_along(x.abs(), 1, covers[1], origin[1])
+    return _amax_along(along_cols, 0, covers[0], origin[0]).float()
+
+
+def _expand(grid: Tensor, covers: Pair, shape: Pair, origin: Pair) -> Tensor:
+    """Grid entries -> a tensor that broadcasts with the rectangle's elements [R, C]."""
+    for dim in (0, 1):
+        first, count = _touched(origin[dim], shape[dim], covers[dim])
+        assert grid.shape[dim] == count, (tuple(grid.shape), covers, shape, origin)
+        if count != 1 and covers[dim] != 1:
+            at = torch.arange(origin[dim], origin[dim] + shape[dim], device=grid.device)
+            grid = grid.index_select(dim, at.div_(covers[dim], rounding_mode="floor").sub_(first))
+    return grid
+
+
+def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
+    """`block_amax` over the grid of each SCALE and AMAX component of the format, by component name."""
+    return {c.name: block_amax(x, c.covers, origin) for c in fmt.components if c.role is not Role.CODES}
+
+
+def scales(amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Amax grids -> the stored SCALE and AMAX components, in each component's storage dtype.
+
+    FP32 scales hold 1 / (encode scale); E8M0 and E4M3 scales are codes. `input_dtype` is that of the tensor to be
+    quantized: it bounds the scale of a tiny block (see `_fp32_encode_scale`).
+    """
+    second = {c.name: amaxes[c.name] for c in fmt.components if c.role is Role.AMAX}
+    return second | {c.scale.name: _stored_scale(c, amaxes, scaling, input_dtype) for c in fmt.copies.values()}
+
+
+def encode_scales(
+    amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Amax grids -> the float32 grids that x is multiplied by before it is encoded, by name of the SCALE component.
+
+    A delayed recipe that keeps its previous scale passes that scale to `quantize_codes` in place of this.
+    """
+    return {c.scale.name: _encode_scale(c, amaxes, scaling, input_dtype) for c in fmt.copies.values()}
+
+
+def _encode_scale(copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
+    if copy.scale.encoding == FP32:
+        return _fp32_encode_scale(amaxes[copy.scale.name], copy, scaling, input_dtype)
+    stored = _stored_scale(copy, amaxes, scaling, input_dtype)
+    if copy.scale.encoding == E8M0:
+        return decode(254 - stored, E8M0)  # 2**-(e - 127); 254 - 0xFF wraps to 0xFF, NaN
+    scale = _reciprocal(decode(stored, copy.scale.encoding) * _reciprocal(_tensor_encode_scale(copy, amaxes)))
+    return torch.fmin(scale, torch.full_like(scale, _FLOAT32_MAX))  # a block of scale 0 is multiplied by a finite one
+
+
+def _stored_scale(copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
+    amax, element = amaxes[copy.scale.name], copy.codes.encoding
+    if copy.scale.encoding == FP32:
+        return _reciprocal(_fp32_encode_scale(amax, copy, scaling, input_dtype))
+    if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh
+        return encode_e8m0_round_up(amax * (1.0 / element.max))
+    per_amax = _tensor_encode_scale(copy, amaxes) * (1.0 / element.max)  # TE, cast/nvfp4/core_nvfp4.cuh
+    return encode(amax * per_amax, copy.scale.encoding)
+
+
+def _fp32_encode_scale(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
+    """max / amax by TransformerEngine's rules (common/recipe/recipe_common.cuh): 1 where amax is 0, inf or NaN.
+
+    A scale that overflows becomes the largest float32 (per-tensor rows) or the largest of the input's dtype (block
+    rows); power_of_two then rounds it down. The margin divides max, as common/recipe/delayed_scaling.cu does.
+    """
+    amax = amax.clamp(min=scaling.epsilon) if scaling.epsilon else amax
+    scale = torch.full_like(amax, copy.codes.encoding.max * 2.0**-scaling.margin) / amax
+    largest = torch.finfo(torch.float32 if copy.block == (ALL, ALL) else input_dtype).max
+    scale = torch.where(torch.isinf(scale), min(largest, _FLOAT32_MAX), scale)
+    if scaling.power_of_two:
+        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # drop the fraction
+    return torch.where(torch.isfinite(amax) & (amax != 0), scale, 1.0)
+
+
+def _tensor_encode_scale(copy: QuantizedCopy, amaxes: Grids) -> Tensor:
+    """NVFP4's S_enc: scale max * element max / amax, at most the largest float32; 1 where amax is 0 or inf."""
+    assert copy.amax is not None
+    amax = amaxes[copy.amax.name]
+    scale = torch.full_like(amax, copy.scale.encoding.max * copy.codes.encoding.max) / amax
+    scale = torch.fmin(scale, torch.full_like(amax, _FLOAT32_MAX))
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    return torch.ones_like(x) / x
+
+
+# ------------------------------------------------------------------------------------------------------------ quantize
+
+
+def quantize_codes(
+    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
+) -> Tensor:
+    """x [R, C] floating -> the stored codes of one copy, uint8 [R, C] or packed [R, ceil(C / 2)].
+
+    `encode_scales`: the touched grids, as `encode_scales` returns them. With `words` (int64 [R, C], from
+    `random_words`) rounding is stochastic, otherwise to nearest even.
+    """
+    encoding, grid = copy.codes.encoding, encode_scales[copy.scale.name]
+    scaled = x.float() * _expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
+    codes = encode(scaled, encoding) if words is None else encode_stochastic(scaled, encoding, words)
+    return pack(codes, encoding)
+
+
+def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
+    """The components of one copy -> float32 [R, C]: code * scale; NVFP4 code * (S_dec * amax * (1 / (6 * 448)))."""
+    encoding = copy.codes.encoding
+    scale = decode(parts[copy.scale.name], copy.scale.encoding)
+    if copy.amax is not None:  # TE, cast/nvfp4/dequantize_nvfp4.cuh
+        scale = scale * parts[copy.amax.name] * (1.0 / (encoding.max * copy.scale.encoding.max))
+    codes = unpack(parts[copy.codes.name], encoding, shape[1])
+    return decode(codes, encoding).mul_(_expand(scale, copy.block, shape, origin))
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    scaling: Scaling = Scaling(),  # noqa: B008  (frozen)
+    origin: Pair = (0, 0),
+    words: Mapping[Copy, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """x [R, C] floating -> every component of the format, from x's own amaxes.
+
+    x is the whole tensor or a rectangle that no other rank shares a block with: else reduce `amaxes` first. `words`:
+    one tensor per copy, used if `scaling.stochastic_rounding`. With `scaling.random_hadamard`, for formats in blocks
+    along dim 1 only, it is `hadamard16(x)` that is quantized: C rounded up to a multiple of 16.
+    """
+    if scaling.random_hadamard:
+        assert len(fmt.copies) == 1 and fmt.copies[Copy.ROWWISE].block[0] == 1 and origin[1] % 16 == 0, fmt.name
+        x = hadamard16(x)
+    assert words is not None or not scaling.stochastic_rounding, "stochastic rounding needs words"
+    grids = amaxes(x, fmt, origin)
+    parts = scales(grids, fmt, scaling, x.dtype)
+    multipliers = encode_scales(grids, fmt, scaling, x.dtype)
+    for which, copy in fmt.copies.items():
+        of_copy = words[which] if words is not None and scaling.stochastic_rounding else None
+        parts[copy.codes.name] = quantize_codes(x, copy, multipliers, origin, of_copy)
+    return parts
+
+
+def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> dict[str, Tensor]:
+    """The components of the transposed tensor, [C, R] from [R, C], of a transposable format; no value changes.
+
+    For a rectangle the origin is swapped too.
+    """
+    assert fmt.transposable, fmt.name
+    codes = fmt.copies[Copy.ROWWISE].codes
+    turned = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}
+    unpacked = unpack(parts[codes.name], codes.encoding, shape[1])
+    return turned | {codes.name: pack(unpacked.t().contiguous(), codes.encoding)}
+
+
+# ------------------------------------------------------------------------------------------------------------ Hadamard
+
+HADAMARD_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""TransformerEngine's fixed signs (pytorch/tensor/nvfp4_tensor.py)."""
+
+
+def hadamard16(x: Tensor) -> Tensor:
+    """Multiply each group of 16 along the last dim by diag(HADAMARD_SIGNS) @ H16 / 4, an orthogonal matrix.
+
+    x [..., C] floating -> x.dtype [..., C'], C' = C rounded up to a multiple of 16: the zeros appended to the last
+    group are transformed with it, and a dot product of two such rows is kept. Sums are taken in float32 as four
+    butterfly stages (strides 1, 2, 4, 8), then rounded once.
+    """
+    out = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
+    out = out * torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=x.device)
+    for stride in (1, 2, 4, 8):
+        a, b = out.unflatten(-1, (-1, 2, stride)).unbind(-2)
+        out = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+    return (out * 0.25).flatten(-2).to(x.dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- random words
+
+_PHILOX_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_ROUNDS: Final = 10
+
+
+def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
+    """Philox4x32-10: counter int64 [..., 4] of 32-bit words (or its four words), 64-bit key -> int64 [..., 4].
+
+    Word 0 of the key is its low half. 32 x 32 -> 64 bit products are taken modulo 2**64 in int64, then masked.
+    """
+    c0, c1, c2, c3 = counter.unbind(-1) if isinstance(counter, Tensor) else counter
+    k0, k1 = key & _WORD, key >> 32 & _WORD
+    for _ in range(_PHILOX_ROUNDS):
+        p0, p1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        c0, c1 = (p1 >> 32) & _WORD ^ c1 ^ k0, p1 & _WORD
+        c2, c3 = (p0 >> 32) & _WORD ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + _PHILOX_KEY_STEPS[0]) & _WORD, (k1 + _PHILOX_KEY_STEPS[1]) & _WORD
+    return torch.stack([torch.as_tensor(c, dtype=torch.int64) for c in (c0, c1, c2, c3)], dim=-1)
+
+
+def random_words(
+    key: int,
+    draw: int,
+    stream: int,
+    global_shape: Pair,
+    origin: Pair = (0, 0),
+    shape: Pair | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Random words of a rectangle [R, C]: int64 in [0, 2**32), the same however the tensor is cut.
+
+    Element i (row-major, in `global_shape`) gets word i % 4 of Philox call (lo(i // 4), hi(i // 4), draw, stream) under
+    the 64-bit `key`. `draw` counts the draws of a parameter, `stream` tells apart several tensors of one draw; both
+    are taken modulo 2**32. `shape` defaults to all that follows `origin`.
+    """
+    rows, cols = shape if shape is not None else (global_shape[0] - origin[0], global_shape[1] - origin[1])
+    if rows <= 0 or cols <= 0:
+        return torch.empty(max(rows, 0), max(cols, 0), dtype=torch.int64, device=device)
+    start = origin[0] * global_shape[1] + origin[1]
+    if cols == global_shape[1] or rows == 1:
+        call = start // 4
+        calls = torch.arange(call, -((start + rows * cols) // -4), device=device)
+        words = _words_of_calls(calls, key, draw, stream).flatten()
+        return words[start - 4 * call :][: rows * cols].view(rows, cols)
+    starts = torch.arange(rows, device=device).mul_(global_shape[1]).add_(start).unsqueeze(1)
+    calls = (starts >> 2) + torch.arange((cols + 6) // 4, device=device)  # enough from any offset within a call
+    words = _words_of_calls(calls, key, draw, stream).flatten(1)
+    return words.gather(1, (starts & 3) + torch.arange(cols, device=device))
+
+
+def _words_of_calls(calls: Tensor, key: int, draw: int, stream: int) -> Tensor:
+    return _in_chunks(lambda c: philox((c & _WORD, c >> 32, draw & _WORD, stream & _WORD), key), calls)
+
+
+# --------------------------------------------------------------------------------------------------------- initialize
+
+
+def uniform(words: Tensor) -> Tensor:
+    """Words int64 in [0, 2**32) -> float64 in (0, 1), exactly (word + 0.5) / 2**32: never 0 or 1, mean 1/2."""
+    return (words.double() + 0.5) * 2.0**-32
+
+
+# Wichura's AS241, PPND16, numerators and denominators from the highest degree down. Its third region, |z| > 6.4, is out
+# of reach: 0.5 / 2**32 has z = -6.34.
+_CENTRE_NUMERATOR: Final = (
+    *(2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457),
+    *(13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080),
+)
+_CENTRE_DENOMINATOR: Final = (
+    *(5226.4952788528545610, 28729.085735721942674, 39307.895800092710610, 21213.794301586595867),
+    *(5394.1960214247511077, 687.18700749205790830, 42.313330701600911252, 1.0),
+)
+_TAIL_NUMERATOR: Final = (
+    *(7.7454501427834140764e-4, 0.022723844989269184583, 0.24178072517745061177, 1.2704582524523683826),
+    *(3.6478483247632046050, 5.7694972214606914055, 4.6303378461565452959, 1.4234371107496835773),
+)
+_TAIL_DENOMINATOR: Final = (
+    *(1.0507500716444168432e-9, 5.4759380849953449460e-4, 0.015198666563616457197, 0.14810397642748007459),
+    *(0.68976733498510000455, 1.6763848301838038494, 2.0531916266377588219, 1.0),
+)
+_LN2_HIGH: Final = 0.693147180369123816490  # 33 bits, so that times an exponent it is exact (fdlibm)
+_LN2_LOW: Final = 1.90821492927058770002e-10
+
+
+def normal(words: Tensor) -> Tensor:
+    """Words int64 in [0, 2**32) -> float32 standard normal: the quantile of `uniform(words)`, rounded.
+
+    AS241 in float64 from single exact operations, so the same on every device. Two words that are complements of one
+    another give opposite numbers. |z| is at most 6.34.
+    """
+    return _in_chunks(lambda w: _normal_quantile(uniform(w)).float(), words)
+
+
+def _normal_quantile(p: Tensor) -> Tensor:
+    """Float64 in [2**-33, 1 - 2**-33] -> float64, correct to about 1e-15 of the result."""
+    centred = p - 0.5
+    r = 0.180625 - centred * centred
+    z = centred * (_polynomial(r, _CENTRE_NUMERATOR) / _polynomial(r, _CENTRE_DENOMINATOR))
+    in_tail = centred.abs() > 0.425
+    q = centred[in_tail]
+    minus_log = -_log(0.5 - q.abs())
+    r = sqrt(minus_log.float()).double()
+    for _ in range(2):  # Heron's method: 24 bits to 48 to all
+        r = (r + minus_log / r) * 0.5
+    tail = _polynomial(r - 1.6, _TAIL_NUMERATOR) / _polynomial(r - 1.6, _TAIL_DENOMINATOR)
+    z[in_tail] = torch.where(q < 0, -tail, tail)
+    return z
+
+
+def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    value = torch.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        value = value.mul_(x).add_(c)
+    return value
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural logarithm of positive float64: x = 2**e * m, m in [1/sqrt 2, sqrt 2), log m = 2 atanh((m-1) / (m+1)).
+
+    The series of atanh to degree 23: what is left out is below 2e-20.
+    """
+    m, e = torch.frexp(x)
+    small = m < 0.5**0.5
+    m, e = torch.where(small, m * 2.0, m), (e - small.to(e.dtype)).double()
+    s = (m - 1.0) / (m + 1.0)
+    series = _polynomial(s * s, [1.0 / (2 * k + 1) for k in range(11, -1, -1)])
+    return e * _LN2_HIGH + (s * 2.0 * series + e * _LN2_LOW)

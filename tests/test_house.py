@@ -1,0 +1,471 @@
+"""The rules of the house, held by reading the source.
+
+A rule is a function from a tree of parsed files to the list of offences in it. Each is applied twice: to the package,
+where it must find nothing, and to small broken sources, where it must find what is wrong (a rule that never fires holds
+nothing).
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "quantshard"
+
+LAYERS = {
+    **dict.fromkeys(["formats", "errors"], 0),
+    **dict.fromkeys(["sharding", "numerics", "kernels"], 1),
+    **dict.fromkeys(["backend", "recipe", "storage", "private_torch"], 2),
+    **dict.fromkeys(["tensor", "ops", "components", "amax"], 3),
+    **dict.fromkeys(["modules", "optimizers", "checkpoints", "observe"], 4),
+    **dict.fromkeys(["cli", "__main__", "__init__"], 5),
+}
+"""Files and folders of the package by layer. Imports go down; within a layer only as `imports_go_down` says."""
+
+MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "kernels"}
+
+PRIVATE_ALLOWED = {
+    "_make_wrapper_subclass": "the documented way to build a tensor subclass has no public name",
+    "_local_tensor": "DTensor.to_local() is differentiable and makes a view; the components themselves are needed",
+    "_asdict": "public API of named tuples",
+    "_fields": "public API of named tuples",
+    "_replace": "public API of named tuples",
+}
+"""Private names that may be used outside private_torch.py, each with its reason."""
+
+FUNCTION_LINES, FILE_LINES = 60, 500
+
+Tree = dict[str, str]
+"""Source by path within the package: {"modules/linear.py": "..."}."""
+
+
+# Reading the source
+
+
+def package() -> Tree:
+    root = ROOT / PACKAGE
+    return {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in sorted(root.rglob("*.py"))}
+
+
+def unit(path: str) -> str:
+    """The file or folder of the layer table that `path` belongs to."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def module(path: str) -> str:
+    return f"{PACKAGE}/{path}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def at(path: str, node: ast.AST) -> str:
+    return f"{PACKAGE}/{path}:{getattr(node, 'lineno', 1)}"
+
+
+def nodes(tree: Tree) -> Iterator[tuple[str, ast.AST]]:
+    for path, source in tree.items():
+        for node in ast.walk(ast.parse(source)):
+            yield path, node
+
+
+def absolute(path: str, node: ast.ImportFrom) -> str:
+    """The module that `from ... import` reads, relative dots resolved."""
+    if not node.level:
+        return node.module or ""
+    here = [PACKAGE, *path.split("/")[:-1]]
+    return ".".join(here[: len(here) - node.level + 1] + ([node.module] if node.module else []))
+
+
+def own_imports(tree: Tree, path: str, node: ast.AST) -> Iterator[str]:
+    """The modules of the package that `node` imports; a `from` import of a module's content counts as the module."""
+    known = {module(p) for p in tree} | {f"{PACKAGE}.{u}" for u in LAYERS}
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        base = absolute(path, node)
+        names = [full if (full := f"{base}.{alias.name}") in known else base for alias in node.names]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        first = node.args[0] if node.args else None
+        names = [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
+    else:
+        names = []
+    yield from dict.fromkeys(name for name in names if name.split(".")[0] == PACKAGE)
+
+
+def functions(parsed: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def docstrings(parsed: ast.Module) -> set[ast.AST]:
+    """String statements: docstrings, and the strings below a constant that describe it."""
+    return {n.value for n in ast.walk(parsed) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+
+
+def identifiers(node: ast.AST) -> Iterator[str]:
+    """The names that `node` itself reads, binds or imports, and the text of a string."""
+    for field in ("id", "attr", "arg", "name", "asname", "value"):
+        if isinstance(value := getattr(node, field, None), str):
+            yield value
+
+
+# The rules
+
+
+def imports_go_down(tree: Tree) -> list[str]:
+    """Imports go to a lower layer or stay in their folder; within layers 0 to 3 and 5 they may go to the side."""
+    found = [
+        f"{PACKAGE}/{path}: {unit(path)!r} has no layer; add it to LAYERS in tests/test_house.py"
+        for path in tree
+        if unit(path) not in LAYERS
+    ]
+    for path, node in nodes(tree):
+        for target in own_imports(tree, path, node):
+            here, there = unit(path), [*target.split("."), "__init__"][1]
+            low, high = LAYERS.get(there), LAYERS.get(here)
+            if low is None or high is None:
+                continue  # no layer yet: reported above
+            if low > high or (low == high == 4 and here != there):
+                found.append(f"{at(path, node)}: {here} (layer {high}) imports {there} (layer {low})")
+    return found
+
+
+def imports_have_no_cycle(tree: Tree) -> list[str]:
+    graph: dict[str, set[str]] = {module(path): set() for path in tree}
+    for path, node in nodes(tree):
+        graph[module(path)].update(own_imports(tree, path, node))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return ["import cycle: " + " <- ".join(error.args[1])]
+    return []
+
+
+def imports_are_not_lazy(tree: Tree) -> list[str]:
+    return [
+        f"{at(path, node)}: {function.name}() imports {target}; import it at the top of the file"
+        for path, source in tree.items()
+        for function in functions(ast.parse(source))
+        for node in ast.walk(function)
+        for target in own_imports(tree, path, node)
+    ]
+
+
+def formats_are_not_named(tree: Tree, names: Iterable[str] = ()) -> list[str]:
+    """No row of the format table is named, neither as a constant nor in a string, where code should ask the row."""
+    names = set(names) or format_names()
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b", re.IGNORECASE)
+    found = []
+    for path, source in tree.items():
+        if unit(path) in MAY_NAME_FORMATS:
+            continue
+        skipped = docstrings(parsed := ast.parse(source))
+        for node in ast.walk(parsed):
+            hits = {hit for text in identifiers(node) for hit in pattern.findall(text)} if node not in skipped else ()
+            found += [
+                f"{at(path, node)}: names the format {hit}; ask its row, or take it from a recipe" for hit in hits
+            ]
+    return found
+
+
+def format_names() -> set[str]:
+    formats = importlib.import_module(f"{PACKAGE}.formats")
+    return {name for c, row in vars(formats).items() if isinstance(row, formats.Format) for name in (c, row.name)}
+
+
+def sizes_are_small(tree: Tree) -> list[str]:
+    """A function's body, its docstring and signature apart, and a file stay within their budgets."""
+    found = []
+    for path, source in tree.items():
+        if (lines := len(source.splitlines())) > FILE_LINES:
+            found.append(f"{PACKAGE}/{path}: {lines} lines, more than {FILE_LINES}; split it by noun")
+        for function in functions(ast.parse(source)):
+            body = function.body[1:] if ast.get_docstring(function) else function.body
+            lines = (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            if lines > FUNCTION_LINES:
+                found.append(f"{at(path, function)}: {function.name}() has {lines} lines, more than {FUNCTION_LINES}")
+    return found
+
+
+def private_torch_is_kept_apart(tree: Tree) -> list[str]:
+    """No private name of torch, nor any private attribute that the package does not define, but in private_torch.py.
+
+    Names below `torch.ops` are the names of operators, whose underscores are not a mark of privacy.
+    """
+    own = set().union(*map(defined, map(ast.parse, tree.values())))
+    found = []
+    for path, source in tree.items():
+        if path == "private_torch.py":
+            continue
+        aliases: dict[str, str] = {}
+        for node in ast.walk(parsed := ast.parse(source)):
+            aliases.update(torch_aliases(path, node, aliases))
+        for node in ast.walk(parsed):
+            for name in private_uses(path, node, aliases, own):
+                found.append(f"{at(path, node)}: private name {name}; move its use to private_torch.py")
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != "" and not name.startswith("__") and name not in PRIVATE_ALLOWED
+
+
+def defined(parsed: ast.AST) -> set[str]:
+    """Names of functions and classes, and of the variables, fields and attributes that are assigned to."""
+    own = set()
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+    return own
+
+
+def torch_aliases(path: str, node: ast.AST, aliases: dict[str, str]) -> dict[str, str]:
+    """Local names that `node` binds to something of torch, with their full names: {"dist": "torch.distributed"}."""
+    bound = {}
+    if isinstance(node, ast.Import):
+        bound = {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
+    elif isinstance(node, ast.ImportFrom):
+        bound = {a.asname or a.name: f"{absolute(path, node)}.{a.name}" for a in node.names}
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        bound = {node.targets[0].id: full_name(node.value, aliases)}
+    return {local: full for local, full in bound.items() if full.split(".")[0] == "torch"}
+
+
+def full_name(node: ast.AST, aliases: dict[str, str]) -> str:
+    """The dotted name of an attribute chain whose root is bound to something of torch, else ""."""
+    if isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}" if (base := full_name(node.value, aliases)) else ""
+    return aliases.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+def private_uses(path: str, node: ast.AST, aliases: dict[str, str], own: set[str]) -> list[str]:
+    """The private names that `node` itself uses."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        base = f"{absolute(path, node)}." if isinstance(node, ast.ImportFrom) else ""
+        full = [base + alias.name for alias in node.names]
+        return [name for name in full if name.startswith("torch.") and any(map(is_private, name.split(".")))]
+    if isinstance(node, ast.Attribute) and is_private(node.attr):
+        name = full_name(node, aliases)
+        if name.startswith("torch.ops.") or (not name and node.attr in own):
+            return []
+        return [name or ast.unparse(node)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        names = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        return [name for name in names if is_private(name) and name not in own]
+    return []
+
+
+# The package keeps the rules, and each rule finds what it is about
+
+LONG = "\n".join(["    x = 1"] * (FUNCTION_LINES + 1))
+RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
+    # rule: sources, and how many offences it finds there
+    imports_go_down: [
+        ({"formats.py": "import torch"}, 0),
+        ({"tensor.py": "from quantshard.ops import rules", "ops.py": ""}, 0),
+        ({"modules/linear.py": "from . import base\nfrom ..recipe import Recipe", "modules/base.py": ""}, 0),
+        ({"formats.py": "from quantshard.tensor import QuantizedTensor"}, 1),
+        ({"formats.py": "from quantshard import tensor"}, 1),
+        ({"formats.py": "from . import errors, tensor"}, 1),
+        ({"numerics.py": "import quantshard"}, 1),
+        ({"modules/linear.py": "from ..optimizers import FusedAdam"}, 1),
+        ({"checkpoints/save.py": "if TYPE_CHECKING:\n    from quantshard.modules.linear import Linear"}, 1),
+        ({"surprise.py": ""}, 1),
+    ],
+    imports_have_no_cycle: [
+        ({"tensor.py": "from quantshard import ops", "ops.py": ""}, 0),
+        ({"tensor.py": "from quantshard import ops", "ops.py": "from .tensor import QuantizedTensor"}, 1),
+        ({"modules/__init__.py": "from .linear import Linear", "modules/linear.py": "from . import Linear"}, 1),
+    ],
+    imports_are_not_lazy: [
+        ({"ops.py": "import quantshard.tensor\ndef f():\n    import torch"}, 0),
+        ({"ops.py": "def f():\n    from .tensor import QuantizedTensor"}, 1),
+        ({"ops.py": "def f():\n    importlib.import_module('quantshard.tensor')"}, 1),
+    ],
+    partial(formats_are_not_named, names={"FP9", "fp9_row"}): [
+        ({"tensor.py": '"""Such as FP9."""\nFP9_MAX = 1\n"""Of fp9_row."""'}, 0),
+        ({"formats.py": "FP9 = 1", "recipe.py": "FP9", "kernels/adam.py": "FP9"}, 0),
+        ({"tensor.py": "from quantshard.formats import FP9"}, 1),
+        ({"tensor.py": "if row is formats.FP9: pass"}, 1),
+        ({"tensor.py": "if row.name == 'fp9_row': pass"}, 1),
+        ({"cli/main.py": "print(f'use fp9_row instead of {x}')"}, 1),
+        ({"tensor.py": "def f(fp9=1): pass"}, 1),
+    ],
+    sizes_are_small: [
+        ({"ops.py": f"def f():\n    '''Short.'''\n{LONG[10:]}"}, 0),
+        ({"ops.py": f"def f():\n    '''Long.'''\n{LONG}"}, 1),
+        ({"ops.py": f"class C:\n  async def f():\n{LONG}"}, 1),
+        ({"ops.py": "x = 1\n" * (FILE_LINES + 1)}, 1),
+    ],
+    private_torch_is_kept_apart: [
+        ({"private_torch.py": "import torch\ntorch._C.x"}, 0),
+        ({"tensor.py": "self._kept = x._local_tensor\nself._kept, self.__class__, x._replace()"}, 0),
+        ({"ops.py": "import torch\naten = torch.ops.aten\naten._to_copy.default, torch.ops.aten._foreach_add_"}, 0),
+        ({"tensor.py": "from quantshard.private_torch import _x\nfrom ._y import z"}, 0),
+        ({"tensor.py": "import torch._C"}, 1),
+        ({"tensor.py": "from torch._C import Graph"}, 1),
+        ({"tensor.py": "from torch.distributed.tensor import _dtensor_spec"}, 1),
+        ({"tensor.py": "import torch.distributed as dist\ndist.fsdp._fully_shard.x"}, 1),
+        ({"tensor.py": "from torch import distributed as dist\ndef _f(): dist._f()"}, 1),
+        ({"tensor.py": "import torch\nfsdp = torch.distributed.fsdp\nfsdp._init()"}, 1),
+        ({"tensor.py": "param._spec"}, 1),
+        ({"tensor.py": "getattr(param, '_spec')"}, 1),
+    ],
+}
+
+
+def rule_name(value: object) -> str | None:
+    return getattr(getattr(value, "func", value), "__name__", None)
+
+
+@pytest.mark.parametrize("rule", [getattr(rule, "func", rule) for rule in RULES], ids=rule_name)
+def test_package_keeps(rule: Callable[[Tree], list[str]]):
+    tree = package()
+    assert tree, f"no source under {ROOT / PACKAGE}"
+    offences = rule(tree)
+    assert not offences, "\n" + "\n".join(offences)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "count"), [(r, *case) for r, cs in RULES.items() for case in cs], ids=rule_name
+)
+def test_rule_finds(rule: Callable[[Tree], list[str]], tree: Tree, count: int):
+    assert len(found := rule(tree)) == count, found
+
+
+# The public names
+
+
+def public_names(source: str) -> set[str]:
+    """The public names that a module binds at its top level."""
+    bound: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        else:
+            bound |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {name for name in bound if not name.startswith("_")} - {"annotations"}
+
+
+def test_all_is_sorted_and_is_what_is_exported():
+    exported = [name for name in importlib.import_module(PACKAGE).__all__ if name != "__version__"]
+    assert exported == sorted(exported)
+    assert set(exported) == public_names((ROOT / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+
+
+def test_public_names_are_the_bound_ones():
+    source = "from .a import B, _c\nfrom . import d as e\nimport f.g\nimport h as _h\nI: int = 1\ndef j(): k = 1"
+    assert public_names(source) == {"B", "e", "f", "I", "j"}
+
+
+def undocumented(names: Iterable[str], values: Iterable[object]) -> list[str]:
+    """The functions, classes and modules without a docstring of their own."""
+    own = [
+        (name, vars(value).get("__doc__") if inspect.isclass(value) else inspect.getdoc(value))
+        for name, value in zip(names, values, strict=True)
+        if inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
+    ]
+    return [name for name, doc in own if not doc or doc.startswith(f"{name}(")]  # dataclasses make up "Name(fields)"
+
+
+def test_public_names_have_docstrings():
+    quantshard = importlib.import_module(PACKAGE)
+    assert not undocumented(quantshard.__all__, [getattr(quantshard, name) for name in quantshard.__all__])
+
+
+def test_missing_docstrings_are_found():
+    class Inherits(Path): ...
+
+    assert undocumented(["Path", "Inherits", "f", "x"], [Path, Inherits, lambda: 1, 3]) == ["Inherits", "f"]
+
+
+# The map in the README
+
+
+def mapped(text: str) -> dict[str, set[str]]:
+    """The entries of each folder in the map: the fenced block of `text` with the line `quantshard/`.
+
+    A line is an entry if its first word ends in .py or /; deeper lines belong to the last folder above them.
+    """
+    blocks = [b for b in re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S) if re.search(rf"^{PACKAGE}/", b, re.M)]
+    assert blocks, f"the README has no fenced block with a line `{PACKAGE}/`: the map of the tree"
+    entries: dict[str, set[str]] = {}
+    above: list[tuple[int, str]] = []  # the folders around a line, with their indents
+    for line in re.sub("[│├└─]", " ", blocks[0]).splitlines():
+        if not (entry := re.match(r"( *)(\w+(?:\.py|/))(?:\s|$)", line)):
+            continue
+        indent, name = len(entry[1]), entry[2]
+        above = [folder for folder in above if folder[0] < indent]
+        if above and above[0][1] == f"{PACKAGE}/":
+            entries.setdefault("".join(folder for _, folder in above), set()).add(name)
+        if name.endswith("/"):
+            above.append((indent, name))
+    return entries
+
+
+def existing(folder: Path) -> set[str]:
+    """The files and folders that the map must name; a folder's own line stands for its __init__.py."""
+    files = {f.name for f in folder.glob("*.py")} - ({"__init__.py"} if folder.name != PACKAGE else set())
+    return files | {f"{f.name}/" for f in folder.iterdir() if any(f.rglob("*.py"))}
+
+
+def test_readme_map_is_true():
+    """The map names all files and folders of the package; a folder's own files are all listed there, or none is."""
+    readme = ROOT / "README.md"
+    assert readme.exists(), "README.md is missing; it holds the map of the tree"
+    for folder, names in mapped(readme.read_text(encoding="utf-8")).items():
+        there = existing(ROOT / folder)
+        assert names == there, f"{folder}: not in the map {sorted(there - names)}, not on disk {sorted(names - there)}"
+
+
+@pytest.mark.parametrize("indents", [["  ", "    "], ["├── ", "│   └── "]])
+def test_map_is_read(indents: list[str]):
+    one, two = indents
+    lines = [
+        "```",
+        "quantshard/",
+        f"{one}a.py  L0 one,",
+        "        and.more words",
+        f"{one}b/  two",
+        f"{two}c.py",
+        "tests/",
+    ]
+    text = "\n".join(["```sh", "make", "```", *lines, f"{one}d.py", "```"])
+    assert mapped(text) == {"quantshard/": {"a.py", "b/"}, "quantshard/b/": {"c.py"}}
+
+
+# Every file
+
+
+def machine_paths(text: str) -> list[str]:
+    """Absolute paths of the machine that a file was written on."""
+    return re.findall(r"(?<![\w.~*-])/(?:work|root)/\S*", text)
+
+
+def test_no_machine_paths():
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    result = subprocess.run(listed, capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip("not a git checkout")
+    found = {}
+    for name in filter(None, result.stdout.split("\0")):
+        if (path := ROOT / name).is_file() and (paths := machine_paths(path.read_text("utf-8", errors="ignore"))):
+            found[name] = paths
+    assert not found
+
+
+def test_machine_paths_are_found():
+    work, root = ("/" + name + "/x" for name in ("work", "root"))
+    assert machine_paths(f"see {work}, '{root}'") == [work + ",", root + "'"]
+    assert not machine_paths(f"a{work} https://example.com{work}")
