@@ -3,7 +3,7 @@
     QuantshardError
      |-- ConfigurationError (also a ValueError)     an argument, option or file of the user's does not fit
      |-- RecipeMismatchError (also a ValueError)    a weight's format is not the one the recipe in force asks for
-     |-- UnsupportedOperationError (also a TypeError)  an operation would change or dequantize a weight unasked
+     |-- UnsupportedOperationError (also a RuntimeError)  an operation would change or dequantize a weight unasked
      |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
      |-- RankMismatchError (also a RuntimeError)    ranks disagree on something that must be equal
      `-- NonFiniteGradientError (also a RuntimeError)  too many steps in a row had infinite or NaN gradients
@@ -26,8 +26,11 @@ class RecipeMismatchError(QuantshardError, ValueError):
     """A weight's format is not the one that the recipe in force asks for."""
 
 
-class UnsupportedOperationError(QuantshardError, TypeError):
-    """An operation would change or dequantize a quantized tensor without being asked to."""
+class UnsupportedOperationError(QuantshardError, RuntimeError):
+    """An operation would change or dequantize a quantized tensor without being asked to.
+
+    Not a TypeError: Python's operators take one for "try the other operand", and `==` would end in False.
+    """
 
 
 class CheckpointError(QuantshardError, RuntimeError):

@@ -1,0 +1,216 @@
+"""Amax reduction: the one collective that makes sharding invisible to the numbers.
+
+A block that straddles ranks must get one scale, so the amaxes of all blocks that ranks share are reduced (MAX) before
+any code is written. `FlatMax` does it for everything that is registered in one flat collective per process group;
+`Requantization` is the two halves, measure and write, of giving a weight new values around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quantshard import private_torch
+from quantshard import storage as storages
+from quantshard.errors import RankMismatchError
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+
+Group = dist.ProcessGroup | None
+
+
+def sharding_group(tensor: Tensor) -> Group:
+    """The process group over which a parameter is sharded, or None where this rank holds all of it.
+
+    With several sharding axes it is the group of all of them together; replicating axes are left out, since replicas
+    compute the same values.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    return private_torch.flattened_group(mesh, axes)
+
+
+@dataclass
+class FlatMax:
+    """Tensors to be replaced by their maxima over process groups: one flat collective per group.
+
+    Values are float32 and not negative. They are compared as the integers that their bits spell: the order is the
+    same, and NaN, which a floating-point MAX may lose, stands above infinity and survives.
+    """
+
+    _pending: dict[dist.ProcessGroup, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor, group: Group) -> None:
+        """Register a float32 tensor; it is written in place by `reduce`. Without a group it stays as it is."""
+        if group is not None and tensor.numel() > 0:
+            self._pending.setdefault(group, []).append(tensor)
+
+    def reduce(self) -> None:
+        """Run the collectives. Every rank of a group must have registered the same shapes in the same order."""
+        for group, tensors in self._pending.items():
+            # abs: torch's vectorized amax gives NaN with a sign bit, which would be below all numbers
+            flat = torch.cat([t.reshape(-1) for t in tensors]).abs().view(torch.int32)
+            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+            parts = flat.view(torch.float32).split([t.numel() for t in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        self._pending.clear()
+
+
+class Requantization:
+    """New values for one weight, or one optimizer state: measured at construction, written by `commit`.
+
+    Between the two, the `reduction` given must have run. The values are not kept: `commit` takes them again.
+    """
+
+    def __init__(self, storage: QuantizedStorage, values: Tensor, group: Group, reduction: FlatMax) -> None:
+        self.storage = storage
+        self.amaxes = storage.measure(values)
+        by_name = storage.cell.format.by_name
+        for name, grid in self.amaxes.items():
+            if storage.shard.shares_blocks(by_name[name]):
+                reduction.add(grid, group)
+
+    def commit(self, values: Tensor, words: Tensor | None = None) -> None:
+        """Write codes and scales; under delayed scaling with the scale of past amaxes, then record this one."""
+        history = self.storage.state.get(AMAX_HISTORY)
+        if history is None:
+            self.storage.write(values, self.amaxes, words)
+            return
+        (name,) = storages.scale_names(self.storage.cell)
+        amax = self.amaxes[name]
+        past = history_amax(history, self.storage.cell.scaling.most_recent)
+        used = torch.where(past > 0, past, amax)  # nothing recorded yet: the weight's own amax
+        self.storage.write(values, {name: used.view(1, 1)}, words)
+        record_amax_(history, amax.view(()))
+
+
+def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Quantize new local values into weights, with one collective per process group for all of them together.
+
+    Args:
+        weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
+            must pass the same weights in the same order, ranks with an empty shard too.
+
+    Initial values that were kept (`get_high_precision_init_val`) are dropped: the weights no longer have them.
+    """
+    reduction = FlatMax()
+    begun = [
+        (Requantization(_storage_of(weight), values, sharding_group(weight), reduction), values)
+        for weight, values in weights
+    ]
+    reduction.reduce()
+    for requantization, values in begun:
+        requantization.commit(values)
+        requantization.storage.high_precision = None
+
+
+def _storage_of(weight: Tensor) -> QuantizedStorage:
+    local: Any = private_torch.local_tensor(weight)  # a QuantizedTensor, a class that imports this file
+    storage: QuantizedStorage = local._storage
+    return storage
+
+
+def history_amax(history: Tensor, most_recent: bool) -> Tensor:
+    """The amax that a history [len], newest last, stands for: its maximum or its newest; 0 if none is recorded."""
+    return history[-1].clone() if most_recent else history.max()
+
+
+def record_amax_(history: Tensor, amax: Tensor) -> None:
+    """Append an amax to a history [len], newest last. Zero, infinite and NaN amaxes are not recorded."""
+    keep = torch.isfinite(amax) & (amax > 0)
+    rolled = torch.roll(history, -1)
+    rolled[-1] = amax
+    history.copy_(torch.where(keep, rolled, history))
+
+
+class PendingAmaxes:
+    """Amaxes that delayed scaling saw and has yet to record, each with its history and the group to reduce it over."""
+
+    def __init__(self) -> None:
+        self._amaxes: dict[int, Tensor] = {}
+        self._owners: dict[int, tuple[Tensor, Group]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._amaxes)
+
+    def note(self, history: Tensor, amax: Tensor, group: Group) -> None:
+        """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
+        key = id(history)
+        seen = self._amaxes.get(key)
+        amax = amax.detach().view(1)
+        self._amaxes[key] = amax.clone() if seen is None else torch.maximum(seen, amax)
+        self._owners[key] = (history, group)
+
+    def flush(self) -> None:
+        """Reduce all of them, one collective per group, and append each to its history."""
+        if not self._amaxes:
+            return
+        reduction = FlatMax()
+        for key, (_, group) in self._owners.items():
+            reduction.add(self._amaxes[key], group)
+        reduction.reduce()
+        for key, (history, _) in self._owners.items():
+            record_amax_(history, self._amaxes[key].view(()))
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all of them."""
+        self._amaxes.clear()
+        self._owners.clear()
+
+
+def check_equal_on_ranks(named: dict[str, Tensor], group: Group, what: str) -> None:
+    """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`. One collective.
+
+    Raises:
+        RankMismatchError: naming the first that differs.
+    """
+    if group is None or not named:
+        return
+    values = torch.cat([v.reshape(1) for v in named.values()])
+    extremes = torch.stack([values, ~values])
+    device = _collective_device(group)
+    reduced = extremes.to(device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = reduced[0].cpu(), ~reduced[1].cpu()
+    for name, high, low in zip(named, highest.tolist(), lowest.tolist(), strict=True):
+        if high != low:
+            raise RankMismatchError(
+                f"{what} of {name!r} differs between ranks ({low} and {high}); seed torch alike on all ranks "
+                "(torch.manual_seed(seed)) before the model is built, or load a checkpoint"
+            )
+
+
+def _collective_device(group: dist.ProcessGroup) -> torch.device:
+    backend = dist.get_backend(group)
+    if "nccl" in backend and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+__all__ = [
+    "AMAX_HISTORY",
+    "DRAWS",
+    "KEY",
+    "FlatMax",
+    "PendingAmaxes",
+    "Requantization",
+    "check_equal_on_ranks",
+    "history_amax",
+    "record_amax_",
+    "requantize_",
+    "sharding_group",
+]

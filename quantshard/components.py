@@ -1,0 +1,171 @@
+"""State dict <-> components: what a checkpoint holds of a quantized weight.
+
+For a weight named `X` the state dict has, in place of `X`, one plain tensor (or plain DTensor) per component and per
+piece of state: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format`, 16 bytes
+that say what the codes are. They alias the live components, so loading writes through them. None is of a class of ours,
+and reading them back needs no code of ours: see docs/format.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from quantshard import private_torch, sharding
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.formats import FORMAT_NAME_BYTES, Component, Copy, Format
+from quantshard.sharding import Shard
+from quantshard.storage import QuantizedStorage
+from quantshard.tensor import QuantizedTensor
+
+FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
+CHECKPOINT_VERSION = 1
+"""Version of the layout that docs/format.md specifies; the first byte of every `X_format`."""
+
+
+def quantized(tensor: object) -> QuantizedTensor | None:
+    """The (local) quantized tensor of a parameter, or None if it is not quantized."""
+    local = private_torch.local_tensor(tensor) if isinstance(tensor, Tensor) else None
+    return local if isinstance(local, QuantizedTensor) else None
+
+
+def storage_of(param: Tensor) -> QuantizedStorage:
+    """The (local) storage of a parameter that is quantized."""
+    local = quantized(param)
+    assert local is not None
+    return local._storage
+
+
+def format_tag(name: str, padding: int = 0) -> Tensor:
+    """uint8 [16]: what the codes are.
+
+    Byte 0 is the version of the checkpoint format, bytes 1 to 14 a format's name in ASCII, padded with zeros, byte 15
+    the number of elements that were added to each row to fill its last byte.
+    """
+    padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
+    return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8)
+
+
+def read_format_tag(tag: Tensor) -> str:
+    """The format's name in a tag.
+
+    Raises:
+        CheckpointError: the tag has a version that this release does not know.
+    """
+    version, *padded, _ = tag.reshape(-1).tolist()
+    if version != CHECKPOINT_VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}, this release of quantshard reads version "
+            f"{CHECKPOINT_VERSION}; install the release that wrote it, or a newer one"
+        )
+    return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")
+
+
+def component_placements(shard: Shard, component: Component, placements: tuple[Placement, ...]) -> list[Placement]:
+    """Placements of a component of a weight with the given ones: the weight's on each mesh axis whose cut is clean for
+    the component, else replicated.
+
+    Mesh axes cut from the last to the first: tensor parallelism, whose axes stand last, before FSDP.
+    """
+    pieces = sharding.pieces_outermost_first(shard)
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(axes) != len(pieces):
+        raise ConfigurationError(
+            f"a weight with placements {placements} was cut {len(pieces)} times, not once per sharding mesh axis; wrap "
+            "it with fully_shard (and tensor parallelism) only once"
+        )
+    result: list[Placement] = list(placements)
+    for axis, piece in zip(reversed(axes), pieces, strict=True):
+        assert piece.cut is not None
+        if piece.replicates(component, piece.cut.dim):
+            result[axis] = Replicate()
+    return result
+
+
+def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
+    """A DTensor on the mesh of `like` around a local tensor that is not copied."""
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
+    """Component name -> live component, a DTensor where `owner`, whose storage it is, is one."""
+    if not isinstance(owner, DTensor):
+        return dict(storage.components)
+    return {
+        name: as_dtensor(
+            part,
+            owner,
+            component_placements(storage.shard, storage.cell.format.by_name[name], owner.placements),
+            global_component_shape(storage.cell.format, storage.shard, name),
+        )
+        for name, part in storage.components.items()
+    }
+
+
+def global_component_shape(fmt: Format, shard: Shard, name: str) -> tuple[int, int]:
+    """Shape of a component of the whole tensor."""
+    return sharding.whole(shard.global_shape).component_shape(fmt.by_name[name])
+
+
+def state_of(param: Tensor) -> dict[str, Tensor]:
+    """Key suffix -> live tensor, for all that a checkpoint holds of a quantized parameter."""
+    storage = storage_of(param)
+    by_name = storage.cell.format.by_name
+    found = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
+    found.update({f"_{name}": value for name, value in storage.state.items()})
+    packed = storage.cell.format.copies[Copy.ROWWISE].codes.covers[1]
+    found[FORMAT_SUFFIX] = format_tag(storage.cell.tag, -storage.shard.global_shape[1] % packed)
+    return found
+
+
+def suffixes(param: Tensor) -> list[str]:
+    """The key suffixes of a quantized parameter."""
+    return list(state_of(param))
+
+
+def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+    """Copy loaded components and state, by key suffix, into a quantized parameter. Nothing is dequantized.
+
+    A value may be a DTensor like the live one, or a plain tensor: the local part or the whole component.
+
+    Raises:
+        CheckpointError: the values are of another format or shape.
+    """
+    storage = storage_of(param)
+    tag = values.get(FORMAT_SUFFIX)
+    if tag is not None and read_format_tag(tag) != storage.cell.tag:
+        raise CheckpointError(
+            f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is {storage.cell.tag!r}; "
+            "build the model with the recipe that the checkpoint was written with"
+        )
+    for suffix, live in state_of(param).items():
+        if suffix != FORMAT_SUFFIX and suffix in values:
+            component = next((c for c in storage.cell.format.components if c.key_suffix == suffix), None)
+            _load_one(live, values[suffix], f"{name}{suffix}", storage.shard, component)
+    storage.high_precision = None  # what was kept are no longer this weight's values
+
+
+def _load_one(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> None:
+    target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
+    if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
+        (r0, r1), (c0, c1) = shard.resident(component)
+        source = source[r0:r1, c0:c1]
+    if component is not None and source.dtype != target.dtype:
+        raise CheckpointError(
+            f"{key}: a {str(source.dtype).removeprefix('torch.')} tensor cannot be loaded as "
+            f"{component.encoding.name} {component.role.value}; to quantize high-precision weights into this model "
+            "call quantshard.checkpoints.load_high_precision(model, state_dict) on every rank"
+        )
+    if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
+        raise CheckpointError(
+            f"{key}: shape {tuple(value.shape)} (local {tuple(source.shape)}) in the state dict, "
+            f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model; the checkpoint is of another model or, "
+            "for local tensors, of another mesh"
+        )
+    target.copy_(source)

@@ -1,0 +1,302 @@
+"""What all modules with weights share: how a weight is born, written, checkpointed and found.
+
+A weight is described by a `WeightSpec`. Its values come from a counter generator under the parameter's own key, by
+index in the global tensor, so a module is born the same whole, in shards, or on the meta device and filled later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import amax, components, numerics, private_torch
+from quantshard import storage as storages
+from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
+from quantshard.modules import context
+from quantshard.modules.functional import LinearState
+from quantshard.recipe import Recipe
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor import QuantizedTensor, quantize
+
+InitMethod = Callable[[Tensor], Any]
+DEFAULT_STD = 0.023
+"""Standard deviation of the default initialization, as in TransformerEngine."""
+
+_INIT_STREAM = 0
+INPUT_HISTORY, GRAD_OUTPUT_HISTORY = "input_amax_history", "grad_output_amax_history"
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How one weight [out_features, in_features] is initialized.
+
+    `init_method` fills a whole tensor in place, with torch's generator seeded by the parameter's key; None draws from
+    N(0, `std`**2) by the counter generator, which never builds the whole tensor.
+    """
+
+    shape: tuple[int, int]
+    init_method: InitMethod | None = None
+    std: float = DEFAULT_STD
+
+    def values(self, key: int, origin: tuple[int, int], shape: tuple[int, int], device: torch.device) -> Tensor:
+        """The rectangle's initial values, float32."""
+        if self.init_method is None:
+            words = numerics.random_words(key, 0, _INIT_STREAM, self.shape, origin, shape, device=device)
+            return numerics.normal(words) * self.std
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(key)  # torch.manual_seed would also seed the accelerators, unforked
+            whole = torch.empty(self.shape, dtype=torch.float32, device="cpu")
+            self.init_method(whole)
+        return whole[origin[0] : origin[0] + shape[0], origin[1] : origin[1] + shape[1]].to(device)
+
+
+class QuantizedModule(nn.Module):
+    """Base of modules with weights that may be quantized. Subclasses call `_add_weight` and `_add_vector`."""
+
+    def __init__(self, device: torch.device | str | None, params_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._plan = context.init_plan()
+        self._device = torch.device(device) if device is not None else _default_device()
+        self._dtype = params_dtype or torch.get_default_dtype()
+        self._weights: dict[str, WeightSpec] = {}
+        self._vectors: dict[str, float] = {}
+        self._plain_states: dict[str, dict[str, Tensor]] = {}
+
+    # Birth -----------------------------------------------------------------------------------------------------------
+
+    def _add_weight(self, name: str, spec: WeightSpec) -> None:
+        """Register a weight, initialized unless the device is meta; quantized if `quantized_model_init` says so."""
+        self._weights[name] = spec
+        cell = self._plan.recipe.weight
+        state = storages.weight_state(cell, self._device)
+        if self._device.type == "meta":
+            values = torch.empty(spec.shape, dtype=self._dtype, device="meta")
+        else:
+            values = spec.values(int(state[KEY]), (0, 0), spec.shape, self._device).to(self._dtype)
+        if self._plan.quantize:
+            assert cell is not None
+            keep = self._plan.preserve_high_precision
+            values = quantize(values, cell, state=state, keep_high_precision=keep)
+        else:
+            self._plain_states[name] = state
+        self.register_parameter(name, nn.Parameter(values))
+
+    def _add_vector(self, name: str, size: int, fill: float) -> None:
+        """Register a 1-D parameter that starts as a constant and stays in high precision."""
+        self._vectors[name] = fill
+        self.register_parameter(name, nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device)))
+
+    def _add_histories(self, prefix: str = "") -> None:
+        """Register the amax histories that delayed scaling of this layer's activations needs, if it is planned."""
+        for name, length in self._history_lengths().items():
+            self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=self._device))
+
+    def _history_lengths(self, recipe: Recipe | None = None) -> dict[str, int]:
+        table = (recipe or self._plan.recipe).table
+        lengths = {}
+        for name, role in ((INPUT_HISTORY, "input"), (GRAD_OUTPUT_HISTORY, "grad_output")):
+            longest = max((cell.scaling.history for (r, _), cell in table.items() if r.value == role), default=0)
+            if longest:
+                lengths[name] = longest
+        return lengths
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill all parameters with their initial values, also after `fully_shard` and from the meta device.
+
+        Parameters on the meta device are materialized on the device of their mesh (or the current accelerator).
+        Called twice, it gives the same bits. A collective call if parameters are sharded: every rank must make it.
+
+        Raises:
+            RankMismatchError: ranks have different keys, so they would fill in parts of different weights.
+        """
+        self._materialize()
+        self._check_keys()
+        quantized: list[tuple[Tensor, Tensor]] = []
+        for name, spec in self._weights.items():
+            param, state = self.get_parameter(name), self.weight_state(name)
+            state[DRAWS].zero_()
+            if AMAX_HISTORY in state:
+                state[AMAX_HISTORY].zero_()
+            local = private_torch.local_tensor(param)
+            first = private_torch.global_offset(param)
+            origin = local._storage.shard.origin if isinstance(local, QuantizedTensor) else (first[0], first[1])
+            shape = (local.shape[0], local.shape[1])
+            values = spec.values(int(state[KEY]), origin, shape, local.device).to(self._dtype)
+            if not isinstance(local, QuantizedTensor):
+                local.copy_(values)
+                continue
+            quantized.append((param, values))
+        amax.requantize_(quantized)
+        if self._plan.preserve_high_precision:
+            for written, values in quantized:
+                components.storage_of(written).high_precision = values.cpu()
+        for name, fill in self._vectors.items():
+            private_torch.local_tensor(self.get_parameter(name)).fill_(fill)
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    def _materialize(self) -> None:
+        for name, param in list(self.named_parameters(recurse=False)):
+            if param.is_meta:
+                mesh_type = param.device_mesh.device_type if isinstance(param, DTensor) else None
+                device = _default_device() if mesh_type is None else _current_device(mesh_type)
+                new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                setattr(self, name, new)
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                device = next((private_torch.local_tensor(p).device for p in self.parameters()), _default_device())
+                self.register_buffer(name, torch.zeros_like(buffer, device=device))
+        for name, state in self._plain_states.items():
+            if AMAX_HISTORY in state and state[AMAX_HISTORY].is_meta:
+                device = private_torch.local_tensor(self.get_parameter(name)).device
+                state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=device)
+
+    def _check_keys(self) -> None:
+        for name in self._weights:
+            param = self.get_parameter(name)
+            group = private_torch.mesh_group(param)
+            amax.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
+
+    # Use -------------------------------------------------------------------------------------------------------------
+
+    def weight_state(self, name: str) -> dict[str, Tensor]:
+        """The key, draws and amax history of a weight, live."""
+        quantized = components.quantized(getattr(self, name))
+        return self._plain_states[name] if quantized is None else quantized._storage.state
+
+    def _linear_state(self, weight: str, recipe: Recipe, prefix: str = "") -> LinearState:
+        """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
+        for name, length in self._history_lengths(recipe).items():
+            existing = getattr(self, prefix + name, None)
+            if existing is None or existing.numel() != length:
+                device = private_torch.local_tensor(self.get_parameter(weight)).device
+                self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=device))
+        state = self.weight_state(weight)
+        cell = recipe.weight
+        if cell is not None and cell.scaling.history and AMAX_HISTORY not in state:
+            device = private_torch.local_tensor(self.get_parameter(weight)).device
+            state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+        seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
+        return LinearState(state, seen, seen_backward, record=self.training and not private_torch.in_backward())
+
+    def _checked_weight(self, name: str, recipe: Recipe) -> Tensor:
+        """The weight for a GEMM under `recipe`.
+
+        Raises:
+            RecipeMismatchError: it is stored in another format than the recipe's.
+        """
+        weight = getattr(self, name)
+        assert weight is not None
+        local = private_torch.local_tensor(weight)
+        if isinstance(local, QuantizedTensor) and recipe.table and local._storage.cell != recipe.weight:
+            wanted = "high precision" if recipe.weight is None else str(recipe.weight)
+            raise RecipeMismatchError(
+                f"{type(self).__name__}.{name} is stored as {local._storage.cell}, but autocast's recipe "
+                f"{recipe.name!r} wants {wanted}; use one recipe object for quantized_model_init and autocast"
+            )
+        return local if isinstance(weight, DTensor) and not isinstance(local, QuantizedTensor) else weight
+
+    # Checkpoint ------------------------------------------------------------------------------------------------------
+
+    def _state_keys(self, name: str) -> dict[str, Tensor]:
+        """Key suffix -> live tensor, for all that the state dict holds of a weight."""
+        param = getattr(self, name)
+        assert param is not None
+        if components.quantized(param) is not None:
+            return components.state_of(param)
+        return {"": param, **{f"_{key}": value for key, value in self._plain_states[name].items()}}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._weights:
+            for suffix, value in self._state_keys(name).items():
+                destination[prefix + name + suffix] = value if keep_vars else value.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = dict(state_dict)
+        taken: list[str] = []
+        for name in self._weights:
+            keys = self._state_keys(name)
+            found = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
+            taken += [prefix + name + suffix for suffix in found]
+            is_quantized = components.quantized(getattr(self, name)) is not None
+            missing_keys += [prefix + name + s for s in keys if s not in found and (is_quantized or s == "")]
+            try:
+                self._load_weight(name, found, prefix, is_quantized)
+            except CheckpointError as error:
+                error_msgs.append(str(error))
+        others: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
+        missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
+
+    @torch.no_grad()
+    def _load_weight(self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool) -> None:
+        param = getattr(self, name)
+        assert param is not None
+        if is_quantized:
+            components.load(param, found, prefix + name)
+            return
+        tag = found.get(components.FORMAT_SUFFIX)
+        value = found.pop("", None)
+        if value is not None:
+            if not value.is_floating_point() or tag is not None:
+                raise CheckpointError(
+                    f"{prefix}{name}: the state dict holds quantized codes ({value.dtype}), but this model's weight is "
+                    "in high precision; build the model under quantized_model_init with the checkpoint's recipe"
+                )
+            if value.shape != param.shape:
+                raise CheckpointError(
+                    f"{prefix}{name}: shape {tuple(value.shape)} in the state dict, {tuple(param.shape)} in this model"
+                )
+            param.copy_(value)
+        for suffix, state in found.items():
+            self._plain_states[name][suffix[1:]].copy_(state)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes
+            for weight in self.__dict__.get("_weights", ()):
+                if name.startswith(weight + "_"):
+                    found = self._state_keys(weight).get(name.removeprefix(weight))
+                    if found is not None:
+                        return found
+            raise
+
+
+def refuse_arguments(owner: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise for TransformerEngine arguments that mean nothing here, if they are set (not None, False or their default).
+
+    Raises:
+        ConfigurationError: naming the argument and what to do instead.
+    """
+    for name, value in given.items():
+        if value not in (None, False):
+            raise ConfigurationError(f"{owner}({name}={value!r}) is not supported: {reasons.get(name, 'leave it out')}")
+
+
+def _default_device() -> torch.device:
+    asked = torch.get_default_device()  # "with torch.device('meta'):" and torch.set_default_device
+    if asked.type != "cpu":
+        return asked
+    return _current_device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _current_device(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,209 @@
+"""The linear layer's three GEMMs, each operand quantized as the recipe's table says.
+
+    fprop   y  = x  @ w^T + b     x quantized along in_features, w as stored
+    dgrad   dx = dy @ w           dy quantized along out_features
+    wgrad   dw = dy^T @ x         dy^T and x^T quantized along tokens
+
+Of the input only what wgrad reads is kept for backward: its quantized form, 8 bits or fewer per element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quantshard import backend, numerics, private_torch
+from quantshard.amax import history_amax
+from quantshard.backend import Operand
+from quantshard.formats import ALL
+from quantshard.modules import context
+from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor import QuantizedTensor
+
+_DGRAD_STREAM, _WGRAD_STREAM, _STREAMS_PER_RANK = 1, 2, 16
+
+
+@dataclass
+class LinearState:
+    """What one linear layer carries between steps: state of its weight, and delayed-scaling histories.
+
+    `weight`: the weight's key, draws and, under delayed scaling, amax history. `record`: whether amaxes seen now are
+    recorded (in training, and not when activation recomputation runs the forward again).
+    """
+
+    weight: dict[str, Tensor]
+    input_history: Tensor | None
+    grad_output_history: Tensor | None
+    record: bool
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, state: LinearState) -> Tensor:
+    """x [..., in_features] times weight [out_features, in_features] transposed, plus bias; the dtype is that of x."""
+    if not recipe.table and not isinstance(weight, QuantizedTensor):
+        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    out: Tensor = _Linear.apply(x, weight, bias, recipe, state)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, state: LinearState) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, recipe, state, need_second=weight.requires_grad)
+        ctx.weight_amax = _weight_amax(weight, recipe, state)
+        w = _weight_operand(weight, recipe, ctx.weight_amax)
+        y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
+        ctx.recipe, ctx.state, ctx.x_shape, ctx.has_bias = recipe, state, x.shape, bias is not None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.group = context.current_amax_group()
+        ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
+        ctx.save_for_backward(weight, *x_tensors)
+        # not view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        weight, *x_tensors = ctx.saved_tensors
+        recipe, state = ctx.recipe, ctx.state
+        dy = grads[0].reshape(-1, weight.shape[0])
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        dy_dgrad, dy_wgrad = _both_ways(
+            dy, TensorRole.GRAD_OUTPUT, recipe, state, need_first=need_x, need_second=need_w, group=ctx.group
+        )
+        dx = dw = db = None
+        if need_x:
+            w = _weight_operand(weight, recipe, ctx.weight_amax)
+            dx = backend.matmul(dy_dgrad, w, grads[0].dtype).view(ctx.x_shape)
+        if need_w:
+            x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
+            dw = backend.matmul(
+                dy_wgrad.operand, x_wgrad.operand, weight.dtype,
+                transpose_a=not dy_wgrad.transposed, transpose_b=x_wgrad.transposed,
+            )  # fmt: skip
+        if need_bias and ctx.has_bias:
+            db = dy.float().sum(0).to(ctx.bias_dtype)
+        return dx, dw, db, None, None
+
+
+@dataclass
+class _WgradOperand:
+    """An operand of wgrad: [tokens, features], or its transpose where it had to be quantized along tokens."""
+
+    operand: Operand
+    transposed: bool
+
+
+def _both_ways(
+    values: Tensor,
+    role: TensorRole,
+    recipe: Recipe,
+    state: LinearState,
+    *,
+    need_first: bool = True,
+    need_second: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Operand, _WgradOperand]:
+    """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
+
+    Where one quantization serves both (square blocks, plain rounding), it is made once.
+    """
+    first = recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
+    second = recipe.cell(role, Gemm.WGRAD)
+    amax = _delayed_amax(values, role, first or second, state, group)
+    words = _Words(state, values.device)
+    shared = first == second and first is not None and first.format.transposable
+    as_is: Operand = values
+    if first is not None and (need_first or shared):
+        as_is = backend.quantize(values, first, amax=amax, words=words.of(values, first, _DGRAD_STREAM))
+    if not need_second:
+        return as_is, _WgradOperand(values[:0], False)
+    if second is None or shared:
+        return as_is, _WgradOperand(as_is if shared else values, False)
+    turned = values.t()
+    return as_is, _WgradOperand(
+        backend.quantize(turned, second, amax=amax, words=words.of(turned, second, _WGRAD_STREAM)), True
+    )
+
+
+class _Words:
+    """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
+
+    Ranks hold different gradients, so each rank has streams of its own.
+    """
+
+    def __init__(self, state: LinearState, device: torch.device) -> None:
+        self.state, self.device, self.draw = state, device, -1
+
+    def of(self, values: Tensor, cell: Cell, stream: int) -> Tensor | None:
+        """Words for `values` [R, C], C padded as the cell's transform pads it; None if it rounds to nearest."""
+        if not cell.scaling.stochastic_rounding:
+            return None
+        if self.draw < 0:
+            draws = self.state.weight[DRAWS]
+            self.draw = int(draws)
+            draws.add_(1)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        cols = values.shape[1] + (-values.shape[1] % 16 if cell.scaling.random_hadamard else 0)
+        return numerics.random_words(
+            int(self.state.weight[KEY]), self.draw, rank * _STREAMS_PER_RANK + stream, (values.shape[0], cols),
+            device=self.device,
+        )  # fmt: skip
+
+
+def _delayed_amax(
+    values: Tensor, role: TensorRole, cell: Cell | None, state: LinearState, group: dist.ProcessGroup | None
+) -> Tensor | None:
+    """Under delayed scaling: the amax of the history to scale by; the tensor's own is noted for later."""
+    if cell is None or not cell.scaling.history:
+        return None
+    forward = role is TensorRole.INPUT
+    history = state.input_history if forward else state.grad_output_history
+    assert history is not None
+    if state.record:
+        pending = context.forward_amaxes if forward else context.backward_amaxes
+        if not forward and not pending:
+            private_torch.at_end_of_backward(pending.flush)
+        amax = numerics.block_amax(values, (ALL, ALL)).view(())
+        pending.note(history, amax, context.current_amax_group() if forward else group)
+    return history_amax(history, cell.scaling.most_recent)
+
+
+def _weight_amax(weight: Tensor, recipe: Recipe, state: LinearState) -> Tensor | None:
+    """Under delayed scaling of a high-precision weight: the amax to scale by; its own amax is noted for later."""
+    cell = recipe.weight
+    if isinstance(weight, QuantizedTensor) or cell is None or not cell.scaling.history:
+        return None
+    history = state.weight[AMAX_HISTORY]
+    if state.record:
+        context.forward_amaxes.note(history, weight.detach().abs().amax().float(), context.current_amax_group())
+    return history_amax(history, cell.scaling.most_recent)
+
+
+def _weight_operand(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> Operand:
+    """The weight for a GEMM: as it is stored, or quantized now from high precision."""
+    if isinstance(weight, QuantizedTensor):
+        return weight._storage
+    return weight if recipe.weight is None else backend.quantize(weight, recipe.weight, amax=amax)
+
+
+def _to_saved(operand: _WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Split an operand into what is saved as tensors for backward and what is needed to put it together again."""
+    if isinstance(operand.operand, Tensor):
+        return (operand.transposed, None), (operand.operand,)
+    storage = operand.operand
+    return (operand.transposed, (storage.cell, storage.shard, tuple(storage.components))), tuple(
+        storage.components.values()
+    )
+
+
+def _from_saved(rebuild: tuple[Any, ...], tensors: list[Tensor]) -> _WgradOperand:
+    transposed, described = rebuild
+    if described is None:
+        return _WgradOperand(tensors[0], transposed)
+    cell, shard, names = described
+    return _WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), transposed)

@@ -1,0 +1,225 @@
+"""The ATen operations that a quantized tensor allows; each rule says who needs it.
+
+Anything that is not here raises (see `QuantizedTensor.__torch_dispatch__`). No rule dequantizes, and none communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantshard import storage as storages
+from quantshard.errors import UnsupportedOperationError
+from quantshard.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor import RULES, Placeholder, QuantizedTensor, Rule
+
+aten = torch.ops.aten
+
+
+def rule(*operations: Any, needed_by: str) -> Callable[[Rule], Rule]:
+    """Register what an operation does to a quantized tensor, and who needs it."""
+    assert needed_by
+
+    def register(function: Rule) -> Rule:
+        for operation in operations:
+            RULES[operation] = function
+        return function
+
+    return register
+
+
+def _handle(tensor: QuantizedTensor, shape: Sequence[int] | None = None) -> QuantizedTensor:
+    return QuantizedTensor(tensor._storage, tensor.dtype, torch.Size(tensor.shape if shape is None else shape))
+
+
+def _refuse(operation: str, tensor: QuantizedTensor, why: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(f"{operation} on {tensor!r}: {why}")
+
+
+@rule(aten.detach.default, aten.alias.default, needed_by="autograd, nn.Parameter, state_dict, DTensor")
+def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
+    return _handle(tensor)
+
+
+@rule(aten.view.default, aten._unsafe_view.default, needed_by="FSDP2: the flat handle of reset_sharded_param")
+def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+    numel = tensor.numel()
+    shape = list(size)
+    if shape in ([-1], [numel]):
+        return _handle(tensor, [numel])
+    if shape == list(tensor.shape) or shape == list(tensor._storage.shard.shape):
+        return _handle(tensor, shape)
+    raise _refuse("view", tensor, f"to {shape}; only the flat view(-1), a handle to the same components, is allowed")
+
+
+@rule(aten.as_strided.default, needed_by="FSDP2: the unsharded parameter, always the identity")
+def _as_strided(
+    tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
+    if list(size) != list(tensor.shape) or list(stride) != list(tensor.stride()) or storage_offset:
+        raise _refuse("as_strided", tensor, f"to {list(size)}, {list(stride)}; only the identity is allowed")
+    return _handle(tensor)
+
+
+@rule(aten.split.Tensor, needed_by="FSDP2: torch.chunk of the parameter in fully_shard")
+def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
+    tensor._check_filled("split")
+    if dim % 2 != 0:
+        raise _refuse(
+            "split",
+            tensor,
+            f"along dim {dim}; FSDP2 gathers quantized weights along dim 0 only: leave shard_placement_fn at Shard(0)",
+        )
+    rows = tensor.shape[0]
+    return [
+        QuantizedTensor(tensor._storage.piece(0, start, split_size), tensor.dtype)
+        for start in range(0, max(rows, 1), max(split_size, 1))
+    ]
+
+
+@rule(aten.new_zeros.default, aten.new_empty.default, needed_by="FSDP2: the padded shard, the empty chunk")
+def _new_placeholder(
+    tensor: QuantizedTensor,
+    size: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Tensor:
+    placeholder = Placeholder(tensor._storage, torch.device(device) if device is not None else tensor.device)
+    return QuantizedTensor(placeholder, dtype or tensor.dtype, torch.Size(size))
+
+
+@rule(aten.slice.Tensor, needed_by="FSDP2: the narrow of the padded shard that becomes the sharded parameter")
+def _slice(
+    tensor: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    if step != 1:
+        raise _refuse("slice", tensor, f"with step {step}; a part of a quantized tensor has no grid of its own")
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    shape = list(tensor.shape)
+    shape[dim] = max(last - first, 0)
+    storage = tensor._storage
+    if isinstance(storage, Placeholder):
+        if dim == 0 and first == 0 and last == 0 and storage.parent.shard.shape[0] != 0:
+            # This rank's chunk is empty, so nothing was copied in: it is the piece past the parent's end.
+            parent = storage.parent
+            empty = parent.piece(0, parent.shard.shape[0], tensor.shape[0]).map(torch.clone)
+            return QuantizedTensor(empty, tensor.dtype)
+        if dim == 0 and first == 0:
+            return _handle(tensor, shape)
+    elif dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
+        return _handle(tensor, shape)
+    raise _refuse(
+        "slice", tensor, f"[{start}:{end}] along dim {dim}; a part of a quantized tensor has no grid of its own"
+    )
+
+
+@rule(aten.copy_.default, needed_by="FSDP2: filling the padded shard; load_state_dict between quantized tensors")
+def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(source, QuantizedTensor):
+        raise UnsupportedOperationError(
+            f"copy_ of a {source.dtype} tensor into {destination!r}: quantizing needs amaxes of all ranks, and no "
+            "collective hides in copy_; call quantshard.checkpoints.load_high_precision(model, state_dict) on every "
+            "rank, or quantize_ on an unsharded weight"
+        )
+    if not isinstance(destination, QuantizedTensor):
+        raise _refuse("copy_", source, "into a plain tensor; use .dequantize()")
+    target = destination._storage
+    if isinstance(target, Placeholder):
+        target.fill(source._storage)
+    elif target is not source._storage:
+        copy_bytes(target, source._storage)
+    return destination
+
+
+def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
+    """Copy components and state between storages of one format and one place in the global tensor.
+
+    Raises:
+        UnsupportedOperationError: they differ in either.
+    """
+    if target.cell != source.cell or target.shard != source.shard:
+        raise UnsupportedOperationError(
+            f"copy_ between quantized tensors moves bytes, so both must be of one format and one shard; here "
+            f"{source.cell} {source.shard.extents} into {target.cell} {target.shard.extents}"
+        )
+    for name, part in target.components.items():
+        part.copy_(source.components[name])
+    for name, value in target.state.items():
+        value.copy_(source.state[name])
+
+
+@rule(aten.clone.default, needed_by="users, deepcopy")
+def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
+    tensor._check_filled("clone")
+    return QuantizedTensor(tensor._storage.clone(), tensor.dtype, tensor.shape)
+
+
+@rule(aten._to_copy.default, needed_by="module.to(), .cpu(), .cuda(), FSDP2's CPU offload")
+def _to_copy(
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> QuantizedTensor:
+    tensor._check_filled("to")
+    if dtype is not None and not dtype.is_floating_point:
+        raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
+    moved = tensor._storage.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
+    moved.state = {
+        name: value.to(device, copy=True) if name == AMAX_HISTORY else value.clone() for name, value in moved.state.items()
+    }
+    return QuantizedTensor(moved, dtype or tensor.dtype, tensor.shape)
+
+
+@rule(aten.empty_like.default, needed_by="module.to_empty")
+def _empty_like(
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: Any = None,
+) -> QuantizedTensor:
+    tensor._check_filled("empty_like")
+    target = torch.device(device) if device is not None else tensor.device
+    state = dict(tensor._storage.state)
+    if AMAX_HISTORY in state:
+        state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
+    storage = storages.empty(tensor._storage.cell, tensor._storage.shard, target, state)
+    return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
+
+
+def _plain_like(make: Callable[..., Tensor]) -> Rule:
+    def like(
+        tensor: QuantizedTensor,
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+        memory_format: Any = None,
+    ) -> Tensor:
+        return make(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+    return like
+
+
+rule(aten.zeros_like.default, needed_by="FSDP2: the gradient of an unused parameter")(_plain_like(torch.zeros))
+rule(aten.ones_like.default, needed_by="autograd")(_plain_like(torch.ones))
+
+
+@rule(aten.is_pinned.default, needed_by="FSDP2's CPU offload")
+def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
+    return all(part.is_pinned() for part in tensor._storage.components.values())
+
+
+@rule(aten._pin_memory.default, needed_by="FSDP2's CPU offload")
+def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+    return QuantizedTensor(tensor._storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)

@@ -1,0 +1,99 @@
+"""Every use of a private PyTorch API, each with its reason. Checked on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
+PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public spelling."""
+
+
+def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of class `cls` with a shape, dtype and device but no data of its own.
+
+    `_make_wrapper_subclass` is the documented-by-example way (the torch.utils._python_dispatch notes) to build one.
+    """
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread. There is no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once when the backward pass now running ends. FSDP2 and DDP finish their work in the same way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def flattened_group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup:
+    """One process group over several axes of a mesh; `_flatten` is how FSDP2 users make theirs, and it is cached."""
+    if math.prod(mesh.size(axis) for axis in axes) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    if len(axes) < mesh.ndim:
+        names = mesh.mesh_dim_names
+        assert names is not None
+        mesh = mesh[tuple(names[axis] for axis in axes)]
+    return mesh._flatten().get_group()
+
+
+@dataclass(frozen=True)
+class FsdpPlan:
+    """What FSDP2 was told to do with one parameter: free it after forward (and gather it again), and into what."""
+
+    reshards_after_forward: bool = False
+    reshards_to_other_mesh: bool = False
+
+
+def fsdp_plan(storage: Any) -> FsdpPlan:
+    """The plan for the sharded parameter whose local tensor has this storage.
+
+    FSDP2 hands its hooks no such fact, so its own state is asked: the parameter group that holds the parameter. Keep
+    everything gathered where no group is found.
+    """
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            for fsdp_param in group.fsdp_params:
+                local = fsdp_param.sharded_param._local_tensor
+                if getattr(local, "_storage", None) is storage:
+                    after, now = group.post_forward_mesh_info, group.mesh_info
+                    size = getattr(now, "shard_mesh_size", None)
+                    other = after is not None and getattr(after, "shard_mesh_size", None) != size
+                    return FsdpPlan(bool(group._reshard_after_forward), other)
+    return FsdpPlan()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, without the autograd node that the public `to_local()` adds; else the tensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def global_offset(tensor: Tensor) -> tuple[int, ...]:
+    """Global index of the first local element of a plain parameter, a DTensor or not."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
+def mesh_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The process group of all ranks of a DTensor's mesh; None for other tensors and for a mesh of one rank."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+        return None
+    mesh = tensor.device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else flattened_group(mesh, list(range(mesh.ndim)))

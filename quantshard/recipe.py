@@ -1,0 +1,342 @@
+"""Recipes: which format each operand of a linear layer's three GEMMs is quantized into.
+
+A recipe is a table, (role, GEMM) -> `Cell` (a format row and how to scale), where a missing entry means high precision:
+
+    fprop   y  = x  @ w^T      input       weight
+    dgrad   dx = dy @ w        grad_output weight
+    wgrad   dw = dy^T @ x      grad_output input
+
+Every operand is quantized along the dim that its GEMM sums over: the format names rows of the operand as it stands in
+the table above with the summed dim last, so the wgrad operands are quantized from the transposed tensors. A weight is
+stored once, so its two entries are one row: one with square blocks, which is its own transpose, or one with two copies.
+
+The named recipes have TransformerEngine's numerics and argument names (reference: its `common/recipe`); users can write
+another with `TableRecipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from functools import cached_property
+
+from quantshard import formats
+from quantshard.errors import ConfigurationError
+from quantshard.formats import Scaling
+
+
+class Gemm(str, Enum):
+    """The three matrix products of a linear layer."""
+
+    FPROP = "fprop"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
+class TensorRole(str, Enum):
+    """What a quantized operand is."""
+
+    WEIGHT = "weight"
+    INPUT = "input"
+    GRAD_OUTPUT = "grad_output"
+
+
+class ElementFormats(str, Enum):
+    """Element encodings of a per-tensor recipe: E4M3 everywhere, or E4M3 forward and E5M2 for gradients (HYBRID)."""
+
+    E4M3 = "E4M3"
+    HYBRID = "HYBRID"
+
+
+Format = ElementFormats
+"""TransformerEngine's name for `ElementFormats`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of a recipe's table: the format row, and how scales are chosen and values rounded."""
+
+    format: formats.Format
+    scaling: Scaling = field(default_factory=Scaling)
+
+    @property
+    def tag(self) -> str:
+        """Name of what is stored, as a checkpoint records it (at most `FORMAT_NAME_BYTES` ASCII characters)."""
+        return self.format.name + ("+hist" if self.scaling.history else "")
+
+    def __str__(self) -> str:
+        plain = Scaling()
+        set_ = {f.name: getattr(self.scaling, f.name) for f in fields(Scaling)}
+        options = [f"{name}={value}" for name, value in set_.items() if value != getattr(plain, name)]
+        return self.tag + (f" ({', '.join(options)})" if options else "")
+
+
+Table = Mapping[tuple[TensorRole, Gemm], Cell]
+
+
+def _table(
+    weight: Cell,
+    input_fprop: Cell,
+    input_wgrad: Cell,
+    grad_dgrad: Cell,
+    grad_wgrad: Cell,
+) -> Table:
+    return {
+        (TensorRole.WEIGHT, Gemm.FPROP): weight,
+        (TensorRole.WEIGHT, Gemm.DGRAD): weight,
+        (TensorRole.INPUT, Gemm.FPROP): input_fprop,
+        (TensorRole.INPUT, Gemm.WGRAD): input_wgrad,
+        (TensorRole.GRAD_OUTPUT, Gemm.DGRAD): grad_dgrad,
+        (TensorRole.GRAD_OUTPUT, Gemm.WGRAD): grad_wgrad,
+    }
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of all recipes. Subclasses are frozen dataclasses that derive `table` from their fields."""
+
+    @property
+    def name(self) -> str:
+        """The short name by which the recipe is asked for and printed."""
+        raise NotImplementedError
+
+    @property
+    def table(self) -> Table:
+        """(role, GEMM) -> cell; entries that are missing stay in high precision."""
+        raise NotImplementedError
+
+    @cached_property
+    def weight(self) -> Cell | None:
+        """How weights are stored, or None if they stay in high precision."""
+        table = self.table
+        cells = {table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
+        if len(cells) != 1:
+            raise ConfigurationError(
+                f"recipe {self.name!r} names two formats for weights ({cells}), but a weight is stored once; give both "
+                "entries one row: with square blocks, or with a rowwise and a columnwise copy"
+            )
+        cell = cells.pop()
+        if cell is not None and not cell.format.transposable and formats.Copy.COLUMNWISE not in cell.format.copies:
+            raise ConfigurationError(
+                f"recipe {self.name!r} stores weights as {cell.format.name}, whose blocks are not square and which "
+                "keeps no columnwise copy, so dgrad could not read them; use a format with either"
+            )
+        return cell
+
+    def cell(self, role: TensorRole, gemm: Gemm) -> Cell | None:
+        """The entry for one operand, or None for high precision."""
+        return self.table.get((role, gemm))
+
+
+@dataclass(frozen=True)
+class TableRecipe(Recipe):
+    """A recipe written as its table."""
+
+    label: str
+    cells: Table = field(hash=False)
+
+    def __post_init__(self) -> None:
+        pair = [self.cells.get((role, Gemm.WGRAD)) for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)]
+        if len({cell is not None and cell.scaling.random_hadamard for cell in pair}) != 1:
+            raise ConfigurationError(
+                f"recipe {self.label!r}: the Hadamard transform cancels only if both operands of wgrad have it; set "
+                "random_hadamard for both or for neither"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def table(self) -> Table:
+        return self.cells
+
+
+@dataclass(frozen=True)
+class HighPrecision(Recipe):
+    """No quantization: the "bf16" recipe."""
+
+    @property
+    def name(self) -> str:
+        return "bf16"
+
+    @property
+    def table(self) -> Table:
+        return {}
+
+
+def _gradient_row(fp8_format: str) -> formats.Format:
+    return formats.FP8_E5M2 if ElementFormats(fp8_format) is ElementFormats.HYBRID else formats.FP8_E4M3
+
+
+def _refuse(name: str, **unsupported: bool) -> None:
+    for argument, asked in unsupported.items():
+        if asked:
+            raise ConfigurationError(
+                f"{name}({argument}=True) is not supported: attention runs in high precision here; leave it False"
+            )
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """FP8 per tensor, each scale from the maximum of the last `amax_history_len` amaxes of that tensor.
+
+    `amax_compute_algo` is "max" or "most_recent"; with `reduce_amax` the activations' amaxes are reduced over
+    `autocast(amax_reduction_group=)`. Weights that are stored quantized are first quantized with their own amax.
+    """
+
+    margin: int = 0
+    fp8_format: str = ElementFormats.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse("DelayedScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ConfigurationError(
+                f"DelayedScaling(amax_compute_algo={self.amax_compute_algo!r}): use 'max' or 'most_recent'"
+            )
+        if self.amax_history_len < 1:
+            raise ConfigurationError(f"DelayedScaling(amax_history_len={self.amax_history_len}): use 1 or more")
+
+    @property
+    def name(self) -> str:
+        return "delayed"
+
+    @property
+    def table(self) -> Table:
+        scaling = Scaling(
+            margin=self.margin,
+            history=self.amax_history_len,
+            most_recent=self.amax_compute_algo == "most_recent",
+        )
+        forward, gradient = Cell(formats.FP8_E4M3, scaling), Cell(_gradient_row(self.fp8_format), scaling)
+        return _table(forward, forward, forward, gradient, gradient)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """FP8 per tensor, each scale from the amax of the tensor itself. Also called "tensorwise"."""
+
+    use_power_2_scales: bool = False
+    fp8_format: str = ElementFormats.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse("Float8CurrentScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+
+    @property
+    def name(self) -> str:
+        return "current"
+
+    @property
+    def table(self) -> Table:
+        scaling = Scaling(power_of_two=self.use_power_2_scales)
+        forward, gradient = Cell(formats.FP8_E4M3, scaling), Cell(_gradient_row(self.fp8_format), scaling)
+        return _table(forward, forward, forward, gradient, gradient)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 E4M3 with one scale for 128x128 elements of a weight and for 1x128 of an activation or gradient."""
+
+    use_f32_scales: bool = False
+
+    @property
+    def name(self) -> str:
+        return "block"
+
+    @property
+    def table(self) -> Table:
+        scaling = Scaling(power_of_two=not self.use_f32_scales)
+        vector = Cell(formats.FP8_1X128, scaling)
+        return _table(Cell(formats.FP8_128X128, scaling), vector, vector, vector, vector)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: E4M3 with one power-of-two scale (E8M0) for 32 elements.
+
+    Weights are kept in 32x32 blocks, one copy that serves both directions in half the memory of BF16. With
+    `enable_2d_quantization=False` they are kept twice, in 1x32 and in 32x1 blocks, which takes as much as BF16
+    (TransformerEngine's default).
+    """
+
+    enable_2d_quantization: bool = True
+
+    @property
+    def name(self) -> str:
+        return "mxfp8"
+
+    @property
+    def table(self) -> Table:
+        weight = formats.MXFP8_32X32 if self.enable_2d_quantization else formats.MXFP8_BOTH
+        vector = Cell(formats.MXFP8_1X32)
+        return _table(Cell(weight), vector, vector, vector, vector)
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: E2M1 with an E4M3 scale for 16 elements (16x16 of a weight) and a second scale for the tensor.
+
+    The operands of wgrad pass through a random Hadamard transform, gradients are rounded stochastically.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    @property
+    def name(self) -> str:
+        return "nvfp4"
+
+    @property
+    def table(self) -> Table:
+        rht, stochastic = not self.disable_rht, not self.disable_stochastic_rounding
+        weight = formats.NVFP4_BOTH if self.disable_2d_quantization else formats.NVFP4_16X16
+        row = formats.NVFP4_1X16
+        return _table(
+            Cell(weight),
+            Cell(row),
+            Cell(row, Scaling(random_hadamard=rht)),
+            Cell(row, Scaling(stochastic_rounding=stochastic)),
+            Cell(row, Scaling(stochastic_rounding=stochastic, random_hadamard=rht)),
+        )
+
+
+NAMES: dict[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "tensorwise": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+    "blockwise": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+    "bf16": HighPrecision,
+}
+"""The names by which a recipe can be asked for."""
+
+
+def resolve(recipe: str | Recipe | None) -> Recipe:
+    """A recipe from its name, itself, or None for the default (current scaling).
+
+    Raises:
+        ConfigurationError: the name is not one of `NAMES`.
+    """
+    if recipe is None:
+        return Float8CurrentScaling()
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str) or recipe.lower() not in NAMES:
+        raise ConfigurationError(f"unknown recipe {recipe!r}; choose one of: {', '.join(NAMES)}")
+    return NAMES[recipe.lower()]()
+
+
+FP8_STATE = Cell(formats.FP8_1X128)
+"""How an optimizer stores a moment in 8 bits: E4M3 with one float32 scale for 128 elements of a row. Rows are never cut
+by FSDP, so these scales need no reduction."""

@@ -1,0 +1,152 @@
+"""Quantized data without a tensor around it: the components of one format, and where they lie in the global tensor.
+
+A weight's `QuantizedTensor` is a handle to such a storage, as a `torch.Tensor` is to its own; quantized activations are
+storages alone. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.formats import Copy, Role
+from quantshard.recipe import Cell
+from quantshard.sharding import Shard
+
+KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
+"""Names of the state that a weight carries besides its components; see `weight_state`."""
+
+
+@dataclass(eq=False)
+class QuantizedStorage:
+    """Components of a rectangle of a 2-D tensor.
+
+    `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries.
+    `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
+    random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
+    the weight was initialized with, on the CPU, if they were asked to be kept.
+    """
+
+    cell: Cell
+    shard: Shard
+    components: dict[str, Tensor]
+    state: dict[str, Tensor] = field(default_factory=dict)
+    high_precision: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the components."""
+        return next(iter(self.components.values())).device
+
+    def has(self, which: Copy) -> bool:
+        """True if the codes of that copy are here (a gather may bring only the copy that a pass needs)."""
+        copy = self.cell.format.copies.get(which)
+        return copy is not None and copy.codes.name in self.components
+
+    def touched(self) -> dict[str, Tensor]:
+        """Views of the components' entries that this rectangle touches."""
+        by_name = self.cell.format.by_name
+        return {name: part[self.shard.touched(by_name[name])] for name, part in self.components.items()}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
+        """A storage whose components are `change(component)`; the state is shared."""
+        return replace(self, components={name: change(part) for name, part in self.components.items()})
+
+    def clone(self) -> QuantizedStorage:
+        """An independent copy, of the state too."""
+        copied = self.map(torch.clone)
+        copied.state = {name: value.clone() for name, value in self.state.items()}
+        return copied
+
+    def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
+        """Views of the entries that stay resident for one piece of a cut of this storage."""
+        shard = self.shard.piece(dim, start, chunk)
+        components = {}
+        for name, part in self.components.items():
+            component = self.cell.format.by_name[name]
+            slices = (
+                slice(new[0] - old[0], new[1] - old[0])
+                for new, old in zip(shard.resident(component), self.shard.resident(component), strict=True)
+            )
+            components[name] = part[tuple(slices)]
+        kept = self.high_precision
+        if kept is not None:
+            kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])
+        return QuantizedStorage(self.cell, shard, components, self.state, kept)
+
+    def take(self, source: QuantizedStorage) -> None:
+        """Become another handle to what `source` holds now."""
+        self.cell, self.shard, self.components = source.cell, source.shard, source.components
+        self.state, self.high_precision = source.state, source.high_precision
+
+    @torch.no_grad()
+    def write(self, values: Tensor, amaxes: dict[str, Tensor], words: Tensor | None = None) -> None:
+        """Quantize `values`, the high-precision rectangle, into the components, in place.
+
+        `amaxes`: for every scale and amax component its resident grid, already reduced over the ranks that share it.
+        """
+        fmt, scaling = self.cell.format, self.cell.scaling
+        stored = numerics.scales(amaxes, fmt, scaling, values.dtype)
+        for name, scale in stored.items():
+            self.components[name].copy_(scale)
+        touched = {name: grid[self.shard.touched(fmt.by_name[name])] for name, grid in amaxes.items()}
+        multipliers = numerics.encode_scales(touched, fmt, scaling, values.dtype)
+        for copy in fmt.copies.values():
+            codes = numerics.quantize_codes(values, copy, multipliers, self.shard.origin, words)
+            self.components[copy.codes.name].copy_(codes)
+
+    @torch.no_grad()
+    def measure(self, values: Tensor) -> dict[str, Tensor]:
+        """Amaxes of `values` over the resident grids, zero in entries that this rectangle does not touch."""
+        fmt = self.cell.format
+        found = numerics.amaxes(values, fmt, self.shard.origin)
+        grids = {}
+        for name, grid in found.items():
+            component = fmt.by_name[name]
+            resident = grid.new_zeros(self.shard.component_shape(component))
+            resident[self.shard.touched(component)] = grid
+            grids[name] = resident
+        return grids
+
+    @torch.no_grad()
+    def dequantize(self, which: Copy | None = None) -> Tensor:
+        """The rectangle's values, float32, from the given copy or from whichever is here."""
+        which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)
+        copy = self.cell.format.copies[which]
+        return numerics.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin)
+
+
+def empty(
+    cell: Cell, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
+) -> QuantizedStorage:
+    """A storage with uninitialized components."""
+    components = {
+        c.name: torch.empty(shard.component_shape(c), dtype=c.encoding.storage, device=device)
+        for c in cell.format.components
+    }
+    return QuantizedStorage(cell, shard, components, state if state is not None else {})
+
+
+def scale_names(cell: Cell) -> list[str]:
+    """Names of the components that derive from amaxes."""
+    return [c.name for c in cell.format.components if c.role is not Role.CODES]
+
+
+def weight_state(cell: Cell | None, device: torch.device | str) -> dict[str, Tensor]:
+    """New state of a parameter: a key drawn from torch's CPU generator, no draws yet, and an empty amax history.
+
+    The key is drawn on the CPU whatever the parameter's device, "meta" included, so that equally seeded ranks get
+    equal keys. `device`: where the amax history lies.
+    """
+    info = torch.iinfo(torch.int64)
+    state = {
+        KEY: torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu"),
+        DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu"),
+    }
+    if cell is not None and cell.scaling.history:
+        state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+    return state

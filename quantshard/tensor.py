@@ -1,0 +1,347 @@
+"""The one tensor class: a `torch.Tensor` whose data are the components of a format row.
+
+A `QuantizedTensor` looks to PyTorch like a bf16 (or fp32, fp16) tensor of the weight's shape and holds only codes and
+scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
+the same storage, so nothing that only looks at a weight ever dequantizes it. Which ATen operations are allowed, and who
+needs each, stands in `ops`; every other operation raises instead of dequantizing in silence.
+
+FSDP2 cuts, pads, gathers and frees weights through the operations in `ops` and the two hooks at the end of this file.
+What it does to a subclass, in order: `split` into chunks; `new_zeros` of the padded chunk, of which a `narrow` is
+`copy_`-ed into and another `narrow` becomes the sharded parameter; `view(-1)`. The padding is never built: `new_zeros`
+returns a placeholder, whose storage `copy_` fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from quantshard import amax, private_torch, sharding
+from quantshard import storage as storages
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.formats import Copy
+from quantshard.recipe import Cell
+from quantshard.storage import QuantizedStorage
+
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+"""ATen operation -> what it does to a quantized tensor. Filled by `ops`."""
+
+_COMPONENT, _STATE = "component_", "state_"  # attribute names that __tensor_flatten__ hands to torch.compile
+
+
+class QuantizedTensor(Tensor):
+    """A 2-D tensor stored as codes and scales of a number format.
+
+    Made by modules under `quantized_model_init`, by `quantize`, and by FSDP2 when it cuts or gathers one; not by its
+    constructor. `shape` and `dtype` are those of the values; `dtype` is nominal: it is what `dequantize` returns and
+    what gradients have, and changing it (`.to(torch.float32)`) changes no code.
+    """
+
+    _storage: QuantizedStorage
+
+    __torch_function__ = private_torch.disabled_torch_function  # type: ignore[assignment]
+
+    def __new__(
+        cls,
+        storage: QuantizedStorage,
+        dtype: torch.dtype,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        size = torch.Size(storage.shard.shape if shape is None else shape)
+        self = private_torch.make_wrapper(cls, size, dtype, storage.device)
+        self._storage = storage
+        self.requires_grad_(requires_grad)
+        return self
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
+        return _Dequantize.apply(self, dtype or self.dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+        """Quantize a high-precision tensor of the same shape into this one, in place.
+
+        Args:
+            tensor: the new values, any floating dtype, on any device.
+            noop_flag: a tensor of one element; if it is not zero, nothing is written.
+
+        Raises:
+            UnsupportedOperationError: this is a shard whose blocks straddle ranks; their scale needs a collective, and
+                none hides here. `requantize_` does all weights of a model in one.
+        """
+        self._check_filled("quantize_")
+        shared = [c.name for c in self._storage.cell.format.components if self._storage.shard.shares_blocks(c)]
+        if shared:
+            raise UnsupportedOperationError(
+                f"quantize_ on {self!r}: its {' and '.join(shared)} belong to several ranks, so new values need one "
+                "reduction of amaxes over them; call quantshard.requantize_([(parameter, local_values), ...]) on "
+                "every rank"
+            )
+        if tensor.shape != self.shape:
+            raise UnsupportedOperationError(
+                f"quantize_ needs a tensor of shape {tuple(self.shape)}, got {tuple(tensor.shape)}"
+            )
+        if noop_flag is None or not noop_flag.any():
+            amax.requantize_([(self, tensor.to(self.device).reshape(self._storage.shard.shape))])
+        return self
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values that this (local) weight was initialized with, on the CPU, or None if they were not kept.
+
+        They are kept by `quantized_model_init(preserve_high_precision_init_val=True)`.
+        """
+        return self._storage.high_precision
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free what `get_high_precision_init_val` returns."""
+        self._storage.high_precision = None
+
+    def _check_filled(self, what: str) -> None:
+        if isinstance(self._storage, Placeholder):
+            raise UnsupportedOperationError(
+                f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing until a "
+                "quantized tensor is copied into them"
+            )
+
+    @property
+    def data(self) -> QuantizedTensor:  # type: ignore[override]
+        """A handle to the same storage, detached; as for any tensor. It cannot be assigned to."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise UnsupportedOperationError(
+            f"assigning .data of {self!r}: the handle would change, and no code; use quantize_() or "
+            "quantshard.requantize_() for new values"
+        )
+
+    # Python protocol -------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        if isinstance(self._storage, Placeholder):
+            return f"QuantizedTensor(placeholder, shape={tuple(self.shape)}, dtype={self.dtype})"
+        shard = self._storage.shard
+        where = f", origin={shard.origin} of {shard.global_shape}" if shard.cut is not None else ""
+        return (
+            f"QuantizedTensor({self._storage.cell.tag}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device}{where})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        copied: Any = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
+        else:
+            copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedOperationError(
+            f"{self!r} is not pickled: a checkpoint holds its plain components. Save module.state_dict() instead of "
+            "the tensor, the parameter or the module"
+        )
+
+    # torch.compile ---------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Tensor:
+        for prefix, part in ((_COMPONENT, "components"), (_STATE, "state")):
+            if name.startswith(prefix):
+                found = getattr(self._storage, part).get(name.removeprefix(prefix))
+                if found is not None:
+                    return found
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        self._check_filled("__tensor_flatten__")
+        names = [_COMPONENT + name for name in self._storage.components]
+        names += [_STATE + name for name in self._storage.state]
+        return names, (self._storage.cell, self._storage.shard, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], meta: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        cell, shard, dtype = meta
+        parts: dict[str, dict[str, Tensor]] = {_COMPONENT: {}, _STATE: {}}
+        for name, tensor in inner.items():
+            prefix = _COMPONENT if name.startswith(_COMPONENT) else _STATE
+            parts[prefix][name.removeprefix(prefix)] = tensor
+        return QuantizedTensor(QuantizedStorage(cell, shard, parts[_COMPONENT], parts[_STATE]), dtype, outer_size)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        rule = RULES.get(func)
+        if rule is None:
+            raise UnsupportedOperationError(
+                f"{func} on {_first_quantized(args, kwargs)!r} would dequantize or change it unasked; use .dequantize() for its values, "
+                "quantize_() or quantshard.requantize_() to write it, and a quantshard module to multiply with it"
+            )
+        return rule(*args, **(kwargs or {}))
+
+    # FSDP2 -----------------------------------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathering]:
+        """What this rank sends: the components that other ranks lack, of the copies that the coming pass needs.
+
+        The signature with the mesh alone: with the longer one FSDP2 wants inputs of the padded parameter's size.
+        """
+        storage = self._storage
+        plan = _fsdp_plan(storage)
+        if plan.reshards_to_other_mesh:
+            raise ConfigurationError(
+                f"fully_shard(reshard_after_forward=<int>) on {self!r}: FSDP2 can do this for plain tensors only; use "
+                "True or False"
+            )
+        if mesh.size() == 1:
+            # FSDP2 then copies the first input only and gathers nothing; the post hook uses the local components.
+            return (next(iter(storage.components.values())).reshape(-1)[:1],), Gathering(storage, ())
+        both = tuple(storage.cell.format.copies)
+        passes: tuple[tuple[Copy, ...], ...] = (both,)
+        if len(both) > 1 and plan.reshards_after_forward:
+            passes = tuple((which,) for which in both)
+        this_pass = passes[-1] if private_torch.in_backward() else passes[0]
+        slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
+        return tuple(_padded(storage, slot) for slot in slots), Gathering(storage, tuple(slots))
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Gathering,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """The gathered weight: gathered components alias FSDP2's buffers, resident ones the live shard's."""
+        gathered = _assemble(metadata, all_gather_outputs)
+        if out is not None:
+            unsharded: Any = private_torch.local_tensor(out)
+            unsharded._storage.take(gathered)
+            return None
+        return QuantizedTensor(gathered, param_dtype), ()
+
+
+def _first_quantized(args: Any, kwargs: Any) -> QuantizedTensor | None:
+    """For messages: the first quantized tensor among the arguments, or in a list of them."""
+    for argument in (*args, *(kwargs or {}).values()):
+        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(tensor, QuantizedTensor):
+                return tensor
+    return None
+
+
+class Placeholder(QuantizedStorage):
+    """What `new_zeros` and `new_empty` give: a storage that is empty until a quantized tensor is copied into it."""
+
+    def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
+        super().__init__(parent.cell, parent.shard, {}, parent.state)
+        self.parent = parent
+        self.target = device
+
+    @property
+    def device(self) -> torch.device:
+        return self.target
+
+    def fill(self, source: QuantizedStorage) -> None:
+        """Become a real storage: the source itself if the placeholder was made from it, else a copy of it."""
+        filled = source if source is self.parent else source.map(torch.clone)
+        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # all handles made so far must see it
+        del self.parent, self.target
+        self.take(filled)
+
+
+class Gathering(NamedTuple):
+    """What the pre hook tells the post hook: the live shard, and what each input holds."""
+
+    storage: QuantizedStorage
+    slots: tuple[sharding.Slot, ...]
+
+
+_plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
+
+
+def _fsdp_plan(storage: QuantizedStorage) -> private_torch.FsdpPlan:
+    # Asked once per weight: FSDP2 fixes the sizes of its gather buffers at the first gather.
+    if storage not in _plans:
+        _plans[storage] = private_torch.fsdp_plan(storage)
+    return _plans[storage]
+
+
+def _padded(storage: QuantizedStorage, slot: sharding.Slot) -> Tensor:
+    reference = next(iter(storage.components.values()))
+    if slot.name is None:
+        return reference.new_zeros(slot.numel)
+    part = storage.components[slot.name]
+    if part.numel() == slot.numel:
+        return part.reshape(-1)
+    padded = part.new_zeros(slot.numel)
+    padded[: part.numel()] = part.reshape(-1)
+    return padded
+
+
+def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
+    local = gathering.storage
+    if not gathering.slots:
+        return QuantizedStorage(local.cell, local.shard.before_cut(), dict(local.components), local.state)
+    shard = local.shard.before_cut()
+    by_name = local.cell.format.by_name
+    components = {}
+    for slot, output in zip(gathering.slots, outputs, strict=True):
+        if slot.name is None:
+            continue
+        pieces = output.view(-1, slot.numel)[:, : slot.rows * slot.cols]  # a view unless the slot is padded
+        rows = shard.component_shape(by_name[slot.name])[0]
+        components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
+    for name, part in local.components.items():
+        if not local.shard.gathers(by_name[name]):
+            components[name] = part
+    return QuantizedStorage(local.cell, shard, components, local.state)
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        tensor._check_filled("dequantize")
+        return tensor._storage.dequantize().to(dtype).reshape(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def quantize(
+    values: Tensor,
+    cell: Cell,
+    *,
+    dtype: torch.dtype | None = None,
+    state: dict[str, Tensor] | None = None,
+    keep_high_precision: bool = False,
+) -> QuantizedTensor:
+    """Quantize a whole 2-D tensor [R, C] of any floating dtype; on the meta device, describe it only.
+
+    Args:
+        values: what to quantize.
+        cell: the format row and scaling, e.g. `recipe.weight`.
+        dtype: the nominal dtype (default: that of `values`).
+        state: the parameter's key, draws and amax history (default: new ones).
+        keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
+    """
+    state = state if state is not None else storages.weight_state(cell, values.device)
+    shard = sharding.whole((values.shape[0], values.shape[1]))
+    storage = storages.empty(cell, shard, values.device, state)
+    tensor = QuantizedTensor(storage, dtype or values.dtype)
+    if values.device.type != "meta":
+        tensor.quantize_(values)
+        if keep_high_precision:
+            storage.high_precision = values.detach().cpu().clone()
+    return tensor
