@@ -1,0 +1,5 @@
+"""Optimizers for models with quantized weights."""
+
+from quantshard.optimizers.fused_adam import FusedAdam
+
+__all__ = ["FusedAdam"]

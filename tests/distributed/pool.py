@@ -1,0 +1,117 @@
+"""Real processes on gloo (and NCCL, where there is a GPU for each) for the distributed tests.
+
+They are started once and used by many cases.
+
+`run_ranks(n, function, *args)` runs `function(*args)` on n processes that form a fresh process group, and returns their
+results by rank. The processes live as long as the test session; a case that hangs or kills one costs a new set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_RANKS = 4
+TIMEOUT_SECONDS = 240
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+class _Pool:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.calls = 0
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(MAX_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        self.calls += 1
+        rendezvous = str(Path(self.folder.name) / str(self.calls))
+        for pipe in self.pipes[:world_size]:
+            pipe.send((world_size, rendezvous, function, args))
+        replies = []
+        for rank, pipe in enumerate(self.pipes[:world_size]):
+            if not pipe.poll(TIMEOUT_SECONDS):
+                raise TimeoutError(f"rank {rank} of {world_size} has not answered {function.__name__}{args}")
+            replies.append(pipe.recv())
+        errors = [f"rank {rank}:\n{reply[1]}" for rank, reply in enumerate(replies) if reply[0] == "error"]
+        if errors:
+            raise RankError("\n".join(errors))
+        return [reply[1] for reply in replies]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            world_size, rendezvous, function, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        try:
+            store = dist.FileStore(rendezvous, world_size)
+            backend = "gloo"
+            if torch.cuda.device_count() >= world_size:
+                torch.cuda.set_device(rank)
+                backend = "cpu:gloo,cuda:nccl"
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+            torch.manual_seed(0)
+            reply = ("ok", function(*args))
+            dist.barrier()
+        except BaseException:
+            reply = ("error", traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(reply)
+
+
+_pool: _Pool | None = None
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(*args)` on `world_size` processes of one process group; return their results by rank."""
+    global _pool
+    if _pool is None:
+        _pool = _Pool()
+        atexit.register(_close)
+    try:
+        return _pool.run(world_size, function, args)
+    except BaseException:
+        _close()  # the group's other processes may be stuck in a collective
+        raise
+
+
+def _close() -> None:
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None
