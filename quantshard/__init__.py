@@ -1,6 +1,6 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
-from quantshard import errors, optimizers, recipe
+from quantshard import checkpoints, errors, optimizers, recipe
 from quantshard import ops as _ops  # fills the table of ATen rules
 from quantshard.amax import requantize_
 from quantshard.modules import Linear, autocast, quantized_model_init
@@ -10,6 +10,7 @@ __all__ = [
     "Linear",
     "QuantizedTensor",
     "autocast",
+    "checkpoints",
     "errors",
     "optimizers",
     "quantized_model_init",

@@ -1,0 +1,83 @@
+"""Loading high-precision weights into a quantized model: an explicit, batched, sharded call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import amax, components, private_torch
+from quantshard.errors import CheckpointError
+
+
+@torch.no_grad()
+def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Quantize high-precision weights into a model's parameters, and copy the others. A collective call.
+
+    Each rank reads only its part of each tensor, and all amaxes are reduced in one collective. Nothing is written
+    before everything fits. Build the optimizer afterwards: its masters are seeded from the parameters, and from the
+    loaded high-precision values where `preserve_high_precision_init_val` asked to keep them.
+
+    Args:
+        model: whole or wrapped by `fully_shard`, not on the meta device.
+        state_dict: for every parameter of the model its values: a whole tensor, or a DTensor sharded as the parameter
+            is. Entries for buffers are copied, entries of the quantized form (`X_scale_inv`, ...) are errors.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, quantized, or of another shape. Raised before any collective.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
+    _check_keys(params, buffers, state_dict)
+    parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
+    quantized: list[tuple[Tensor, Tensor]] = []
+    kept: dict[str, Tensor] = {}
+    for name, param in params.items():
+        local = components.quantized(param)
+        if local is None:
+            private_torch.local_tensor(param).copy_(parts[name])
+            continue
+        values = parts[name].to(device=local.device, dtype=torch.promote_types(parts[name].dtype, local.dtype))
+        if local.get_high_precision_init_val() is not None:
+            kept[name] = parts[name].to("cpu", local.dtype)
+        quantized.append((param, values))
+    amax.requantize_(quantized)
+    for name, values in kept.items():
+        components.storage_of(params[name]).high_precision = values
+    for name, buffer in buffers.items():
+        if name in state_dict:
+            buffer.copy_(state_dict[name])
+
+
+def _check_keys(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    missing = sorted(params.keys() - given.keys())
+    unknown = sorted(given.keys() - params.keys() - buffers.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "
+            f"{missing[:1] or '-'}) and {len(unknown)} entries fit no parameter (first: {unknown[:1] or '-'}); a "
+            "quantized checkpoint is loaded with dcp.load and load_state_dict instead"
+        )
+
+
+def _local_part(name: str, param: Tensor, value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        raise CheckpointError(f"load_high_precision: {name} is {value.dtype}, not a floating-point tensor")
+    if value.shape != param.shape:
+        raise CheckpointError(
+            f"load_high_precision: {name} has shape {tuple(value.shape)} in the state dict, {tuple(param.shape)} in "
+            "the model"
+        )
+    local = private_torch.local_tensor(param)
+    if isinstance(value, DTensor):
+        if not isinstance(param, DTensor) or param.placements != value.placements:
+            raise CheckpointError(
+                f"load_high_precision: {name} is a DTensor with placements {value.placements}, the parameter is not; "
+                "pass whole tensors, or DTensors sharded as the parameters are"
+            )
+        return private_torch.local_tensor(value)
+    quantized = components.quantized(param)
+    first = private_torch.global_offset(param) if quantized is None else quantized._storage.shard.origin
+    return value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]

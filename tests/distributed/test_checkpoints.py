@@ -1,0 +1,176 @@
+"""`checkpoints.save` and `load`: what is refused, in one sentence on every rank, and that nothing saved is lost.
+
+Each test names its rank count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from quantshard import checkpoints
+from quantshard.errors import CheckpointError
+from tests.distributed.models import RECIPES, Case, bits, build, optimizer_of, train
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+EXTRA = {"step": 3, "loss": 0.1, "name": "run", "words": torch.arange(5)}
+
+
+def save(case: Case, path: str) -> dict[str, str]:
+    model = build(case)
+    optimizer = optimizer_of(model, case)
+    train(model, optimizer, case, 0, 1)
+    checkpoints.save(path, model, optimizer, EXTRA)
+    return bits(model, optimizer)
+
+
+def load(case: Case, path: str) -> tuple[dict[str, str], dict[str, object]]:
+    model = build(case)
+    optimizer = optimizer_of(model, case)
+    extra = checkpoints.load(path, model, optimizer)
+    return bits(model, optimizer), {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in extra.items()}
+
+
+def failure(case: Case, path: str, action: Callable[..., object]) -> str:
+    try:
+        action(case, path)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_round_trip_with_extra_entries(recipe: str, tmp_path: Path) -> None:
+    """2 and 3 ranks: bits, and the caller's own entries."""
+    path = str(tmp_path / "c")
+    saved = run_ranks(2, save, Case(recipe, (2,)), path)[0]
+    for loaded, extra in run_ranks(3, load, Case(recipe, (3,), seed=9), path):
+        assert loaded == saved
+        assert extra == {**EXTRA, "words": [0, 1, 2, 3, 4]}
+
+
+def truncate(path: Path) -> None:
+    largest = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+def remove_file(path: Path) -> None:
+    next(path.glob("*.distcp")).unlink()
+
+
+def remove_metadata(path: Path) -> None:
+    (path / ".metadata").unlink()
+
+
+def garble_metadata(path: Path) -> None:
+    (path / ".metadata").write_bytes(b"not a pickle")
+
+
+DAMAGE = {
+    truncate: "damaged or incomplete",
+    remove_file: "damaged or incomplete",
+    remove_metadata: "not a complete checkpoint",
+    garble_metadata: "cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """1 and 3 ranks: one line on every rank, no hang."""
+    for ranks in (1, 3):
+        path = tmp_path / str(ranks)
+        case = Case("mxfp8", (ranks,))
+        run_ranks(ranks, save, case, str(path))
+        damage(path)
+        for message in run_ranks(ranks, failure, case, str(path), load):
+            assert DAMAGE[damage] in message
+            assert str(path) in message
+            assert "\n" not in message
+
+
+OTHERS = {
+    "another recipe": (
+        Case("current", (3,)),
+        "of another recipe: 0.weight is stored as mxfp8_32x32 there and as fp8_e4m3",
+    ),
+    "other rows": (Case("mxfp8", (3,), shapes=((96, 64), (64, 3))), "of another model"),
+    "fewer layers": (Case("mxfp8", (3,), shapes=((96, 300),)), "of another model"),
+    "other moments": (Case("mxfp8", (3,), moments=torch.uint8), "of another model"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_or_recipe(other: str, tmp_path: Path) -> None:
+    """3 ranks: refused by name before anything is read."""
+    path = str(tmp_path / "c")
+    run_ranks(3, save, Case("mxfp8", (3,)), path)
+    case, expected = OTHERS[other]
+    for message in run_ranks(3, failure, case, path, load):
+        assert expected in message
+
+
+def plain_load(case: Case, path: str) -> str:
+    model = build(case)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_the_plain_idiom_refuses_another_recipe_of_the_same_shapes(tmp_path: Path) -> None:
+    """2 ranks: delayed and current weights have the same tensors but for the history; the tag tells them apart."""
+    path = str(tmp_path / "c")
+    run_ranks(2, save, Case("delayed", (2,)), path)
+    for message in run_ranks(2, plain_load, Case("current", (2,)), path):
+        assert "'fp8_e4m3+hist'" in message
+        assert "'fp8_e4m3'" in message
+
+
+def test_a_complete_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    """2 ranks: the second save raises on both, the first can still be loaded."""
+    path, case = str(tmp_path / "c"), Case("current", (2,))
+    saved = run_ranks(2, save, case, path)[0]
+    assert all("not overwritten" in message for message in run_ranks(2, failure, case, path, save))
+    assert run_ranks(2, load, case, path)[0][0] == saved
+
+
+def test_an_incomplete_one_is(tmp_path: Path) -> None:
+    """2 ranks: files without metadata are in nobody's way."""
+    path, case = tmp_path / "c", Case("current", (2,))
+    run_ranks(2, save, case, str(path))
+    remove_metadata(path)
+    saved = run_ranks(2, save, case, str(path))[0]
+    assert run_ranks(2, load, case, str(path))[0][0] == saved
+
+
+def save_unwritable(case: Case, path: str) -> str:
+    return failure(case, path, save)
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    """2 ranks: a file stands where the directory should; one line on both, and the file is as it was."""
+    path = tmp_path / "c"
+    path.write_text("mine")
+    for message in run_ranks(2, save_unwritable, Case("current", (2,)), str(path)):
+        assert "could not be written" in message
+        assert "\n" not in message
+    assert path.read_text() == "mine"
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_pool_gives_fresh_groups(ranks: int) -> None:
+    """1 to 4 ranks: what all other tests stand on."""
+    assert run_ranks(ranks, world) == [ranks] * ranks

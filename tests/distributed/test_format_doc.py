@@ -1,0 +1,80 @@
+"""docs/format.md is true: its script reads a checkpoint with PyTorch alone, and gets the very values that were saved.
+
+Written on 1 and 3 ranks; read in a process that cannot import quantshard.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from quantshard import components, formats
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from tests.distributed.models import RECIPES, Case, build, optimizer_of, train
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+DOC = Path(__file__).parents[2] / "docs" / "format.md"
+WITHOUT_QUANTSHARD = "import sys; sys.modules['quantshard'] = None\n"
+
+
+def script() -> str:
+    [code] = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), flags=re.S)
+    return code
+
+
+def write(case: Case, path: str) -> dict[str, torch.Tensor]:
+    """Save after a step; the dequantized whole weights."""
+    model = build(case)
+    optimizer = optimizer_of(model, case)
+    train(model, optimizer, case, 0, 1)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    found = {}
+    for index, layer in enumerate(model):
+        if hasattr(layer, "unshard"):
+            layer.unshard()
+        local = components.quantized(layer.weight)
+        assert local is not None
+        found[f"model.{index}.weight"] = local._storage.dequantize()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_script_reads_what_was_written(recipe: str, ranks: int, tmp_path: Path) -> None:
+    shapes = ((96, 300), (300, 257), (257, 3))
+    path, out = tmp_path / "checkpoint", tmp_path / "weights.pt"
+    expected = run_ranks(ranks, write, Case(recipe, (ranks,), shapes=shapes), str(path))[0]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_QUANTSHARD + script(), str(path), str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    weights = torch.load(out, weights_only=True)
+    assert weights.keys() == expected.keys()
+    for name, values in weights.items():
+        assert torch.equal(values.view(torch.int32), expected[name].view(torch.int32)), name
+
+
+def test_the_script_is_short() -> None:
+    lines = [line for line in script().splitlines() if line.strip() and not line.startswith(("import", "if len"))]
+    assert len(lines) <= 30
+
+
+def test_the_document_names_every_format_and_key() -> None:
+    text = DOC.read_text(encoding="utf-8")
+    for row in formats.FORMATS.values():
+        assert f"`{row.name}`" in text, row.name
+        for component in row.components:
+            assert f"`X{component.key_suffix}`" in text
+    for state in (KEY, DRAWS, AMAX_HISTORY):
+        assert f"`X_{state}`" in text
+    assert f"version {components.CHECKPOINT_VERSION}" in text
