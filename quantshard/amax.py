@@ -72,7 +72,8 @@ class FlatMax:
 class Requantization:
     """New values for one weight, or one optimizer state: measured at construction, written by `commit`.
 
-    Between the two, the `reduction` given must have run. The values are not kept: `commit` takes them again.
+    Between the two, the `reduction` given must have run. The values are not kept: `commit` takes them again. It drops
+    the initial values that a weight may have kept (`get_high_precision_init_val`): it no longer has them.
     """
 
     def __init__(self, storage: QuantizedStorage, values: Tensor, group: Group, reduction: FlatMax) -> None:
@@ -85,6 +86,7 @@ class Requantization:
 
     def commit(self, values: Tensor, words: Tensor | None = None) -> None:
         """Write codes and scales; under delayed scaling with the scale of past amaxes, then record this one."""
+        self.storage.high_precision = None
         history = self.storage.state.get(AMAX_HISTORY)
         if history is None:
             self.storage.write(values, self.amaxes, words)
@@ -103,8 +105,6 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
     Args:
         weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
             must pass the same weights in the same order, ranks with an empty shard too.
-
-    Initial values that were kept (`get_high_precision_init_val`) are dropped: the weights no longer have them.
     """
     reduction = FlatMax()
     begun = [
@@ -114,7 +114,6 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
     reduction.reduce()
     for requantization, values in begun:
         requantization.commit(values)
-        requantization.storage.high_precision = None
 
 
 def _storage_of(weight: Tensor) -> QuantizedStorage:

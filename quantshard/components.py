@@ -144,14 +144,18 @@ def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
             f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is {storage.cell.tag!r}; "
             "build the model with the recipe that the checkpoint was written with"
         )
+    pairs = []
     for suffix, live in state_of(param).items():
         if suffix != FORMAT_SUFFIX and suffix in values:
             component = next((c for c in storage.cell.format.components if c.key_suffix == suffix), None)
-            _load_one(live, values[suffix], f"{name}{suffix}", storage.shard, component)
+            pairs.append(_checked(live, values[suffix], f"{name}{suffix}", storage.shard, component))
+    for target, source in pairs:  # only now, when everything fits
+        target.copy_(source)
     storage.high_precision = None  # what was kept are no longer this weight's values
 
 
-def _load_one(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> None:
+def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
+    """The local tensors to copy to and from."""
     target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
     if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
         (r0, r1), (c0, c1) = shard.resident(component)
@@ -168,4 +172,4 @@ def _load_one(live: Tensor, value: Tensor, key: str, shard: Shard, component: Co
             f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model; the checkpoint is of another model or, "
             "for local tensors, of another mesh"
         )
-    target.copy_(source)
+    return target, source

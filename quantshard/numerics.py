@@ -373,7 +373,6 @@ def hadamard16(x: Tensor) -> Tensor:
 
 _PHILOX_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
-_PHILOX_ROUNDS: Final = 10
 
 
 def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
@@ -383,7 +382,7 @@ def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
     """
     c0, c1, c2, c3 = counter.unbind(-1) if isinstance(counter, Tensor) else counter
     k0, k1 = key & _WORD, key >> 32 & _WORD
-    for _ in range(_PHILOX_ROUNDS):
+    for _ in range(10):
         p0, p1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
         c0, c1 = (p1 >> 32) & _WORD ^ c1 ^ k0, p1 & _WORD
         c2, c3 = (p0 >> 32) & _WORD ^ c3 ^ k1, p0 & _WORD

@@ -174,7 +174,8 @@ def _to_copy(
         raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
     moved = tensor._storage.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
     moved.state = {
-        name: value.to(device, copy=True) if name == AMAX_HISTORY else value.clone() for name, value in moved.state.items()
+        name: value.to(device, copy=True) if name == AMAX_HISTORY else value.clone()
+        for name, value in moved.state.items()
     }
     return QuantizedTensor(moved, dtype or tensor.dtype, tensor.shape)
 

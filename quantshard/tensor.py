@@ -184,8 +184,8 @@ class QuantizedTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             raise UnsupportedOperationError(
-                f"{func} on {_first_quantized(args, kwargs)!r} would dequantize or change it unasked; use .dequantize() for its values, "
-                "quantize_() or quantshard.requantize_() to write it, and a quantshard module to multiply with it"
+                f"{func} on {_first_quantized(args, kwargs)!r} would dequantize or change it unasked; use .dequantize() "
+                "for its values, quantize_() or quantshard.requantize_() to write it, and a quantshard module to multiply with it"
             )
         return rule(*args, **(kwargs or {}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
 from quantshard.errors import CheckpointError
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 
 
 @torch.no_grad()
@@ -23,15 +25,17 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
     Args:
         model: whole or wrapped by `fully_shard`, not on the meta device.
         state_dict: for every parameter of the model its values: a whole tensor, or a DTensor sharded as the parameter
-            is. Entries for buffers are copied, entries of the quantized form (`X_scale_inv`, ...) are errors.
+            is. Entries for buffers, random keys and draw counts are copied; entries of the quantized form
+            (`X_scale_inv`, ...) are errors.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, quantized, or of another shape. Raised before any collective.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers())
-    _check_keys(params, buffers, state_dict)
+    others = _other_entries(model, params, state_dict)
     parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
+    for tensor, value in others:
+        tensor.copy_(value)
     quantized: list[tuple[Tensor, Tensor]] = []
     kept: dict[str, Tensor] = {}
     for name, param in params.items():
@@ -39,30 +43,55 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         if local is None:
             private_torch.local_tensor(param).copy_(parts[name])
             continue
-        values = parts[name].to(device=local.device, dtype=torch.promote_types(parts[name].dtype, local.dtype))
         if local.get_high_precision_init_val() is not None:
-            kept[name] = parts[name].to("cpu", local.dtype)
-        quantized.append((param, values))
+            kept[name] = parts[name].cpu().clone()
+        if AMAX_HISTORY in local._storage.state:
+            local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
+        quantized.append((param, parts[name].to(local.device)))
     amax.requantize_(quantized)
     for name, values in kept.items():
         components.storage_of(params[name]).high_precision = values
-    for name, buffer in buffers.items():
-        if name in state_dict:
-            buffer.copy_(state_dict[name])
 
 
-def _check_keys(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def _other_entries(
+    model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Entries that belong to no parameter: (live tensor, value) of each buffer, random key and count of draws."""
+    live = dict(model.named_buffers())
+    for name in given.keys() - params.keys() - live.keys():
+        tensor = _by_attributes(model, name) if name.endswith((f"_{KEY}", f"_{DRAWS}")) else None
+        if tensor is not None:
+            live[name] = tensor
     missing = sorted(params.keys() - given.keys())
-    unknown = sorted(given.keys() - params.keys() - buffers.keys())
+    unknown = sorted(given.keys() - params.keys() - live.keys())
     if missing or unknown:
         raise CheckpointError(
             f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "
             f"{missing[:1] or '-'}) and {len(unknown)} entries fit no parameter (first: {unknown[:1] or '-'}); a "
             "quantized checkpoint is loaded with dcp.load and load_state_dict instead"
         )
+    for name in live.keys() & given.keys():
+        if live[name].shape != given[name].shape:
+            raise CheckpointError(
+                f"load_high_precision: {name} has shape {tuple(given[name].shape)} in the state dict, "
+                f"{tuple(live[name].shape)} in the model"
+            )
+    return [(live[name], given[name]) for name in sorted(live.keys() & given.keys())]
+
+
+def _by_attributes(model: nn.Module, name: str) -> Tensor | None:
+    try:
+        found = attrgetter(name)(model)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def _local_part(name: str, param: Tensor, value: Tensor) -> Tensor:
+    if param.is_meta:
+        raise CheckpointError(
+            f"load_high_precision: {name} is on the meta device; call reset_parameters() on the modules first"
+        )
     if not value.is_floating_point():
         raise CheckpointError(f"load_high_precision: {name} is {value.dtype}, not a floating-point tensor")
     if value.shape != param.shape:

@@ -248,6 +248,11 @@ class QuantizedModule(nn.Module):
     def _load_weight(self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool) -> None:
         param = getattr(self, name)
         assert param is not None
+        if param.is_meta and found:
+            raise CheckpointError(
+                f"{prefix}{name} is on the meta device, where loading does nothing; call reset_parameters() or "
+                "to_empty() first"
+            )
         if is_quantized:
             components.load(param, found, prefix + name)
             return

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantshard import numerics
+
 
 class Hyperparameters(NamedTuple):
     """Of one step. `step` counts from 1; `decoupled` chooses AdamW, else weight decay is added to the gradient (L2)."""
@@ -36,16 +38,23 @@ def adam(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: H
         w = w - lr (m / c1 / (sqrt(v / c2) + eps) + wd w),   c = 1 - b^step
 
     Kingma and Ba, 2015; decoupled weight decay: Loshchilov and Hutter, 2019. The order of operations is
-    TransformerEngine's (common/multi_tensor/adam.cu).
+    TransformerEngine's (common/multi_tensor/adam.cu), whose b are float32, in 1 - b and c too. Only operations that
+    IEEE 754 rounds correctly are used, so every device and every shard gets the same bits: not `torch.sqrt`, which on
+    CPUs is sometimes an ulp off, and no division by a Python number, which on GPUs multiplies by its inverse.
     """
     grad = grad.float()
     if not h.decoupled and h.weight_decay != 0:
         grad = grad + h.weight_decay * master
-    exp_avg = h.beta1 * exp_avg + (1.0 - h.beta1) * grad
-    exp_avg_sq = h.beta2 * exp_avg_sq + (1.0 - h.beta2) * grad * grad
-    correction1 = 1.0 - h.beta1**h.step if h.bias_correction else 1.0
-    correction2 = 1.0 - h.beta2**h.step if h.bias_correction else 1.0
-    update = (exp_avg / correction1) / (torch.sqrt(exp_avg_sq / correction2) + h.eps)
+    beta1, beta2 = _float32(h.beta1), _float32(h.beta2)
+    exp_avg = beta1 * exp_avg + (1.0 - beta1) * grad
+    exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
+    correction1 = master.new_tensor(1.0 - beta1**h.step if h.bias_correction else 1.0)
+    correction2 = master.new_tensor(1.0 - beta2**h.step if h.bias_correction else 1.0)
+    update = (exp_avg / correction1) / (numerics.sqrt(exp_avg_sq / correction2) + h.eps)
     if h.decoupled and h.weight_decay != 0:
         update = update + h.weight_decay * master
     return Updated(master - h.lr * update, exp_avg, exp_avg_sq)
+
+
+def _float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()

@@ -130,8 +130,9 @@ class FusedAdam(torch.optim.Optimizer):
         local = private_torch.local_tensor(param)
         if local.dtype is not torch.float32 or components.quantized(param) is not None:
             if not self._master_weights:
+                what = local.dtype if components.quantized(param) is None else repr(local)
                 raise ConfigurationError(
-                    f"FusedAdam(master_weights=False): {name} is {local!r}, and small updates to it would be lost; use "
+                    f"FusedAdam(master_weights=False): {name} is {what}, and small updates to it would be lost; use "
                     "master_weights=True"
                 )
             states[MASTER] = FloatState(param)
@@ -157,9 +158,18 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Set a state from float32 values of the parameter's local (or, as a DTensor, global) shape, quantizing it."""
+        """Set a state from high-precision values of the parameter's shape, quantizing them; a DTensor where it is one.
+
+        Raises:
+            ConfigurationError: the shape differs, or one is a DTensor and the other is not.
+        """
         held = self._states[param][state_name]
         self._check_alike(param, unscaled_state, state_name)
+        if unscaled_state.shape != param.shape:
+            raise ConfigurationError(
+                f"set_scaled_state: {state_name} of {self._names[param]} has shape {tuple(param.shape)}, not "
+                f"{tuple(unscaled_state.shape)}"
+            )
         values = private_torch.local_tensor(unscaled_state).float()
         reduction = FlatMax()
         begun = held.begin(values, reduction)
@@ -245,7 +255,8 @@ class FusedAdam(torch.optim.Optimizer):
         if self._skipped_in_a_row >= self._max_skipped_in_a_row:
             raise NonFiniteGradientError(
                 f"{self._skipped_in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight "
-                "was changed by them. Lower the learning rate, look at the data of these steps, or resume an older checkpoint"
+                "was changed by them. Lower the learning rate, look at the data of these steps, or load an older "
+                "checkpoint"
             )
 
     def _check_alike(self, param: Tensor, other: Tensor, what: str) -> None:

@@ -1,0 +1,272 @@
+"""Amax histories, the flat reduction and what is pending, in one process; the collectives are in tests/distributed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantshard import amax, requantize_
+from quantshard.amax import FlatMax, PendingAmaxes, Requantization, history_amax, record_amax_, sharding_group
+from quantshard.storage import AMAX_HISTORY
+from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
+
+INF, NAN = float("inf"), float("nan")
+amaxes = st.floats(width=32, min_value=0) | st.just(NAN)
+
+
+def history(*values):
+    return torch.tensor(values, dtype=torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------------- histories
+
+
+@pytest.mark.parametrize(
+    ("values", "largest", "newest"),
+    [((0, 0, 0), 0, 0), ((0, 0, 3), 3, 3), ((5, 1, 2), 5, 2), ((4,), 4, 4), ((2, 8, 0.5), 8, 0.5)],
+)
+def test_what_a_history_stands_for(values, largest, newest):
+    kept = history(*values)
+    assert history_amax(kept, most_recent=False) == largest
+    assert history_amax(kept, most_recent=True) == newest
+    assert history_amax(kept, most_recent=True).shape == history_amax(kept, most_recent=False).shape == ()
+
+
+@pytest.mark.parametrize("most_recent", [True, False])
+def test_what_a_history_stands_for_is_a_copy(most_recent):
+    """The scale in use must not change when the next amax is recorded."""
+    kept = history(1, 2)
+    found = history_amax(kept, most_recent)
+    kept.fill_(9)
+    assert found == 2
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_the_newest_are_kept_in_order(length):
+    kept = torch.zeros(length)
+    for value in (1.0, 5.0, 2.0, 4.0):
+        record_amax_(kept, torch.tensor(value))
+    assert kept.tolist() == [0, 1, 5, 2, 4][-length:]
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.0, INF, NAN])
+def test_zero_and_non_finite_amaxes_are_not_recorded(bad):
+    kept = history(1, 2, 3)
+    record_amax_(kept, torch.tensor(bad))
+    assert kept.tolist() == [1, 2, 3]
+
+
+def test_recording_is_in_place():
+    kept = history(1, 2)
+    address, amax_ = kept.data_ptr(), torch.tensor(3.0)
+    assert record_amax_(kept, amax_) is None
+    assert kept.data_ptr() == address and kept.tolist() == [2, 3] and amax_ == 3
+
+
+@given(st.lists(amaxes, max_size=8), st.integers(1, 4))
+def test_histories_hold_the_last_good_amaxes(values, length):
+    kept = torch.zeros(length)
+    for value in values:
+        record_amax_(kept, torch.tensor(value))
+    good = [value for value in values if 0 < value < INF]
+    assert kept.tolist() == ([0.0] * length + good)[-length:]
+
+
+# ------------------------------------------------------------------------------------------------------------- FlatMax
+
+
+def test_without_a_group_nothing_changes():
+    """Nor is there a collective: torch.distributed is not initialized here."""
+    reduction, grid = FlatMax(), history(1, NAN, INF)
+    before = grid.clone()
+    reduction.add(grid, None)
+    reduction.reduce()
+    assert same(grid, before)
+
+
+def test_empty_tensors_are_not_sent():
+    reduction = FlatMax()
+    reduction.add(torch.zeros(0, 4), "a group")
+    reduction.reduce()
+
+
+def test_reduce_is_one_collective_a_group_and_begins_anew(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda flat, op, group: calls.append((group, flat.numel(), op))
+    )
+    reduction = FlatMax()
+    for shape, group in (((2, 3), "a"), ((4,), "b"), ((0, 5), "a"), ((), "a"), ((1, 2), "b")):
+        reduction.add(torch.ones(shape), group)
+    reduction.reduce()
+    highest = torch.distributed.ReduceOp.MAX
+    assert calls == [("a", 7, highest), ("b", 6, highest)]
+    reduction.reduce()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("values", "highest"),
+    [
+        ((1, 2), 2),
+        ((0, 0), 0),
+        ((1, INF), INF),
+        ((0, 1e-45), 1e-45),
+        ((1, NAN), NAN),
+        ((INF, NAN), NAN),
+        ((1, -NAN), NAN),
+    ],
+)
+def test_the_order_of_values(values, highest, order):
+    """NaN is above infinity, whatever its sign: torch's vectorized amax gives negative ones."""
+    grids = [torch.tensor([[float(value)]]) for value in values[::order]]
+    flat_max(grids)
+    for grid in grids:
+        torch.testing.assert_close(grid, torch.tensor([[float(highest)]]), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_negative_nan_survives():
+    grids = [history(1.0), history(0.0)]
+    grids[1].view(torch.int32).fill_(-1)  # what amax over dim 0 gives
+    assert torch.isnan(grids[1]).all()
+    flat_max(grids)
+    assert torch.isnan(torch.cat(grids)).all()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(amaxes, min_size=3, max_size=3), min_size=1, max_size=4))
+def test_all_ranks_get_the_maximum(ranks):
+    grids = [torch.tensor(values).view(3, 1) for values in ranks]
+    expected = torch.stack(grids).amax(0)
+    flat_max(grids)
+    for grid in grids:
+        torch.testing.assert_close(grid, expected, rtol=0, atol=0, equal_nan=True)
+        assert same(grid, grids[0])
+
+
+# ------------------------------------------------------------------------------------------------------ requantization
+
+
+@every_cell
+def test_measuring_writes_nothing(cell):
+    tensor, values = weight(cell), random(48, 40, seed=1)
+    before = contents(tensor)
+    begun = Requantization(tensor._storage, values, None, FlatMax())
+    assert not differing(before, contents(tensor))
+    begun.commit(values)
+    assert differing(before, contents(tensor))
+
+
+def test_requantize_of_several_weights_registers_all_before_it_writes(monkeypatch):
+    tensors, log = [weight(MXFP8), weight(RECIPES["delayed"].weight)], []
+    before = [contents(tensor) for tensor in tensors]
+
+    def reduce(self):
+        log.append([bool(differing(old, contents(t))) for old, t in zip(before, tensors, strict=True)])
+
+    monkeypatch.setattr(amax.FlatMax, "reduce", reduce)
+    requantize_((tensor, random(48, 40, seed=1)) for tensor in tensors)
+    assert log == [[False, False]]
+    assert all(differing(old, contents(t)) for old, t in zip(before, tensors, strict=True))
+
+
+def test_requantize_of_nothing():
+    requantize_([])
+
+
+@pytest.mark.parametrize("first", [0.0, INF, NAN])
+def test_a_weight_without_a_usable_amax_records_none(first):
+    """Delayed scaling begins with the first amax that can be used; until then the scale is 1."""
+    tensor = weight(RECIPES["delayed"].weight, 4, 4)
+    tensor._storage.state[AMAX_HISTORY].zero_()
+    tensor.quantize_(torch.full((4, 4), first))
+    assert not tensor._storage.state[AMAX_HISTORY].any()
+    assert tensor._storage.components["scale_inv"].item() == 1.0
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))])
+def test_plain_tensors_have_no_group(tensor):
+    assert sharding_group(tensor) is None
+
+
+def test_quantized_tensors_have_no_group_of_their_own():
+    assert sharding_group(weight(MXFP8)) is None
+
+
+def test_keys_need_no_check_without_a_group():
+    amax.check_equal_on_ranks({"w": torch.zeros(1, dtype=torch.int64)}, None, "the key")
+    amax.check_equal_on_ranks({}, "a group", "the key")
+
+
+# ------------------------------------------------------------------------------------------------------------- pending
+
+
+def test_pending_amaxes_are_recorded_at_flush():
+    pending, one, two = PendingAmaxes(), torch.zeros(3), torch.zeros(2)
+    assert not pending
+    pending.note(one, torch.tensor(5.0), None)
+    pending.note(two, torch.tensor(7.0), None)
+    assert pending and not one.any() and not two.any()
+    pending.flush()
+    assert one.tolist() == [0, 0, 5] and two.tolist() == [0, 7] and not pending
+    pending.flush()
+    assert one.tolist() == [0, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"), [((2, 5, 3), 5), ((5, 2), 5), ((2, 2), 2), ((0, 3), 3), ((3, INF), 0), ((NAN, 3), 0)]
+)
+def test_amaxes_of_one_history_are_merged(values, kept):
+    """Micro-batches of one step make one entry: their maximum, or none if one of them was not finite."""
+    pending, seen = PendingAmaxes(), torch.zeros(3)
+    for value in values:
+        pending.note(seen, torch.tensor(float(value)), None)
+    pending.flush()
+    assert seen.tolist() == [0, 0, kept]
+
+
+def test_equal_histories_are_told_apart():
+    """By identity, not by value."""
+    pending, first, second = PendingAmaxes(), torch.zeros(2), torch.zeros(2)
+    pending.note(first, torch.tensor(1.0), None)
+    pending.note(second, torch.tensor(2.0), None)
+    pending.flush()
+    assert (first.tolist(), second.tolist()) == ([0, 1], [0, 2])
+
+
+def test_dropped_amaxes_are_forgotten():
+    pending, seen = PendingAmaxes(), torch.zeros(3)
+    pending.note(seen, torch.tensor(5.0), None)
+    pending.drop()
+    assert not pending
+    pending.note(seen, torch.tensor(2.0), None)
+    pending.flush()
+    assert seen.tolist() == [0, 0, 2]
+
+
+def test_noted_amaxes_are_copies_without_a_graph():
+    pending, seen = PendingAmaxes(), torch.zeros(1)
+    noted = torch.tensor(5.0, requires_grad=True)
+    pending.note(seen, noted * 1, None)
+    value = torch.tensor(3.0)
+    other = torch.zeros(1)
+    pending.note(other, value, None)
+    value.fill_(100)
+    pending.flush()
+    assert seen.tolist() == [5] and other.tolist() == [3] and not seen.requires_grad
+
+
+def test_pending_amaxes_of_a_group_are_one_collective(monkeypatch):
+    calls = []
+
+    def all_reduce(flat, op, group):
+        calls.append(group)
+        flat.copy_(torch.full_like(flat.view(torch.float32), 9.0).view(torch.int32))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    pending, one, two, alone = PendingAmaxes(), torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    for seen, group in ((one, "a"), (two, "a"), (alone, None)):
+        pending.note(seen, torch.tensor(1.0), group)
+    pending.flush()
+    assert calls == ["a"] and [seen.tolist() for seen in (one, two, alone)] == [[0, 9], [0, 9], [0, 1]]
