@@ -3,12 +3,32 @@
 from quantshard import checkpoints, errors, optimizers, recipe
 from quantshard import ops as _ops  # fills the table of ATen rules
 from quantshard.amax import requantize_
-from quantshard.modules import Linear, autocast, quantized_model_init
+from quantshard.modules import (
+    DotProductAttention,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    autocast,
+    quantized_model_init,
+)
 from quantshard.tensor import QuantizedTensor
 
 __all__ = [
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "QuantizedTensor",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
     "autocast",
     "checkpoints",
     "errors",

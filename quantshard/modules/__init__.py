@@ -1,6 +1,25 @@
 """Modules: drop-in layers whose weights may be low-precision numbers."""
 
+from quantshard.modules.attention import DotProductAttention, MultiheadAttention
 from quantshard.modules.context import autocast, quantized_model_init
+from quantshard.modules.layernorm_linear import LayerNormLinear
+from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.linear import Linear
+from quantshard.modules.norm import LayerNorm, RMSNorm
+from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from quantshard.modules.transformer_layer import TransformerLayer
 
-__all__ = ["Linear", "autocast", "quantized_model_init"]
+__all__ = [
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
+    "autocast",
+    "quantized_model_init",
+]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, numerics, private_torch
 from quantshard import storage as storages
-from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
+from quantshard.errors import CheckpointError, RecipeMismatchError
 from quantshard.modules import context
 from quantshard.modules.functional import LinearState
 from quantshard.recipe import Recipe
@@ -179,9 +179,13 @@ class QuantizedModule(nn.Module):
                 self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=device))
         state = self.weight_state(weight)
         cell = recipe.weight
-        if cell is not None and cell.scaling.history and AMAX_HISTORY not in state:
+        if cell is not None and cell.scaling.history:
             device = private_torch.local_tensor(self.get_parameter(weight)).device
-            state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+            history = state.get(AMAX_HISTORY)
+            if history is None:
+                state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+            elif history.device != device:  # the module was moved; what is no parameter or buffer was not
+                state[AMAX_HISTORY] = history.to(device)
         seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
         return LinearState(state, seen, seen_backward, record=self.training and not private_torch.in_backward())
 
@@ -283,17 +287,6 @@ class QuantizedModule(nn.Module):
                     if found is not None:
                         return found
             raise
-
-
-def refuse_arguments(owner: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise for TransformerEngine arguments that mean nothing here, if they are set (not None, False or their default).
-
-    Raises:
-        ConfigurationError: naming the argument and what to do instead.
-    """
-    for name, value in given.items():
-        if value not in (None, False):
-            raise ConfigurationError(f"{owner}({name}={value!r}) is not supported: {reasons.get(name, 'leave it out')}")
 
 
 def _default_device() -> torch.device:

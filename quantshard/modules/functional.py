@@ -45,8 +45,19 @@ class LinearState:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, state: LinearState) -> Tensor:
     """x [..., in_features] times weight [out_features, in_features] transposed, plus bias; the dtype is that of x."""
     if not recipe.table and not isinstance(weight, QuantizedTensor):
-        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        tokens = x.reshape(-1, x.shape[-1])
+        y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return _shaped_as(y, x)
     out: Tensor = _Linear.apply(x, weight, bias, recipe, state)
+    return out
+
+
+def _shaped_as(y: Tensor, x: Tensor) -> Tensor:
+    """y [tokens, features] with the leading dims of x.
+
+    Not by view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place.
+    """
+    out: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return out
 
 
@@ -63,8 +74,7 @@ class _Linear(torch.autograd.Function):
         ctx.group = context.current_amax_group()
         ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
         ctx.save_for_backward(weight, *x_tensors)
-        # not view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place
-        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+        return _shaped_as(y, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:

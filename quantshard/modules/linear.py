@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from quantshard.modules import context, functional
+from quantshard.modules import context, functional, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
 
 
@@ -24,6 +26,7 @@ class Linear(QuantizedModule):
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: shown in printed tables and messages.
+        **others: TransformerEngine's other arguments; see `unsupported`.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class Linear(QuantizedModule):
         return_bias: bool = False,
         device: torch.device | str | None = None,
         name: str | None = None,
+        **others: Any,
     ) -> None:
+        unsupported.refuse("Linear", others)
         super().__init__(device, params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
@@ -48,8 +53,9 @@ class Linear(QuantizedModule):
             self.register_parameter("bias", None)
         self._add_histories()
 
-    def forward(self, inp: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor, Tensor | None]:
         """Input [..., in_features] -> [..., out_features], in the input's dtype."""
+        unsupported.refuse("Linear.forward", others)
         recipe = context.current_recipe()
         state = self._linear_state("weight", recipe)
         bias = None if self.return_bias else self.bias

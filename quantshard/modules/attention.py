@@ -1,0 +1,377 @@
+"""Attention: the core (`DotProductAttention`) and with its projections (`MultiheadAttention`).
+
+The core is PyTorch's scaled_dot_product_attention in high precision, whichever the recipe; what a recipe quantizes are
+the projections. `CompositeModule` is what modules made of modules share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from quantshard.errors import ConfigurationError
+from quantshard.modules import unsupported
+from quantshard.modules.base import InitMethod
+from quantshard.modules.layernorm_linear import LayerNormLinear
+from quantshard.modules.linear import Linear
+from quantshard.modules.rotary import apply_rotary_pos_emb
+
+QKV_FORMATS = ("sbhd", "bshd")
+MASK_TYPES = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary")
+_TAKES_MASK = ("padding", "padding_causal", "arbitrary")
+
+Window = tuple[int, int]
+RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
+
+
+class CompositeModule(nn.Module):
+    """A module whose parameters all belong to its children."""
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
+        for child in self.children():
+            reset = getattr(child, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+
+def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise unless an argument is one of its choices.
+
+    Raises:
+        ConfigurationError: naming the argument, its value and the choices.
+    """
+    if value not in choices:
+        raise ConfigurationError(f"{owner}({argument}={value!r}) is not supported; use one of: {', '.join(choices)}")
+
+
+def check_window(owner: str, window_size: Window | None) -> None:
+    """Raise for a sliding window; None, (-1, -1) and (-1, 0) are TransformerEngine's ways to ask for none."""
+    if window_size is not None and tuple(window_size) not in ((-1, -1), (-1, 0)):
+        raise ConfigurationError(
+            f"{owner}(window_size={window_size}) is not supported: {unsupported.NO_SLIDING_WINDOW}"
+        )
+
+
+class DotProductAttention(unsupported.NoParallelGroups, nn.Module):
+    """softmax(q @ k^T * softmax_scale) @ v, for every head, in high precision.
+
+    Mask types: "no_mask"; "causal" (a query sees the keys at its position and before) and "causal_bottom_right" (the
+    same counted from the ends, where there are more keys than queries); "padding" and "padding_causal", with a mask
+    [b, 1, 1, keys] that is True where a key is padding; "arbitrary", with a mask that is True where a key is hidden
+    from a query and that broadcasts to [b, h, queries, keys]. A query that sees no key at all gets zeros.
+
+    Args:
+        num_attention_heads: heads of the queries.
+        kv_channels: features of a head.
+        num_gqa_groups: heads of keys and values, each shared by as many successive heads of the queries (default: one
+            each).
+        attention_dropout: probability with which a softmax weight is dropped in training.
+        qkv_format: "sbhd" (sequence first) or "bshd" (batch first).
+        attn_mask_type: see above; `forward` can ask for another.
+        window_size: only what means "no window" is supported.
+        layer_number: shown in printed tables.
+        attention_type: only "self"; queries and keys may nevertheless differ in length.
+        softmax_scale: default 1 / sqrt(kv_channels).
+        name: shown in printed tables and messages.
+        **others: TransformerEngine's other arguments; see `unsupported`.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        *,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        owner = "DotProductAttention"
+        unsupported.refuse(owner, others)
+        _check_attention_type(owner, attention_type)
+        check_window(owner, window_size)
+        check_choice(owner, "qkv_format", qkv_format, QKV_FORMATS)
+        check_choice(owner, "attn_mask_type", attn_mask_type, MASK_TYPES)
+        if not isinstance(kv_channels, int):
+            raise ConfigurationError(f"{owner}(kv_channels={kv_channels}): keys and values have heads of one size here")
+        super().__init__()
+        self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
+        self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
+        self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
+        self.softmax_scale, self.layer_number, self.name = softmax_scale, layer_number, name
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        qkv_format: str | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """Queries [s, b, h, d], keys and values [s', b, groups, d] -> [s, b, h * d]; [b, s, ...] for "bshd".
+
+        Args:
+            query_layer, key_layer, value_layer: of one dtype.
+            attention_mask: bool, True where masked out; for the mask types that take one.
+            qkv_format, attn_mask_type, window_size: instead of the module's.
+            checkpoint_core_attention: keep nothing of the attention for backward but run it again.
+            **others: TransformerEngine's other arguments; see `unsupported`.
+        """
+        owner = "DotProductAttention.forward"
+        unsupported.refuse(owner, others)
+        check_window(owner, window_size)
+        layout, kind = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
+        check_choice(owner, "qkv_format", layout, QKV_FORMATS)
+        check_choice(owner, "attn_mask_type", kind, MASK_TYPES)
+        self._check_shapes(layout, query_layer, key_layer, value_layer)
+        order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
+        q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
+        visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
+        if checkpoint_core_attention:
+            out = checkpoint(self._attend, q, k, v, visible, kind, use_reentrant=False)
+        else:
+            out = self._attend(q, k, v, visible, kind)
+        return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(-2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, kind: str) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=visible,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=visible is None and kind != "no_mask",
+            scale=self.softmax_scale,
+            enable_gqa=self.num_gqa_groups != self.num_attention_heads,
+        )
+
+    def _check_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        heads, groups, size = self.num_attention_heads, self.num_gqa_groups, self.kv_channels
+        fits = all(x.ndim == 4 for x in (query, key, value)) and key.shape == value.shape
+        if not fits or tuple(query.shape[2:]) != (heads, size) or tuple(key.shape[2:]) != (groups, size):
+            raise ConfigurationError(
+                f"DotProductAttention got query {tuple(query.shape)}, key {tuple(key.shape)} and value "
+                f"{tuple(value.shape)}; in {layout!r} the last dims are ({heads}, {size}) for the query and "
+                f"({groups}, {size}) for key and value"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_attention_heads}, kv_channels={self.kv_channels}, groups={self.num_gqa_groups}, "
+            f"dropout={self.attention_dropout}, qkv_format={self.qkv_format!r}, "
+            f"attn_mask_type={self.attn_mask_type!r}"
+        )
+
+
+def _visible(kind: str, masked_out: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """True where a query sees a key, broadcastable to [b, h, queries, keys]; None if that is all, or plainly causal."""
+    if (kind in _TAKES_MASK) != (masked_out is not None):
+        takes = "needs an attention_mask" if kind in _TAKES_MASK else "takes no attention_mask"
+        raise ConfigurationError(
+            f"attention: attn_mask_type={kind!r} {takes}; the types that take one are {', '.join(_TAKES_MASK)}"
+        )
+    if masked_out is not None and (not isinstance(masked_out, Tensor) or masked_out.dtype != torch.bool):
+        given = masked_out.dtype if isinstance(masked_out, Tensor) else type(masked_out).__name__
+        raise ConfigurationError(f"attention_mask must be one bool tensor, True where masked out; got {given}")
+    if masked_out is None:
+        shifted = kind == "causal_bottom_right" and queries != keys
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries) if shifted else None
+    if kind == "padding_causal":
+        return ~masked_out & torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+    return ~masked_out
+
+
+class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
+    """Self-attention with its projections, optionally behind a normalization.
+
+    Children: `qkv`, a `Linear`, or with `input_layernorm` `layernorm_qkv`, a `LayerNormLinear`; `core_attention`;
+    `proj`, a `Linear`. Queries, keys and values are one GEMM with one weight, whose rows are all queries, then all
+    keys, then all values, head by head. With `fuse_qkv_params=True` and `qkv_weight_interleaved=True` (its default), as
+    in TransformerEngine, they are instead group by group: the group's queries, its key, its value.
+
+    Args:
+        hidden_size: size of the last dim of input and output.
+        num_attention_heads: heads of the queries.
+        kv_channels: features of a head (default: hidden_size / num_attention_heads).
+        attention_dropout: probability with which a softmax weight is dropped in training.
+        layernorm_epsilon: eps of the normalization.
+        init_method: fills the whole weight of the qkv projection (default: N(0, 0.023**2) by the counter generator).
+        output_layer_init_method: the same for `proj`.
+        layer_number: shown in printed tables.
+        attn_mask_type: see `DotProductAttention`; `forward` can ask for another.
+        window_size: only what means "no window" is supported.
+        num_gqa_groups: heads of keys and values (default: as many as of queries).
+        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
+        return_bias: return the bias of `proj` behind the output instead of adding it.
+        return_layernorm_output: return the normalized input too, last.
+        input_layernorm: normalize the input.
+        attention_type: only "self".
+        fuse_qkv_params: only chooses the order of rows, see above; the weight is one in either case.
+        zero_centered_gamma: the normalization multiplies by 1 + its weight, which starts at 0.
+        qkv_weight_interleaved: see above; without effect unless `fuse_qkv_params`.
+        rotary_pos_interleaved: the layout of the rotary embedding.
+        bias: add biases, kept in high precision.
+        normalization: "LayerNorm" or "RMSNorm".
+        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
+        qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
+        name: shown in printed tables and messages.
+        **others: TransformerEngine's other arguments; see `unsupported`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        *,
+        num_gqa_groups: int | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        owner = "MultiheadAttention"
+        unsupported.refuse(owner, others)
+        _check_attention_type(owner, attention_type)
+        super().__init__()
+        self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
+        self.kv_channels = kv_channels or _head_size(owner, hidden_size, num_attention_heads)
+        self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
+        self.interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.rotary_pos_interleaved, self.qkv_format = rotary_pos_interleaved, qkv_format
+        self.input_layernorm, self.return_bias = input_layernorm, return_bias
+        self.return_layernorm_output = return_layernorm_output and input_layernorm
+        features = (num_attention_heads + 2 * self.num_gqa_groups) * self.kv_channels
+        common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
+        qkv = {**common, "init_method": init_method}
+        if input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                hidden_size, features, layernorm_epsilon, normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma, return_layernorm_output=self.return_layernorm_output,
+                name=child_name(name, "layernorm_qkv"), **qkv,
+            )  # fmt: skip
+        else:
+            self.qkv = Linear(hidden_size, features, name=child_name(name, "qkv"), **qkv)
+        self.core_attention = DotProductAttention(
+            num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
+            window_size, layer_number=layer_number, name=child_name(name, "core_attention"),
+        )  # fmt: skip
+        self.proj = Linear(
+            num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,
+            return_bias=return_bias, name=child_name(name, "proj"), **common,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: RotaryEmbedding | None = None,
+        **others: Any,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Input [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
+
+        With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
+
+        Args:
+            hidden_states: the input.
+            attention_mask: bool, True where masked out; for the mask types that take one.
+            attn_mask_type, window_size: instead of the module's.
+            checkpoint_core_attention: keep nothing of the core attention for backward but run it again.
+            rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them, for queries and for keys.
+            **others: TransformerEngine's other arguments; see `unsupported`.
+        """
+        unsupported.refuse("MultiheadAttention.forward", others)
+        projected = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states)
+        normed = None
+        if self.return_layernorm_output:
+            projected, normed = projected
+        q, k, v = self._split(projected)
+        if rotary_pos_emb is not None:
+            for_q, for_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            q = apply_rotary_pos_emb(q, for_q, self.qkv_format, interleaved=self.rotary_pos_interleaved)
+            k = apply_rotary_pos_emb(k, for_k, self.qkv_format, interleaved=self.rotary_pos_interleaved)
+        context = self.core_attention(
+            q, k, v, attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )  # fmt: skip
+        out = self.proj(context)
+        if normed is None:
+            return cast(Tensor, out)
+        return (*out, normed) if self.return_bias else (out, normed)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., features] -> queries [..., h, d], keys and values [..., groups, d]."""
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        by_head = qkv.unflatten(-1, (-1, self.kv_channels))
+        if not self.interleaved:
+            q, k, v = by_head.split((heads, groups, groups), dim=-2)
+            return q, k, v
+        q, k, v = by_head.unflatten(-2, (groups, -1)).split((heads // groups, 1, 1), dim=-2)
+        return q.flatten(-3, -2), k.flatten(-3, -2), v.flatten(-3, -2)
+
+
+def child_name(parent: str | None, child: str) -> str | None:
+    """The name of a child of a module that was given a name."""
+    return None if parent is None else f"{parent}.{child}"
+
+
+def _check_attention_type(owner: str, attention_type: str) -> None:
+    if attention_type != "self":
+        raise ConfigurationError(
+            f"{owner}(attention_type={attention_type!r}) is not supported: {unsupported.NO_CROSS_ATTENTION}"
+        )
+
+
+def _head_size(owner: str, hidden_size: int, heads: int) -> int:
+    if hidden_size % heads:
+        raise ConfigurationError(
+            f"{owner}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}; give kv_channels"
+        )
+    return hidden_size // heads
+
+
+def _groups(owner: str, heads: int, groups: int | None) -> int:
+    groups = heads if groups is None else groups
+    if groups < 1 or heads % groups:
+        raise ConfigurationError(
+            f"{owner}: num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}; choose a divisor"
+        )
+    return groups

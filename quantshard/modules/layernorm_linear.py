@@ -1,0 +1,88 @@
+"""LayerNormLinear: a normalization and the linear layer behind it in one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantshard.modules import context, functional, unsupported
+from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
+from quantshard.modules.norm import Normalization
+
+
+class LayerNormLinear(QuantizedModule):
+    """y = norm(x) @ weight^T + bias. The normalization runs in high precision, the GEMMs as in `Linear`.
+
+    Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `weight` [out_features, in_features], which
+    is stored quantized if built under `quantized_model_init`, and `bias` (None without).
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
+        eps: of the normalization.
+        init_method: fills the whole weight in place (default: N(0, 0.023**2) by the counter generator).
+        bias: add a bias [out_features], kept in high precision.
+        normalization: "LayerNorm" or "RMSNorm".
+        return_bias: return the bias behind the output instead of adding it.
+        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
+        return_layernorm_output: return the normalized input too, last.
+        zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
+        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
+        name: shown in printed tables and messages.
+        **others: TransformerEngine's other arguments; see `unsupported`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        unsupported.refuse("LayerNormLinear", others)
+        super().__init__(device, params_dtype)
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.normalization = Normalization(normalization, in_features, eps, zero_centered_gamma)
+        self.normalization.add_parameters(self, "layer_norm_")
+        self._add_weight("weight", WeightSpec((out_features, in_features), init_method))
+        if bias:
+            self._add_vector("bias", out_features, 0.0)
+        else:
+            self.register_parameter("bias", None)
+        self._add_histories()
+
+    def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor | None, ...]:
+        """Input [..., in_features] -> [..., out_features], in the input's dtype.
+
+        With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
+        """
+        unsupported.refuse("LayerNormLinear.forward", others)
+        recipe = context.current_recipe()
+        state = self._linear_state("weight", recipe)
+        normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
+        bias = None if self.return_bias else self.bias
+        out = functional.linear(normed, self._checked_weight("weight", recipe), bias, recipe, state)
+        more: tuple[Tensor | None, ...] = (self.bias,) if self.return_bias else ()
+        if self.return_layernorm_output:
+            more += (normed,)
+        return (out, *more) if more else out
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"normalization={self.normalization}"
+        )

@@ -1,0 +1,170 @@
+"""LayerNormMLP: normalization, linear layer, activation, linear layer in one module.
+
+The activation runs in float32 and is rounded once; for backward only its input is kept, in its own dtype. A gated
+activation (GLU) reads twice as many features as it writes: `act(first half) * second half`, TransformerEngine's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantshard.errors import ConfigurationError
+from quantshard.modules import context, functional, unsupported
+from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
+from quantshard.modules.norm import Normalization
+
+_QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
+
+
+class Curve(NamedTuple):
+    """An elementwise function, and its gradient: (gradient of the output, input) -> gradient of the input."""
+
+    value: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
+
+
+def _qgelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(_QGELU * x)
+    return dy * (s + _QGELU * x * s * (1 - s))
+
+
+_CURVES = {
+    "gelu": Curve(
+        lambda x: F.gelu(x, approximate="tanh"),  # TransformerEngine's gelu is the tanh form
+        lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+    ),
+    "relu": Curve(F.relu, lambda dy, x: dy * (x > 0)),
+    "silu": Curve(F.silu, torch.ops.aten.silu_backward),
+    "srelu": Curve(lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * F.relu(x)),
+    "qgelu": Curve(lambda x: x * torch.sigmoid(_QGELU * x), _qgelu_gradient),
+}
+_GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
+ACTIVATIONS = (*_CURVES, *_GATED)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Apply one of `ACTIVATIONS`: x [..., n] -> [..., n], or [..., n / 2] if it is gated, in the dtype of x."""
+    out: Tensor = _Activation.apply(x, _CURVES[_GATED.get(activation, activation)], activation in _GATED)
+    return out
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, curve: Curve, gated: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.curve, ctx.gated = curve, gated
+        if not gated:
+            return curve.value(x.float()).to(x.dtype)
+        first, second = x.float().chunk(2, dim=-1)
+        return (curve.value(first) * second).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        dy = grads[0].float()
+        if not ctx.gated:
+            return ctx.curve.gradient(dy, x.float()).to(x.dtype), None, None
+        first, second = x.float().chunk(2, dim=-1)
+        both = (ctx.curve.gradient(dy * second, first), dy * ctx.curve.value(first))
+        return torch.cat(both, dim=-1).to(x.dtype), None, None
+
+
+class LayerNormMLP(QuantizedModule):
+    """y = act(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
+
+    Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [ffn_hidden_size, hidden_size],
+    with twice the rows for a gated activation (those of the activated half first), `fc1_bias`, `fc2_weight`
+    [hidden_size, ffn_hidden_size], `fc2_bias` (both None without bias). The two weights are stored quantized if built
+    under `quantized_model_init`, and each has its own amax histories, `fc1_...` and `fc2_...`.
+
+    Args:
+        hidden_size: size of the last dim of input and output.
+        ffn_hidden_size: features between the two linear layers.
+        eps: of the normalization.
+        init_method: fills the whole of fc1_weight in place (default: N(0, 0.023**2) by the counter generator).
+        bias: add the biases, kept in high precision.
+        normalization: "LayerNorm" or "RMSNorm".
+        activation: "gelu" (the tanh approximation, as in TransformerEngine), "relu", "silu", "srelu" (relu squared),
+            "qgelu" (x * sigmoid(1.702 x)), or gated "geglu", "reglu", "swiglu", "sreglu", "qgeglu".
+        output_layer_init_method: the same for fc2_weight.
+        return_bias: return fc2_bias behind the output instead of adding it.
+        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
+        return_layernorm_output: return the normalized input too, last.
+        zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
+        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
+        name: shown in printed tables and messages.
+        **others: TransformerEngine's other arguments; see `unsupported`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        output_layer_init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        unsupported.refuse("LayerNormMLP", others)
+        if activation not in ACTIVATIONS:
+            raise ConfigurationError(
+                f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
+            )
+        super().__init__(device, params_dtype)
+        self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
+        self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
+        self.return_layernorm_output = return_layernorm_output
+        self.normalization = Normalization(normalization, hidden_size, eps, zero_centered_gamma)
+        self.normalization.add_parameters(self, "layer_norm_")
+        fc1_features = ffn_hidden_size * (2 if activation in _GATED else 1)
+        self._add_layer("fc1_", WeightSpec((fc1_features, hidden_size), init_method))
+        self._add_layer("fc2_", WeightSpec((hidden_size, ffn_hidden_size), output_layer_init_method))
+
+    def _add_layer(self, prefix: str, spec: WeightSpec) -> None:
+        self._add_weight(prefix + "weight", spec)
+        if self.use_bias:
+            self._add_vector(prefix + "bias", spec.shape[0], 0.0)
+        else:
+            self.register_parameter(prefix + "bias", None)
+        self._add_histories(prefix)
+
+    def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor | None, ...]:
+        """Input [..., hidden_size] -> the same shape and dtype.
+
+        With `return_bias` or `return_layernorm_output` a tuple: output, then fc2_bias, then normalized input.
+        """
+        unsupported.refuse("LayerNormMLP.forward", others)
+        normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
+        hidden = activate(self._layer("fc1_", normed, self.fc1_bias), self.activation)
+        out = self._layer("fc2_", hidden, None if self.return_bias else self.fc2_bias)
+        more: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
+        if self.return_layernorm_output:
+            more += (normed,)
+        return (out, *more) if more else out
+
+    def _layer(self, prefix: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        recipe = context.current_recipe()
+        weight = prefix + "weight"
+        state = self._linear_state(weight, recipe, prefix)
+        return functional.linear(x, self._checked_weight(weight, recipe), bias, recipe, state)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
+            f"activation={self.activation!r}, normalization={self.normalization}"
+        )

@@ -1,0 +1,159 @@
+"""TransformerLayer: attention and MLP with their residual connections, one block of a decoder-only or encoder model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantshard.errors import ConfigurationError
+from quantshard.modules import unsupported
+from quantshard.modules.attention import CompositeModule, MultiheadAttention, RotaryEmbedding, Window, child_name
+from quantshard.modules.base import InitMethod
+from quantshard.modules.layernorm_mlp import LayerNormMLP
+from quantshard.modules.norm import LayerNorm, RMSNorm
+
+
+class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
+    """x + attention(norm(x)), then the same with the MLP.
+
+    Children: `self_attention` (`MultiheadAttention`), `layernorm_mlp` (`LayerNormMLP`) and, with `output_layernorm`,
+    `layernorm`. A Llama-like layer is normalization="RMSNorm", activation="swiglu", bias=False, num_gqa_groups=...,
+    hidden_dropout=0, attention_dropout=0, with `rotary_pos_emb` given to `forward`; a GPT-like one is the default.
+
+    Args:
+        hidden_size: size of the last dim of input and output.
+        ffn_hidden_size: features between the two linear layers of the MLP.
+        num_attention_heads: heads of the queries.
+        num_gqa_groups: heads of keys and values (default: as many as of queries).
+        layernorm_epsilon: eps of the normalizations.
+        hidden_dropout: probability with which an element of a block's output is dropped in training, before the
+            residual is added.
+        attention_dropout: probability with which a softmax weight is dropped in training.
+        init_method: fills the whole weight of the qkv and the first MLP projection (default: N(0, 0.023**2) by the
+            counter generator).
+        output_layer_init_method: the same for the projections that end the two blocks.
+        layer_number: shown in printed tables.
+        kv_channels: features of a head (default: hidden_size / num_attention_heads).
+        self_attn_mask_type: see `DotProductAttention`; `forward` can ask for another.
+        window_size: only what means "no window" is supported.
+        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
+        output_layernorm: normalize the layer's output instead of the attention's input.
+        parallel_attention_mlp: both blocks read the layer's input (Falcon), and their outputs are added.
+        layer_type: only "encoder", which with a causal mask is also the layer of a decoder-only model.
+        fuse_qkv_params, qkv_weight_interleaved: the order of rows of the qkv weight; see `MultiheadAttention`.
+        rotary_pos_interleaved: the layout of the rotary embedding.
+        zero_centered_gamma: normalizations multiply by 1 + weight, which starts at 0.
+        bias: add biases in the linear layers, kept in high precision.
+        activation: of the MLP; see `LayerNormMLP`.
+        normalization: "LayerNorm" or "RMSNorm".
+        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
+        attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
+        name: shown in printed tables and messages.
+        **others: TransformerEngine's other arguments; see `unsupported`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        *,
+        params_dtype: torch.dtype | None = None,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        unsupported.refuse("TransformerLayer", others)
+        if layer_type != "encoder":
+            raise ConfigurationError(
+                f"TransformerLayer(layer_type={layer_type!r}) is not supported: {unsupported.NO_CROSS_ATTENTION}; for "
+                "a decoder-only model use 'encoder', whose mask is causal by default"
+            )
+        if parallel_attention_mlp and output_layernorm:
+            raise ConfigurationError(
+                "TransformerLayer: parallel_attention_mlp and output_layernorm exclude each other; choose one"
+            )
+        super().__init__()
+        self.hidden_dropout, self.layer_number, self.name = hidden_dropout, layer_number, name
+        self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
+        norm: dict[str, Any] = {
+            "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
+        }  # fmt: skip
+        common = {**norm, "bias": bias, "normalization": normalization}
+        self.self_attention = MultiheadAttention(
+            hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method,
+            output_layer_init_method, layer_number, self_attn_mask_type, window_size, num_gqa_groups=num_gqa_groups,
+            input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params,
+            qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved,
+            qkv_format=attn_input_format, name=child_name(name, "self_attention"), **common,
+        )  # fmt: skip
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method, activation=activation,
+            output_layer_init_method=output_layer_init_method, name=child_name(name, "layernorm_mlp"), **common,
+        )  # fmt: skip
+        if output_layernorm:
+            kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
+            self.layernorm = kind(hidden_size, layernorm_epsilon, **norm)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        self_attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        *,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: RotaryEmbedding | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Input [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
+
+        Args:
+            hidden_states: the input.
+            attention_mask: bool, True where masked out; for the mask types that take one.
+            self_attn_mask_type, window_size: instead of the module's.
+            checkpoint_core_attention: keep nothing of the core attention for backward but run it again.
+            rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them, for queries and for keys.
+            **others: TransformerEngine's other arguments; see `unsupported`.
+        """
+        unsupported.refuse("TransformerLayer.forward", others)
+        attended: Tensor = self.self_attention(
+            hidden_states, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,
+        )  # fmt: skip
+        if self.parallel_attention_mlp:
+            return self._add(attended + self.layernorm_mlp(hidden_states), hidden_states)
+        hidden_states = self._add(attended, hidden_states)
+        out = self._add(self.layernorm_mlp(hidden_states), hidden_states)
+        return self.layernorm(out) if self.output_layernorm else out
+
+    def _add(self, block: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.dropout(block, self.hidden_dropout, self.training)
+
+    def extra_repr(self) -> str:
+        number = f"layer_number={self.layer_number}, " if self.layer_number is not None else ""
+        return f"{number}hidden_dropout={self.hidden_dropout}, parallel_attention_mlp={self.parallel_attention_mlp}"

@@ -1,0 +1,219 @@
+"""TransformerEngine's arguments that mean nothing here: known by name, so that they are refused and never ignored.
+
+One table lists, for each class or method, the arguments that it has in TransformerEngine but not here, with their
+defaults and why they are not here. Whoever passes the default, or switches the thing off (None, False), gets what is
+asked for, so that is accepted; any other value raises; a name that TransformerEngine does not have either is a
+TypeError, as for any Python function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from quantshard.errors import ConfigurationError
+
+
+class Unsupported(NamedTuple):
+    """An argument's default in TransformerEngine, and why other values are refused, with the way out."""
+
+    default: Any
+    reason: str
+
+
+Arguments = dict[str, Unsupported]
+
+
+def _because(reason: str, **defaults: Any) -> Arguments:
+    return {name: Unsupported(default, reason) for name, default in defaults.items()}
+
+
+NO_TENSOR_PARALLEL = "tensor parallelism is not there yet; leave it out and shard the model with fully_shard"
+NO_CONTEXT_PARALLEL = "context parallelism is not there; leave it out, and keep each sequence whole on its rank"
+NO_CROSS_ATTENTION = "there is no cross-attention; build it from Linear and DotProductAttention"
+NO_SLIDING_WINDOW = "there is no sliding window; use attn_mask_type='arbitrary' with a mask of the window"
+
+_TENSOR_PARALLEL = _because(NO_TENSOR_PARALLEL, tp_group=None, tp_size=1, sequence_parallel=False)
+_RNG_TRACKER = _because("dropout draws from torch's generator; leave it out", get_rng_state_tracker=None)
+_FUSED_WGRAD = _because(
+    "gradients go to .grad, where autograd and FSDP2 look for them; leave it out",
+    fuse_wgrad_accumulation=False,
+    delay_wgrad_compute=False,
+)
+_USERBUFFERS = _because(
+    "it overlaps the collectives of tensor parallelism, which is not there yet; leave it out",
+    ub_overlap_ag=False,
+    ub_overlap_rs=False,
+    ub_overlap_rs_dgrad=False,
+    ub_bulk_dgrad=False,
+    ub_bulk_wgrad=False,
+)
+_LINEAR = {
+    **_TENSOR_PARALLEL,
+    **_RNG_TRACKER,
+    **_FUSED_WGRAD,
+    **_USERBUFFERS,
+    **_because(NO_TENSOR_PARALLEL, symmetric_ar_type=None),
+}
+_ONE_LINEAR = {
+    **_LINEAR,
+    **_because(NO_TENSOR_PARALLEL, parallel_mode=None, ub_name=None),
+    **_because("a layer has one weight; build one layer for each part", parameters_split=None),
+}
+_GATHERED = _because(NO_TENSOR_PARALLEL, return_layernorm_output_gathered=False)
+_WARM_UP = _because(
+    "there is no JIT warm-up, so no shape is needed; leave it out", seq_length=None, micro_batch_size=None
+)
+_ATTENTION = {
+    **_because("the mask type says it; use attn_mask_type='causal_bottom_right'", bottom_right_diagonal=None),
+    **_because("only the ordinary softmax is there; leave it out", softmax_type="vanilla"),
+}
+_QK_NORM = _because(
+    "queries and keys are not normalized; apply LayerNorm or RMSNorm around DotProductAttention yourself",
+    qk_norm_type=None,
+    qk_norm_eps=1e-6,
+    qk_norm_before_rope=False,
+)
+_CACHED_WEIGHTS = _because(
+    "no quantized weight is cached between microbatches; build the model under quantized_model_init, where weights are "
+    "stored quantized",
+    is_first_microbatch=None,
+)
+_QUANTIZED_EDGES = _because("modules take and return high precision; leave it out", fp8_output=False, fp8_grad=False)
+_CORE_ATTENTION_CALL = {
+    **_ATTENTION,
+    **_because("there is no additive bias; leave it out", core_attention_bias_type="no_bias"),
+    **_because("there is no additive bias; leave it out", core_attention_bias=None, alibi_slopes=None),
+    **_because("there is no cache of keys and values for generation; leave it out", inference_params=None),
+    **_because(
+        "packed sequences ('thd') are not there; use attn_mask_type='padding' or 'arbitrary' with a mask",
+        cu_seqlens_q=None,
+        cu_seqlens_kv=None,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        max_seqlen_q=None,
+        max_seqlen_kv=None,
+        pad_between_seqs=None,
+    ),
+    **_because("there is no choice of how outputs are filled; leave it out", fast_zero_fill=True),
+}
+
+ARGUMENTS: dict[str, Arguments] = {
+    "LayerNorm": _because(NO_TENSOR_PARALLEL, sequence_parallel=None),
+    "RMSNorm": _because(NO_TENSOR_PARALLEL, sequence_parallel=None),
+    "Linear": {
+        **_ONE_LINEAR,
+        **_because("dropout draws from torch's generator; leave it out", rng_tracker_name=None),
+        **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
+    },
+    "Linear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
+    "LayerNormLinear": {**_ONE_LINEAR, **_GATHERED},
+    "LayerNormLinear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
+    "LayerNormMLP": {
+        **_LINEAR,
+        **_GATHERED,
+        **_WARM_UP,
+        **_because(NO_TENSOR_PARALLEL, set_parallel_mode=False),
+        **_because("only activations without parameters are there; leave it out", activation_params=None),
+        **_because("recompute activations with torch.utils.checkpoint around the module", checkpoint=False),
+    },
+    "LayerNormMLP.forward": _CACHED_WEIGHTS,
+    "DotProductAttention": {
+        **_TENSOR_PARALLEL,
+        **_RNG_TRACKER,
+        **_ATTENTION,
+        **_because(NO_CONTEXT_PARALLEL, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p"),
+        **_because("the largest logit is not returned; leave it out", return_max_logit=False),
+    },
+    "DotProductAttention.forward": {
+        **_CORE_ATTENTION_CALL,
+        **_because("attention runs in high precision; leave it out", fp8_output=False, num_splits=1),
+    },
+    "MultiheadAttention": {
+        **_LINEAR,
+        **_WARM_UP,
+        **_ATTENTION,
+        **_QK_NORM,
+        **_because(NO_TENSOR_PARALLEL, set_parallel_mode=False),
+    },
+    "MultiheadAttention.forward": {
+        **_CORE_ATTENTION_CALL,
+        **_CACHED_WEIGHTS,
+        **_because(NO_CROSS_ATTENTION, encoder_output=None),
+    },
+    "TransformerLayer": {
+        **_LINEAR,
+        **_WARM_UP,
+        **_ATTENTION,
+        **_QK_NORM,
+        **_because(NO_TENSOR_PARALLEL, set_parallel_mode=False, ub_tp_comm_overlap=False),
+        **_because(
+            NO_TENSOR_PARALLEL, ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True
+        ),  # on by default there, but without effect unless ub_tp_comm_overlap is
+        **_because(
+            NO_CROSS_ATTENTION,
+            enc_dec_attn_mask_type="no_mask",
+            enc_dec_bottom_right_diagonal=None,
+            enc_dec_window_size=None,
+        ),
+        **_because(
+            "residuals are taken before the normalization; compose MultiheadAttention and LayerNormMLP with "
+            "return_layernorm_output=True for the other order",
+            apply_residual_connection_post_layernorm=False,
+        ),
+        **_because("there is no stochastic depth; leave it out", drop_path_rate=0.0),
+        **_because("only activations without parameters are there; leave it out", activation_params=None),
+    },
+    "TransformerLayer.forward": {
+        **_CORE_ATTENTION_CALL,
+        **_CACHED_WEIGHTS,
+        **_because(
+            NO_CROSS_ATTENTION,
+            encoder_output=None,
+            enc_dec_attn_mask=None,
+            enc_dec_attn_mask_type=None,
+            enc_dec_bottom_right_diagonal=None,
+            enc_dec_window_size=None,
+        ),
+    },
+    "apply_rotary_pos_emb": {
+        **_because("there is no cache of keys and values for generation; slice freqs yourself", start_positions=None),
+        **_because("there is one implementation; leave it out", fused=False),
+        **_because("packed sequences ('thd') are not there; use 'sbhd' or 'bshd'", cu_seqlens=None),
+        **_because(NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0),
+    },
+}
+"""Class or method -> TransformerEngine's arguments that it does not have."""
+
+
+def refuse(owner: str, given: Mapping[str, Any]) -> None:
+    """Raise for arguments `given` to `owner` by names that it does not have, unless they ask for what happens anyway.
+
+    Raises:
+        ConfigurationError: TransformerEngine has the argument; the message says what to do instead.
+        TypeError: TransformerEngine does not have it either.
+    """
+    for name, value in given.items():
+        known = ARGUMENTS[owner].get(name)
+        if known is None:
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+        if value is None or value is False or (not isinstance(value, torch.Tensor) and value == known.default):
+            continue
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ConfigurationError(f"{owner}({name}={shown}) is not supported: {known.reason}")
+
+
+class NoParallelGroups:
+    """TransformerEngine's methods by which a module is handed process groups; they refuse all but None."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Refuse a tensor-parallel group."""
+        if tp_group is not None:
+            raise ConfigurationError(f"{type(self).__name__}.set_tensor_parallel_group: {NO_TENSOR_PARALLEL}")
+
+    def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse a context-parallel group."""
+        if cp_group is not None:
+            raise ConfigurationError(f"{type(self).__name__}.set_context_parallel_group: {NO_CONTEXT_PARALLEL}")

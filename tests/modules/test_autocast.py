@@ -1,0 +1,337 @@
+"""autocast: nesting, mismatches, and the amax histories of delayed scaling, step by step against a hand-kept list."""
+
+import pytest
+import torch
+
+from quantshard import recipe as recipes
+from quantshard import requantize_
+from quantshard.errors import ConfigurationError, QuantshardError, RecipeMismatchError
+from quantshard.modules import LayerNormMLP, Linear, TransformerLayer, autocast, context, quantized_model_init
+
+SIZE, LENGTH = 48, 3
+DELAYED = recipes.DelayedScaling(amax_history_len=LENGTH)
+NAMES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
+
+
+def linear(recipe=None, seed=0, **arguments):
+    torch.manual_seed(seed)
+    with quantized_model_init(enabled=recipe is not None, recipe=recipe or "bf16"):
+        return Linear(SIZE, SIZE, **arguments)
+
+
+def data(seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(5, SIZE)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert context.current_recipe() == recipes.HighPrecision()
+    assert not context.forward_amaxes
+    assert not context.backward_amaxes
+
+
+# Which recipe
+
+
+def test_the_innermost_decides():
+    plain, x = linear(), data()
+    alone = {}
+    for name in ("current", "mxfp8", "nvfp4"):  # block scales are powers of two too: mostly the same bits as mxfp8
+        with autocast(recipe=name):
+            alone[name] = plain(x)
+    assert len({tuple(y.flatten().tolist()) for y in alone.values()}) == len(alone)
+    high = plain(x)
+    with autocast(recipe="current"):
+        for inner in ("mxfp8", "nvfp4"):
+            with autocast(recipe=inner):
+                assert torch.equal(plain(x), alone[inner])
+                with autocast(recipe="current"):
+                    assert torch.equal(plain(x), alone["current"])
+                assert torch.equal(plain(x), alone[inner])
+            assert torch.equal(plain(x), alone["current"])
+        with autocast(enabled=False, recipe="nvfp4"):
+            assert torch.equal(plain(x), high)
+        with autocast(recipe="bf16"):
+            assert torch.equal(plain(x), high)
+    assert torch.equal(plain(x), high)
+
+
+def test_backward_uses_the_recipe_of_its_forward():
+    grads = []
+    for inside in (True, False):
+        layer, x = linear(), data().requires_grad_()
+        with autocast(recipe="current"):
+            y = layer(x)
+            if inside:
+                y.backward(data(1))
+        if not inside:
+            with autocast(recipe="nvfp4"):
+                y.backward(data(1))
+        grads.append((x.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_default_recipe_is_current_scaling():
+    plain, x = linear(), data()
+    with autocast():
+        default = plain(x)
+    with autocast(recipe="current"):
+        assert torch.equal(plain(x), default)
+
+
+def test_an_instance_is_entered_once():
+    entered = autocast(recipe="current")
+    with entered, pytest.raises(ConfigurationError, match="already entered; make a new one"), entered:
+        pass
+    with autocast(recipe="block"):
+        pass
+
+
+def test_calibrating_is_refused():
+    with pytest.raises(ConfigurationError, match=r"calibrating=True"):
+        autocast(calibrating=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outside_the_dequantized_weight_is_used(name, dtype):
+    layer, x = linear(name, params_dtype=dtype), data().to(dtype)
+    layer.bias.data.fill_(0.25)
+    want = (x.float() @ layer.weight.dequantize(dtype=torch.float32).t() + 0.25).to(dtype)
+    assert torch.equal(layer(x), want)
+    with autocast(recipe=name), autocast(enabled=False):
+        assert torch.equal(layer(x), want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_outside_are_those_of_the_dequantized_weight(name):
+    layer, x = linear(name), data().requires_grad_()
+    layer(x).backward(data(1))
+    assert torch.equal(x.grad, data(1) @ layer.weight.dequantize())
+    assert torch.equal(layer.weight.grad, data(1).t() @ data())
+    assert type(layer.weight.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize(("stored", "asked"), [("current", "mxfp8"), ("nvfp4", "block"), ("current", "delayed")])
+def test_another_recipes_weight_is_refused_by_name(stored, asked):
+    layer = linear(stored)
+    with pytest.raises(RecipeMismatchError) as caught, autocast(recipe=asked):
+        layer(data())
+    assert isinstance(caught.value, QuantshardError)
+    assert isinstance(caught.value, ValueError)
+    assert "Linear.weight" in str(caught.value)
+    assert repr(asked) in str(caught.value)
+    for cell in (recipes.resolve(stored).weight, recipes.resolve(asked).weight):
+        assert cell is not None and cell.format.name in str(caught.value)
+
+
+def test_mismatch_names_the_weight_of_a_fused_module():
+    with quantized_model_init(recipe="block"):
+        module = LayerNormMLP(SIZE, 64)
+    with pytest.raises(RecipeMismatchError, match=r"LayerNormMLP\.fc1_weight"), autocast(recipe="nvfp4"):
+        module(data())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+def test_quantizing_at_birth_or_in_the_gemm_gives_the_same_bits(name, dtype):
+    """The weight itself is rounded to the parameters' dtype first, in both."""
+    stored, plain = linear(name, params_dtype=dtype), linear(params_dtype=dtype)
+    assert type(plain.weight) is torch.nn.Parameter
+    results = []
+    for layer in (stored, plain):
+        x = data().to(dtype).requires_grad_()
+        with autocast(recipe=name):
+            y = layer(x)
+        y.backward(data(1).to(dtype))
+        results.append((y.detach(), x.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+def test_the_same_for_a_whole_layer(name):
+    outputs = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        with quantized_model_init(enabled=enabled, recipe=name):
+            layer = TransformerLayer(96, 200, 3, hidden_dropout=0.0, attention_dropout=0.0)
+        torch.manual_seed(1)
+        with autocast(recipe=name):
+            outputs.append(layer(torch.randn(7, 2, 96)))
+    assert torch.equal(*outputs)
+
+
+# Delayed scaling
+
+
+def histories(layer):
+    return [layer.input_amax_history, layer.grad_output_amax_history, layer.weight_state("weight")["amax_history"]]
+
+
+def amax(tensor):
+    return tensor.detach().abs().max().float().item()
+
+
+class Kept:
+    """Histories kept by hand: oldest first, `LENGTH` long, zeros before the first."""
+
+    def __init__(self):
+        self.lists = [[0.0] * LENGTH for _ in range(3)]
+
+    def note(self, *amaxes):
+        for history, value in zip(self.lists, amaxes, strict=True):
+            if value:
+                history.append(value)
+                del history[0]
+
+    def assert_equal(self, layer):
+        for history, want in zip(histories(layer), self.lists, strict=True):
+            assert torch.equal(history, torch.tensor(want)), (history, want)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_histories_after_some_steps(stored):
+    layer, kept = linear(DELAYED if stored else None), Kept()
+    if stored:
+        initial = linear()  # the same values
+        kept.note(0, 0, amax(initial.weight))
+        kept.assert_equal(layer)
+    for number in range(LENGTH + 2):
+        x, dy = data(number) * (1 + number % 3), data(number + 50) / (number + 1)
+        weight_amax = amax(layer.weight) if not stored else 0
+        with autocast(recipe=DELAYED):
+            y = layer(x)
+            kept.assert_equal(layer)  # nothing is recorded before the exit
+        kept.note(amax(x), 0, weight_amax)
+        kept.assert_equal(layer)
+        y.backward(dy)
+        kept.note(0, amax(dy), 0)
+        kept.assert_equal(layer)
+        new = data(number + 90).t() @ data(number + 90) / 10
+        if stored:
+            requantize_([(layer.weight, new)])
+            kept.note(0, 0, amax(new))
+        else:
+            layer.weight.data.copy_(new)
+    kept.assert_equal(layer)
+
+
+def test_most_recent_scales_by_the_newest():
+    x = data()
+    outputs = {}
+    for algorithm in ("max", "most_recent"):
+        recipe = recipes.DelayedScaling(amax_history_len=LENGTH, amax_compute_algo=algorithm)
+        layer = linear(recipe)
+        for factor in (8.0, 1.0):
+            with autocast(recipe=recipe):
+                layer(x * factor)
+        with autocast(recipe=recipe):
+            outputs[algorithm] = layer(x)
+        assert torch.equal(layer.input_amax_history[-2:], torch.tensor([amax(x), amax(x)]))
+    fresh = linear(recipe)
+    fresh.input_amax_history[-1] = amax(x)
+    with autocast(recipe=recipe):
+        assert torch.equal(fresh(x), outputs["most_recent"])
+    assert not torch.equal(outputs["max"], outputs["most_recent"])
+
+
+def test_eval_records_nothing():
+    layer = linear(DELAYED).eval()
+    before = [h.clone() for h in histories(layer)]
+    with autocast(recipe=DELAYED):
+        y = layer(data().requires_grad_())
+    y.backward(data(1))
+    assert all(torch.equal(a, b) for a, b in zip(before, histories(layer), strict=True))
+
+
+def test_a_failed_forward_records_nothing():
+    layer = linear(DELAYED)
+    with pytest.raises(RuntimeError, match="boom"), autocast(recipe=DELAYED):
+        with autocast(recipe=DELAYED):
+            layer(data())
+        raise RuntimeError("boom")
+    assert torch.equal(layer.input_amax_history, torch.zeros(LENGTH))
+    with autocast(recipe=DELAYED):
+        layer(data(1))
+    assert torch.equal(layer.input_amax_history, torch.tensor([0.0, 0.0, amax(data(1))]))
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("boom")
+
+
+def test_a_failed_backward_does_not_stop_the_next():
+    layer = linear(DELAYED)
+    with autocast(recipe=DELAYED):
+        y = layer(FailsInBackward.apply(data().requires_grad_()))
+    with pytest.raises(RuntimeError, match="boom"):
+        (y * 100).sum().backward()
+    with autocast(recipe=DELAYED):
+        y = layer(data())
+    y.backward(data(1))
+    assert torch.equal(layer.grad_output_amax_history, torch.tensor([0.0, 0.0, amax(data(1))]))
+
+
+def test_used_twice_the_larger_is_recorded_once():
+    layer = linear(DELAYED)
+    small, large = data(1), data(2) * 5
+    with autocast(recipe=DELAYED):
+        total = layer(large) * 3 + layer(small)
+    total.backward(data(3))
+    assert torch.equal(layer.input_amax_history, torch.tensor([0.0, 0.0, amax(large)]))
+    assert torch.equal(layer.grad_output_amax_history, torch.tensor([0.0, 0.0, amax(data(3) * 3)]))
+
+
+def test_amaxes_are_recorded_at_the_outermost_exit():
+    layer = linear(DELAYED)
+    with autocast(recipe="current"):
+        with autocast(recipe=DELAYED):
+            layer(data())
+        assert torch.equal(layer.input_amax_history, torch.zeros(LENGTH))
+    assert torch.equal(layer.input_amax_history, torch.tensor([0.0, 0.0, amax(data())]))
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_zero_and_nonfinite_amaxes_are_not_recorded(value):
+    layer = linear(DELAYED)
+    for x, dy in ((data(), data(1)), (torch.full((2, SIZE), value),) * 2):
+        with autocast(recipe=DELAYED):
+            y = layer(x)
+        y.backward(dy)
+    assert torch.equal(layer.input_amax_history, torch.tensor([0.0, 0.0, amax(data())]))
+    assert torch.equal(layer.grad_output_amax_history, torch.tensor([0.0, 0.0, amax(data(1))]))
+
+
+def test_histories_are_in_the_state_dict_where_delayed_scaling_is_planned():
+    keys = {"input_amax_history", "grad_output_amax_history", "weight_amax_history"}
+    assert keys <= set(linear(DELAYED).state_dict())
+    assert not keys & set(linear("current").state_dict())
+    with quantized_model_init(enabled=False, recipe=DELAYED):
+        planned = Linear(SIZE, SIZE)
+    assert keys <= set(planned.state_dict())
+    assert type(planned.weight) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize("how", ["argument", "context", "to_empty"])
+def test_planned_histories_survive_meta(how):
+    with quantized_model_init(enabled=False, recipe=DELAYED):
+        if how == "context":
+            with torch.device("meta"):
+                layer = Linear(SIZE, SIZE)
+        else:
+            layer = Linear(SIZE, SIZE, device="meta")
+    assert layer.weight.is_meta
+    if how == "to_empty":
+        layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    with autocast(recipe=DELAYED):
+        layer(data())
+    assert [h[-1].item() for h in histories(layer)] == [amax(data()), 0.0, amax(layer.weight)]

@@ -1,0 +1,282 @@
+"""The activations against float64, and the fused modules against their parts, bit for bit under every recipe."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from quantshard import recipe as recipes
+from quantshard.errors import ConfigurationError
+from quantshard.modules import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, autocast, quantized_model_init
+from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
+
+U = 2.0**-24
+RECIPES = {
+    "delayed": recipes.DelayedScaling(amax_history_len=4),
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "mxfp8-both": recipes.MXFP8BlockScaling(enable_2d_quantization=False),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+    "bf16": recipes.HighPrecision(),
+}
+
+# Activations
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+DEFINED = {
+    "gelu": gelu,
+    "relu": lambda x: x.where(x > 0, 0),  # its gradient at 0 is 0
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "srelu": lambda x: x.where(x > 0, 0) ** 2,
+    "qgelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
+}
+GATES = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
+
+
+def defined(x, activation):
+    if activation in DEFINED:
+        return DEFINED[activation](x)
+    half = x.shape[-1] // 2
+    return DEFINED[GATES[activation]](x[..., :half]) * x[..., half:]
+
+
+def activation_input(dtype=torch.float32):
+    torch.manual_seed(0)
+    x = torch.cat((torch.linspace(-12, 12, 970), torch.tensor([0.0, -0.0, 1e-20, -1e-20]), torch.randn(26)))
+    return x[torch.randperm(1000)].view(10, 100).to(dtype), torch.randn(10, 100).to(dtype)
+
+
+def test_every_activation_is_defined_here():
+    assert set(ACTIVATIONS) == {*DEFINED, *GATES}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_and_its_gradient(activation):
+    """Each is some operations on numbers of at most (1 + |x|)**2, times 1 + |the gating half|, each off by a few u."""
+    x, dy = activation_input()
+    exact, x = x.double().requires_grad_(), x.requires_grad_()
+    want = defined(exact, activation)
+    dy = dy[..., : want.shape[-1]]
+    got = activate(x, activation)
+    want.backward(dy.double())
+    got.backward(dy)
+    halves = (1 + exact.detach().abs()).split(want.shape[-1], dim=-1)
+    bound = 32 * U * halves[0] ** 2 * (halves[1] if activation in GATES else 1)
+    assert ((got - want).abs() <= bound).all()
+    for mine, its in zip(x.grad.split(dy.shape[-1], dim=-1), exact.grad.split(dy.shape[-1], dim=-1), strict=True):
+        assert ((mine - its).abs() <= bound * dy.abs()).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_bfloat16_activation_is_float32_rounded_once(activation):
+    x, dy = activation_input(torch.bfloat16)
+    low, high = x.clone().requires_grad_(), x.float().requires_grad_()
+    a, b = activate(low, activation), activate(high, activation)
+    assert torch.equal(a, b.bfloat16())
+    dy = dy[..., : a.shape[-1]]
+    a.backward(dy)
+    b.backward(dy.float())
+    assert torch.equal(low.grad, high.grad.bfloat16())
+
+
+def test_only_the_input_is_kept_for_backward():
+    x = activation_input(torch.bfloat16)[0].requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        activate(x, "swiglu")
+    assert [t.dtype for t in saved] == [torch.bfloat16]
+    assert saved[0].shape == x.shape
+
+
+# Fused modules against their parts
+
+
+def build(recipe, make, seed=0):
+    torch.manual_seed(seed)
+    with quantized_model_init(recipe=recipe):
+        module = make()
+    for name, param in module.named_parameters():
+        if param.ndim == 1:
+            torch.manual_seed(len(name))
+            param.data.add_(torch.randn_like(param) / 4)
+    return module
+
+
+def part(recipe, weight, bias, state):
+    """A Linear that shares a parameter of a fused module; `state` is the weight's in high precision."""
+    with quantized_model_init(recipe=recipe):
+        linear = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, params_dtype=weight.dtype)
+    linear.weight, linear.bias = weight, bias
+    if linear._plain_states:
+        linear._plain_states["weight"] = state
+    return linear
+
+
+def normalized(module, x):
+    norm = (LayerNorm if module.layer_norm_bias is not None else RMSNorm)(
+        96, module.normalization.eps, zero_centered_gamma=module.normalization.zero_centered_gamma
+    )
+    norm.weight, norm.bias = module.layer_norm_weight, module.layer_norm_bias
+    return norm(x)
+
+
+def run(recipe, forward, parameters, shape, dtype):
+    """Two steps' outputs and gradients; random draws of the weights start anew."""
+    results = []
+    for step in range(2):
+        torch.manual_seed(10 + step)
+        x = (torch.randn(shape) * (1 + step)).to(dtype).requires_grad_()
+        with autocast(recipe=recipe):
+            y = forward(x)
+        y.backward(torch.randn(y.shape).to(dtype))
+        results += [y.detach(), x.grad, *(p.grad for p in parameters)]
+        for p in parameters:
+            p.grad = None
+    return results
+
+
+def assert_same(a, b):
+    assert len(a) == len(b)
+    for i, (left, right) in enumerate(zip(a, b, strict=True)):
+        assert torch.equal(left, right), f"result {i}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_layernorm_linear_is_its_parts(recipe, normalization, dtype):
+    def make():
+        return LayerNormLinear(96, 57, 1e-3, normalization=normalization, zero_centered_gamma=True, params_dtype=dtype)
+
+    fused, again = build(recipe, make), build(recipe, make)
+    linear = part(recipe, again.weight, again.bias, again.weight_state("weight"))
+    shape = (5, 2, 96)
+    whole = run(recipe, fused, list(fused.parameters()), shape, dtype)
+    pieces = run(recipe, lambda x: linear(normalized(again, x)), list(again.parameters()), shape, dtype)
+    assert_same(whole, pieces)
+    assert whole[0].shape == (5, 2, 57)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_layernorm_mlp_is_its_parts(recipe, activation, dtype):
+    def make():
+        return LayerNormMLP(96, 200, bias=activation == "gelu", activation=activation, params_dtype=dtype)
+
+    fused, again = build(recipe, make), build(recipe, make)
+    fc1, fc2 = (
+        part(recipe, again.get_parameter(n + "weight"), getattr(again, n + "bias"), again.weight_state(n + "weight"))
+        for n in ("fc1_", "fc2_")
+    )
+    assert fc1.weight.shape[0] == (400 if activation == "swiglu" else 200)
+    shape = (3, 1, 96)
+    whole = run(recipe, fused, list(fused.parameters()), shape, dtype)
+    pieces = run(
+        recipe, lambda x: fc2(activate(fc1(normalized(again, x)), activation)), list(again.parameters()), shape, dtype
+    )
+    assert_same(whole, pieces)
+    for name in ("input_amax_history", "grad_output_amax_history"):  # each layer has its own
+        mine: list[Any] = [getattr(fused, prefix + name, None) for prefix in ("fc1_", "fc2_")]
+        theirs = [getattr(layer, name, None) for layer in (fc1, fc2)]
+        assert (mine[0] is None) == (recipe is not RECIPES["delayed"])
+        if mine[0] is not None:
+            assert_same(mine, theirs)
+            assert not torch.equal(mine[0], mine[1])
+
+
+def test_high_precision_mlp_is_torchs():
+    module = build("bf16", lambda: LayerNormMLP(96, 200))
+    x = torch.randn(37, 96)
+    h = F.layer_norm(x, (96,), module.layer_norm_weight, module.layer_norm_bias, 1e-5)
+    want = F.linear(F.gelu(F.linear(h, module.fc1_weight, module.fc1_bias), approximate="tanh"), module.fc2_weight)
+    want = want + module.fc2_bias
+    # 96 + 200 products of each of two GEMMs, and a normalization, all of magnitude about 1
+    assert (module(x) - want).abs().max() <= 4 * (96 + 200) * U * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_tuples(kind):
+    def make(**arguments):
+        torch.manual_seed(4)
+        module = LayerNormLinear(96, 96, **arguments) if kind == "linear" else LayerNormMLP(96, 200, **arguments)
+        last = module.bias if kind == "linear" else module.fc2_bias
+        if last is not None:
+            last.data.fill_(2.0)
+        return module
+
+    x = torch.randn(3, 96)
+    out, bias, normed = make(return_bias=True, return_layernorm_output=True)(x)
+    assert torch.equal(bias, torch.full((96,), 2.0))
+    assert torch.equal(normed, LayerNorm(96)(x))
+    torch.testing.assert_close(make()(x), out + 2, rtol=0, atol=8 * U)
+    assert torch.equal(make(return_bias=True)(x)[0], out)
+    assert torch.equal(make(return_layernorm_output=True)(x)[1], normed)
+    assert torch.equal(make(bias=False)(x), out)
+    assert make(bias=False, return_bias=True)(x)[1] is None
+
+
+def test_names_and_storage():
+    with quantized_model_init(recipe="nvfp4"):
+        mlp = LayerNormMLP(96, 200, activation="swiglu")
+        linear = LayerNormLinear(96, 57, normalization="RMSNorm")
+    assert [(n, tuple(p.shape), type(p).__name__) for n, p in mlp.named_parameters()] == [
+        ("layer_norm_weight", (96,), "Parameter"),
+        ("layer_norm_bias", (96,), "Parameter"),
+        ("fc1_weight", (400, 96), "QuantizedTensor"),
+        ("fc1_bias", (400,), "Parameter"),
+        ("fc2_weight", (96, 200), "QuantizedTensor"),
+        ("fc2_bias", (96,), "Parameter"),
+    ]
+    assert [n for n, _ in linear.named_parameters()] == ["layer_norm_weight", "weight", "bias"]
+    assert linear.layer_norm_bias is None
+
+
+def test_init_methods_are_of_their_layers():
+    mlp = LayerNormMLP(96, 200, init_method=lambda w: w.fill_(1.0), output_layer_init_method=lambda w: w.fill_(2.0))
+    assert torch.equal(mlp.fc1_weight, torch.ones(200, 96))
+    assert torch.equal(mlp.fc2_weight, torch.full((96, 200), 2.0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_state_dict_round_trip(recipe):
+    with quantized_model_init(recipe=recipe):
+        first, second = LayerNormMLP(96, 200), LayerNormMLP(96, 200)
+    run(recipe, first, list(first.parameters()), (5, 96), torch.float32)
+    state = {name: value.clone() for name, value in first.state_dict().items()}
+    second.load_state_dict(state)
+    assert second.state_dict().keys() == state.keys()
+    assert all(torch.equal(second.state_dict()[name], value) for name, value in state.items())
+    assert_same(
+        run(recipe, first, list(first.parameters()), (5, 96), torch.float32),
+        run(recipe, second, list(second.parameters()), (5, 96), torch.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LayerNormMLP(96, 200, activation="glu"), "'glu'.*gelu, relu"),
+        (lambda: LayerNormMLP(96, 200, normalization="BatchNorm"), "'BatchNorm'.*'LayerNorm' or 'RMSNorm'"),
+        (lambda: LayerNormLinear(96, 57, normalization="L2"), "'L2'"),
+        (lambda: LayerNormLinear(96, 57, parameters_split=("q", "k")), "one layer for each part"),
+        (lambda: LayerNormLinear(96, 57, tp_size=2), r"LayerNormLinear\(tp_size=2\).*not there yet"),
+        (lambda: LayerNormMLP(96, 200, set_parallel_mode=True), "tensor parallelism is not there yet"),
+        (lambda: LayerNormMLP(96, 200)(torch.ones(2, 96), is_first_microbatch=True), "quantized_model_init"),
+        (lambda: LayerNormMLP(96, 200)(torch.ones(2, 1)), "96 elements"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()
