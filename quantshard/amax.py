@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard import storage as storages
-from quantshard.errors import RankMismatchError
+from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 Group = dist.ProcessGroup | None
@@ -33,6 +33,13 @@ def sharding_group(tensor: Tensor) -> Group:
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
+    if sum(not placement.is_replicate() for placement in tensor.placements) > 1 and hasattr(
+        tensor._local_tensor, "_storage"
+    ):
+        raise ConfigurationError(
+            f"a quantized weight {tuple(tensor.shape)} is sharded over several mesh axes ({tensor.placements}); tensor "
+            "parallelism is not there yet, so shard it with fully_shard alone"
+        )
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if not axes:

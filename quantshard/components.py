@@ -149,6 +149,12 @@ def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
         if suffix != FORMAT_SUFFIX and suffix in values:
             component = next((c for c in storage.cell.format.components if c.key_suffix == suffix), None)
             pairs.append(_checked(live, values[suffix], f"{name}{suffix}", storage.shard, component))
+    lacking = [c.key_suffix for c in storage.cell.format.components if c.key_suffix not in values]
+    if pairs and lacking:
+        raise CheckpointError(
+            f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
+            "nothing without their scales, so load all or none"
+        )
     for target, source in pairs:  # only now, when everything fits
         target.copy_(source)
     storage.high_precision = None  # what was kept are no longer this weight's values

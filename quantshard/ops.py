@@ -151,6 +151,7 @@ def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
         part.copy_(source.components[name])
     for name, value in target.state.items():
         value.copy_(source.state[name])
+    target.high_precision = None  # what was kept are no longer the target's values
 
 
 @rule(aten.clone.default, needed_by="users, deepcopy")

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -66,8 +67,7 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
     """
     for reference in list(_module_state_mapping.values()):
         state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in filter(None, groups):
+        for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 local = fsdp_param.sharded_param._local_tensor
                 if getattr(local, "_storage", None) is storage:
@@ -76,6 +76,60 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
                     other = after is not None and getattr(after, "shard_mesh_size", None) != size
                     return FsdpPlan(bool(group._reshard_after_forward), other)
     return FsdpPlan()
+
+
+@dataclass(frozen=True)
+class FsdpGather:
+    """How FSDP2 gathers one parameter: over how many ranks, in backward too or not, and a plain one as what."""
+
+    param: nn.Parameter
+    ranks: int
+    in_backward: bool
+    padded_numel: int
+    dtype: torch.dtype | None
+
+
+def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
+    """How FSDP2 gathers each parameter, by (id of its module, name in it).
+
+    FSDP2 has no public way to ask which parameters it gathers together, in which dtype, and whether again in backward.
+    A module that is outermost and was not told otherwise keeps its parameters until backward, but FSDP2 decides that
+    in the first forward only.
+    """
+    found: dict[tuple[int, str], FsdpGather] = {}
+    outermost: list[str] = []
+    for prefix, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        inner = any(not outer or prefix.startswith(f"{outer}.") for outer in outermost)
+        outermost += [] if inner else [prefix]
+        keeps = not inner and state._is_root is None and bool(state._auto_reshard_after_forward)
+        for group in _param_groups(state):
+            for fsdp_param in group.fsdp_params:
+                info = fsdp_param._module_info
+                sharded = fsdp_param.sharded_state.name == "SHARDED"
+                param = getattr(info.module, info.param_name) if sharded else fsdp_param.sharded_param
+                dtype = group.mp_policy.param_dtype if param.is_floating_point() else None
+                gather = FsdpGather(
+                    param,
+                    ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
+                    in_backward=group.post_forward_mesh_info is not None and not keeps,
+                    padded_numel=fsdp_param.padded_sharded_param_size.numel(),
+                    dtype=dtype,
+                )
+                found[(id(info.module), info.param_name)] = gather
+                for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    found[(id(shared), name)] = gather
+    return found
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """The parameter groups of one `fully_shard`-ed module; before torch 2.12 there is at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

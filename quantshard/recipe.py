@@ -117,12 +117,28 @@ class Recipe:
                 "entries one row: with square blocks, or with a rowwise and a columnwise copy"
             )
         cell = cells.pop()
+        if cell is not None:
+            self._check_weight(cell)
         if cell is not None and not cell.format.transposable and formats.Copy.COLUMNWISE not in cell.format.copies:
             raise ConfigurationError(
                 f"recipe {self.name!r} stores weights as {cell.format.name}, whose blocks are not square and which "
                 "keeps no columnwise copy, so dgrad could not read them; use a format with either"
             )
         return cell
+
+    def _check_weight(self, cell: Cell) -> None:
+        scaling = cell.scaling
+        if scaling.stochastic_rounding or scaling.random_hadamard:
+            raise ConfigurationError(
+                f"recipe {self.name!r}: weights are rounded to nearest and not transformed; leave stochastic_rounding "
+                "and random_hadamard to activations and gradients"
+            )
+        blocks = {copy.block for copy in cell.format.copies.values()}
+        if scaling.history and blocks != {(formats.ALL, formats.ALL)}:
+            raise ConfigurationError(
+                f"recipe {self.name!r}: an amax history gives one scale for the whole tensor, but {cell.format.name} "
+                "has blocks; use a per-tensor format with it"
+            )
 
     def cell(self, role: TensorRole, gemm: Gemm) -> Cell | None:
         """The entry for one operand, or None for high precision."""

@@ -111,6 +111,10 @@ class QuantizedTensor(Tensor):
                 "quantized tensor is copied into them"
             )
 
+    def share_memory_(self) -> QuantizedTensor:
+        """Refused: a quantized tensor has no storage of its own that could be shared."""
+        raise UnsupportedOperationError(f"share_memory_ on {self!r}; share the tensors of module.state_dict() instead")
+
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
         """A handle to the same storage, detached; as for any tensor. It cannot be assigned to."""
@@ -184,8 +188,9 @@ class QuantizedTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             raise UnsupportedOperationError(
-                f"{func} on {_first_quantized(args, kwargs)!r} would dequantize or change it unasked; use .dequantize() "
-                "for its values, quantize_() or quantshard.requantize_() to write it, and a quantshard module to multiply with it"
+                f"{func} on {_first_quantized(args, kwargs)!r} would dequantize or change it unasked; use "
+                ".dequantize() for its values, quantize_() or quantshard.requantize_() to write it, and a quantshard "
+                "module to multiply with it"
             )
         return rule(*args, **(kwargs or {}))
 
