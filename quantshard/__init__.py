@@ -16,6 +16,7 @@ from quantshard.modules import (
     autocast,
     quantized_model_init,
 )
+from quantshard.observe import explain
 from quantshard.tensor import QuantizedTensor
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "autocast",
     "checkpoints",
     "errors",
+    "explain",
     "optimizers",
     "quantized_model_init",
     "recipe",

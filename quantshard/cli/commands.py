@@ -1,0 +1,136 @@
+"""`quantshard train` and `quantshard resume`: from flags to processes.
+
+What can be refused is refused here, in one process and before a file is written: unknown recipes, sizes that do not
+fit, missing data, a folder that exists. Only then are the processes started; each of them goes to `cli.worker`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantshard.cli import launch, worker
+from quantshard.cli.config import TYPES, merge, setting_fields
+from quantshard.cli.run_dir import RunDir
+from quantshard.cli.worker import Order
+from quantshard.errors import ConfigurationError
+
+_ANNOTATIONS: dict[type, Any] = {
+    tuple: list[str] | None, str: str | None, int: int | None, float: float | None, bool: bool | None
+}  # fmt: skip
+
+_PROCESSES = "processes to start here. Default: "
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("train", no_args_is_help=True)(_with_flags(train))
+    app.command("resume", no_args_is_help=True)(resume)
+    app.command("worker", hidden=True)(work)
+
+
+def train(
+    run: Annotated[
+        Path, typer.Option("--run", "--run-dir", metavar="DIR", help="folder of the run; must be new")
+    ],  # torchrun takes --run for its own --run-path on Python 3.11 and before
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "one for each GPU, or 1")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
+    more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    **flags: Any,
+) -> None:
+    """Train a byte-level language model with quantized weights, sharded over processes, into a new folder.
+
+    Without --data it learns the source text of Python's standard library. Under torchrun it starts no processes.
+    """
+    if more_data:  # the shell's own expansion: --data texts/*.txt
+        if not flags["data"]:
+            raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
+        flags["data"] = [*flags["data"], *more_data]
+    if flags["data"] is not None:
+        flags["data"] = tuple(flags["data"])
+    settings = merge(flags, config)
+    settings.check()
+    settings = settings.resolved()
+    if launch.is_worker():
+        worker.main(run, Order(resume=False, launched=False, new=asdict(settings)))
+    processes = nproc_per_node or launch.default_processes()
+    worker.create(RunDir(run), settings, processes)
+    _launch(processes, run, Order(resume=False, launched=True))
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
+    nproc_per_node: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "as before")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="S", help="train up to this step instead")] = None,
+    dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="copies of the model (HSDP) instead")] = None,
+    data_: Annotated[
+        list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
+    ] = None,
+) -> None:
+    """Go on with a run from its last complete checkpoint, on as many processes as before or on others."""
+    folder = RunDir(run)
+    given: dict[str, Any] = {"steps": steps, "dp_replicate": dp_replicate}
+    if data_:
+        given["data"] = [str(Path(path).absolute()) for path in data_]
+    overrides = {name: value for name, value in given.items() if value is not None}
+    order = Order(resume=True, launched=not launch.is_worker(), overrides=overrides)
+    if launch.is_worker():
+        worker.main(run, order)
+    settings, launched, corpus = folder.read_config()
+    settings = worker.changed(settings, overrides)
+    processes = nproc_per_node or int(launched["processes"])
+    settings.check_ranks(processes)
+    folder.last_complete()
+    worker.recorded_data(settings, corpus)
+    _launch(processes, run, order)
+
+
+def work(run: Path, order: str) -> None:
+    """One process of a run, as `train` and `resume` start it."""
+    worker.main(run, Order(**json.loads(order)))
+
+
+def _launch(processes: int, run: Path, order: Order) -> None:
+    try:
+        launch.launch(processes, ["-m", "quantshard", "worker", str(run), json.dumps(asdict(order))])
+    except launch.LaunchError as error:
+        if error.crashed and RunDir(run).saved_steps()[0]:
+            way_out = f"{error}. Go on from the last checkpoint with: quantshard resume {run}"
+            raise launch.LaunchError(way_out, crashed=True) from None
+        raise
+
+
+def _with_flags(command: Any) -> Any:
+    """`command` with one flag for each setting in place of its `**flags`."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    flags = [
+        inspect.Parameter(
+            setting.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                _ANNOTATIONS[TYPES[setting.name]],
+                typer.Option(
+                    help=setting.metadata["help"],
+                    rich_help_panel=setting.metadata["panel"],
+                    show_default=str(setting.default) if setting.default != () else False,
+                ),
+            ],
+        )
+        for setting in setting_fields()
+    ]
+
+    @functools.wraps(command)
+    def flagged(**arguments: Any) -> None:
+        command(**arguments)
+
+    flagged.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]  # what typer reads
+    return flagged

@@ -1,0 +1,231 @@
+"""The settings of a training run: one frozen dataclass, which is also the flags of `train` and the keys of its TOML.
+
+A setting comes from its flag if it was given, else from `--config FILE`, else from the default below; `resolved` then
+fills in what follows from other settings, and `check` refuses what cannot be trained, one line a mistake. The result
+is written to `config.toml` in the run's folder: `--config` of another run can read it, and `resume` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from quantshard import recipe
+from quantshard.errors import ConfigurationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLES = ("launch", "corpus")
+"""Tables that a run's `config.toml` has beside the settings; `--config` skips them."""
+
+CHOICES = {
+    "architecture": ("llama", "gpt"),
+    "schedule": ("cosine", "constant"),
+    "params_dtype": ("bfloat16", "float32"),
+    "exp_avg_dtype": ("float32", "fp8"),
+    "exp_avg_sq_dtype": ("float32", "fp8"),
+    "device": ("auto", "cpu", "cuda"),
+}
+"""Settings that are one of a few words."""
+
+_PARAM_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_STATE_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
+_WIDTH_MULTIPLE = 32
+
+
+def _setting(default: Any, panel: str, help: str) -> Any:
+    return field(default=default, metadata={"panel": panel, "help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that determines a run but the number of its processes and the bytes of its data."""
+
+    architecture: str = _setting("llama", "Model", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)")
+    hidden: int = _setting(256, "Model", "width of the model")
+    layers: int = _setting(4, "Model", "number of transformer layers")
+    heads: int = _setting(4, "Model", "attention heads")
+    kv_heads: int = _setting(0, "Model", "heads of keys and values (grouped-query attention); 0: as many as heads")
+    ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden")
+    seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence")
+    tied: bool = _setting(False, "Model", "use the embedding as the output head too")
+    dropout: float = _setting(0.0, "Model", "probability of dropout")
+
+    data: tuple[str, ...] = _setting((), "Data", "file or folder; repeatable. Default: the source of Python's library")
+    heldout: float = _setting(0.02, "Data", "share of the text, at its end, that is kept to evaluate on")
+    eval_sequences: int = _setting(32, "Data", "sequences of the held-out text that an evaluation reads")
+
+    steps: int = _setting(200, "Training", "optimizer steps")
+    global_batch: int = _setting(16, "Training", "sequences of one step, over all processes")
+    micro_batches: int = _setting(1, "Training", "parts in which a process takes its share of a step, one by one")
+    lr: float = _setting(1e-3, "Training", "highest learning rate")
+    schedule: str = _setting("cosine", "Training", "cosine or constant, after the warmup")
+    warmup: int = _setting(20, "Training", "steps in which the learning rate rises to lr")
+    decay_steps: int = _setting(0, "Training", "step at which the cosine ends; 0: steps, as the run was started with")
+    lr_floor: float = _setting(0.1, "Training", "share of lr at which the cosine ends")
+    beta1: float = _setting(0.9, "Training", "Adam's decay of the first moment")
+    beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment")
+    eps: float = _setting(1e-8, "Training", "Adam's epsilon")
+    weight_decay: float = _setting(0.1, "Training", "decoupled weight decay of matrices")
+    clip: float = _setting(1.0, "Training", "highest norm of the gradient; 0: no clipping")
+    seed: int = _setting(0, "Training", "seed of the weights and of the order of the data")
+
+    recipe: str = _setting("mxfp8", "Precision", f"one of {', '.join(recipe.NAMES)}")
+    params_dtype: str = _setting("bfloat16", "Precision", "dtype of activations and of weights that stay unquantized")
+    exp_avg_dtype: str = _setting("float32", "Precision", "Adam's first moment: float32 or fp8")
+    exp_avg_sq_dtype: str = _setting("float32", "Precision", "Adam's second moment: float32 or fp8")
+
+    save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end")
+    eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end")
+    log_every: int = _setting(1, "Running", "steps between printed lines")
+    sample_bytes: int = _setting(0, "Running", "print a generated text of this length when training starts and ends")
+    dp_replicate: int = _setting(1, "Running", "copies of the model (HSDP); each is sharded over nproc / dp_replicate")
+    reshard_after_forward: bool = _setting(True, "Running", "free gathered weights between forward and backward")
+    device: str = _setting("auto", "Running", "cpu, cuda, or auto: cuda where there is one")
+    threads: int = _setting(0, "Running", "CPU threads of a process; 0: OMP_NUM_THREADS, or 1 of several processes")
+
+    @property
+    def torch_params_dtype(self) -> torch.dtype:
+        """`params_dtype` as torch has it."""
+        return _PARAM_DTYPES[self.params_dtype]
+
+    @property
+    def torch_moment_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """`exp_avg_dtype` and `exp_avg_sq_dtype` as `FusedAdam` takes them."""
+        return _STATE_DTYPES[self.exp_avg_dtype], _STATE_DTYPES[self.exp_avg_sq_dtype]
+
+    def resolved(self) -> Settings:
+        """These settings with what follows from others filled in, and with absolute paths."""
+        factor = 8 / 3 if self.architecture == "llama" else 4.0
+        ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+        return replace(
+            self,
+            kv_heads=self.kv_heads or self.heads,
+            ffn=self.ffn or ffn,
+            decay_steps=self.decay_steps or self.steps,
+            data=tuple(str(Path(path).absolute()) for path in self.data),
+        )
+
+    def check(self) -> None:
+        """Refuse settings that cannot be trained, whatever the number of processes.
+
+        Raises:
+            ConfigurationError: naming the setting, its value, and what it must be.
+        """
+        recipe.resolve(self.recipe)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigurationError(f"{name} = {getattr(self, name)!r}: choose one of: {', '.join(choices)}")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise ConfigurationError(f"{name} = {getattr(self, name)}: must be {least} or more")
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigurationError(f"{name} = {getattr(self, name)}: must be more than 0")
+        for name in ("beta1", "beta2", "dropout", "heldout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} = {getattr(self, name)}: must be at least 0 and less than 1")
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ConfigurationError(
+                f"hidden = {self.hidden} over heads = {self.heads}: each head must get the same even number of elements"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigurationError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of processes that these settings cannot be split over.
+
+        Raises:
+            ConfigurationError: with the numbers, and what would fit.
+        """
+        if self.global_batch % (ranks * self.micro_batches):
+            raise ConfigurationError(
+                f"global_batch = {self.global_batch} sequences cannot be split evenly over {ranks} processes x "
+                f"micro_batches = {self.micro_batches}; make it a multiple of {ranks * self.micro_batches}, or take "
+                "another --nproc-per-node"
+            )
+        if ranks % self.dp_replicate:
+            raise ConfigurationError(f"dp_replicate = {self.dp_replicate} must divide the {ranks} processes")
+
+
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(("hidden", "layers", "heads", "steps", "global_batch", "micro_batches", "log_every"), 1),
+    **dict.fromkeys(("eval_sequences", "dp_replicate"), 1),
+    **dict.fromkeys(("kv_heads", "ffn", "warmup", "decay_steps", "save_every", "eval_every", "sample_bytes"), 0),
+    **dict.fromkeys(("threads", "weight_decay", "clip", "lr_floor", "seed"), 0),
+    "seq_length": 2,
+}
+
+TYPES: dict[str, type] = {f.name: tuple if f.name == "data" else type(f.default) for f in fields(Settings)}
+"""The type of each setting."""
+
+
+def setting_fields() -> tuple[Field[Any], ...]:
+    """The fields of `Settings`, each with `panel` and `help` in its metadata."""
+    return fields(Settings)
+
+
+def defaults() -> dict[str, Any]:
+    """The default of each setting."""
+    return {f.name: f.default for f in fields(Settings) if f.default is not MISSING}
+
+
+def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check names and types of settings read from a file or handed on; `TABLES` are left out.
+
+    Raises:
+        ConfigurationError: naming the key.
+    """
+    found = {}
+    for name, value in values.items():
+        if name in TABLES:
+            continue
+        expected = TYPES.get(name)
+        if expected is None:
+            raise ConfigurationError(f"{where}: there is no setting {name!r}; `quantshard train --help` lists them")
+        if expected is float and type(value) is int:
+            value = float(value)
+        if expected is tuple and isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            value = tuple(value)
+        if type(value) is not expected:
+            wanted = "a list of paths" if expected is tuple else expected.__name__
+            raise ConfigurationError(f"{where}: {name} = {value!r} must be {wanted}")
+        found[name] = value
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a mapping.
+
+    Raises:
+        ConfigurationError: the file is missing or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from None
+
+
+def merge(flags: Mapping[str, Any], config: Path | None) -> Settings:
+    """Settings from the flags that were given, over the file, over the defaults."""
+    values = from_mapping(read_toml(config), str(config)) if config is not None else {}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return Settings(**(values | given))
+
+
+def to_toml(settings: Settings, tables: Mapping[str, Any]) -> str:
+    """The text of `config.toml`: the settings, then the tables."""
+    values = asdict(settings)
+    values["data"] = list(settings.data)
+    return tomli_w.dumps(values) + "\n" + tomli_w.dumps(dict(tables), multiline_strings=False)

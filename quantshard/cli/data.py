@@ -1,0 +1,232 @@
+"""The text that a run learns from: documents of bytes, cut into windows in an order that no process count changes.
+
+A document is a file. A token is a byte, or END_OF_DOCUMENT, which follows each document; all documents, one after the
+other, are the stream. Its last part is held out: training windows lie wholly before the boundary, evaluated ones wholly
+after it.
+
+The windows of a step are a pure function of (seed, step, index in the global batch): each starts where the counter
+generator says. A process computes the indices that are its share, so 1 and 4 processes see the same global batch, and
+a resumed run goes on where it would have been.
+
+Only the list of documents is held in memory; windows are read from the files. The list has a SHA-256 of each document,
+and of the whole: the digest of the lines "<sha256> <size>", one a document. `resume` compares them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.errors import ConfigurationError
+
+END_OF_DOCUMENT = 256
+VOCABULARY = 257
+
+_ORDER_STREAM = 0
+_CHUNK_BYTES = 1 << 20
+_LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
+"""Folders of Python's library that are not part of the default text: what is not its source, and tests."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file: where it is, its size in bytes, and their SHA-256."""
+
+    path: Path
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All documents, in order."""
+
+    documents: tuple[Document, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Length of the stream."""
+        return sum(document.size + 1 for document in self.documents)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the whole: of sizes and contents, not of names."""
+        lines = "".join(f"{document.sha256} {document.size}\n" for document in self.documents)
+        return hashlib.sha256(lines.encode("ascii")).hexdigest()
+
+    def table(self) -> dict[str, Any]:
+        """What `config.toml` records."""
+        return {
+            "sha256": self.sha256,
+            "bytes": sum(document.size for document in self.documents),
+            "files": [f"{document.sha256} {document.size} {document.path}" for document in self.documents],
+        }
+
+    def check_same(self, recorded: Mapping[str, Any]) -> None:
+        """Compare with the table that a run was started with.
+
+        Raises:
+            ConfigurationError: naming the first document that differs.
+        """
+        if self.sha256 == recorded["sha256"]:
+            return
+        way_out = "restore it, or name the unchanged files with --data"
+        then = from_table(recorded).documents
+        for now, before in zip(self.documents, then, strict=False):
+            if (now.sha256, now.size) != (before.sha256, before.size):
+                raise ConfigurationError(
+                    f"the data have changed: {now.path} ({now.size} bytes, SHA-256 {now.sha256[:12]}...) is not the "
+                    f"{before.path} that the run was started with ({before.size} bytes, {before.sha256[:12]}...); "
+                    f"{way_out}"
+                )
+        if len(self.documents) < len(then):
+            raise ConfigurationError(f"the data have changed: {then[len(self.documents)].path} is missing; {way_out}")
+        added = self.documents[len(then)].path
+        raise ConfigurationError(f"the data have changed: {added} was not there at the start; {way_out}")
+
+
+def from_table(recorded: Mapping[str, Any]) -> Corpus:
+    """The corpus that a table of `config.toml` describes, without reading the files again."""
+    entries = (entry.split(" ", 2) for entry in recorded["files"])
+    return Corpus(tuple(Document(Path(path), int(size), sha256) for sha256, size, path in entries))
+
+
+def collect(paths: Sequence[str]) -> Corpus:
+    """The documents of files and folders, in the order given; of a folder: every file below it, sorted, hidden ones and
+    empty ones apart. Without paths: the source text of Python's standard library.
+
+    Raises:
+        ConfigurationError: a path is missing or cannot be read, or there is no text at all.
+    """
+    documents = []
+    for path in [Path(p).absolute() for p in paths]:
+        if not path.exists():
+            raise ConfigurationError(f"there is no data file or folder {path}")
+        documents += [_document(found) for found in (_files_below(path) if path.is_dir() else [path])]
+    if not paths:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        documents = [_document(found) for found in _library_sources(library)]
+    kept = tuple(document for document in documents if document.size)
+    if not kept:
+        raise ConfigurationError(f"there is no text in {', '.join(paths) or 'the standard library'}")
+    return Corpus(kept)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    found = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(here, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _library_sources(library: Path) -> list[Path]:
+    below = (path.relative_to(library) for path in library.rglob("*.py"))
+    kept = [path for path in below if not _LEFT_OUT.intersection(path.parts)]
+    return [library / path for path in sorted(kept, key=Path.as_posix)]
+
+
+def _document(path: Path) -> Document:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "rb") as file:
+            while content := file.read(_CHUNK_BYTES):
+                digest.update(content)
+                size += len(content)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the data file {path}: {error.strerror}") from None
+    return Document(path, size, digest.hexdigest())
+
+
+class Windows:
+    """Windows of seq_length + 1 tokens of a corpus: inputs, and the same moved by one as targets.
+
+    Args:
+        corpus: the documents.
+        seq_length: tokens that the model reads at once.
+        heldout: share of the stream, at its end, that is kept for evaluation; 0 keeps none.
+
+    Raises:
+        ConfigurationError: the text is too short.
+    """
+
+    def __init__(self, corpus: Corpus, seq_length: int, heldout: float) -> None:
+        self.documents = corpus.documents
+        self.width = seq_length + 1
+        sizes = [document.size + 1 for document in corpus.documents]
+        self._ends = list(accumulate(sizes))
+        self.tokens = self._ends[-1]
+        kept = max(self.width, round(self.tokens * heldout)) if heldout else 0
+        self.boundary = self.tokens - kept
+        if self.boundary < self.width:
+            raise ConfigurationError(
+                f"the text has {self.tokens} tokens, too few for seq_length = {seq_length} and {kept} held-out tokens; "
+                "give more data, or a smaller seq_length or heldout"
+            )
+
+    def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
+        """Windows `first` to `first + count` of the global batch of a step: int64 [count, seq_length + 1]."""
+        places = self.boundary - self.width + 1
+        words = numerics.random_words(seed, step, _ORDER_STREAM, (first + count, 2), (first, 0), (count, 2))
+        starts = [(high << 32 | low) % places for low, high in words.tolist()]
+        return torch.stack([self.window(start) for start in starts])
+
+    def heldout(self, most: int) -> Tensor:
+        """At most `most` windows, evenly spaced over the held-out part: int64 [n, seq_length + 1]."""
+        room = self.tokens - self.boundary - self.width
+        if room < 0:
+            return torch.empty(0, self.width, dtype=torch.int64)
+        count = min(most, room // self.width + 1)
+        starts = [self.boundary + (room * i // (count - 1) if count > 1 else 0) for i in range(count)]
+        return torch.stack([self.window(start) for start in starts])
+
+    def window(self, start: int) -> Tensor:
+        """Tokens [start, start + seq_length + 1) of the stream, int64."""
+        pieces: list[Tensor] = []
+        at, left = bisect_right(self._ends, start), self.width
+        while left:
+            document = self.documents[at]
+            offset = start - (self._ends[at] - document.size - 1)
+            length = min(left, document.size - offset)
+            if length:
+                pieces.append(_read(document, offset, length))
+                left -= length
+            if left:
+                pieces.append(torch.tensor([END_OF_DOCUMENT]))
+                left -= 1
+            at, start = at + 1, self._ends[at]
+        return torch.cat(pieces)
+
+
+def _read(document: Document, offset: int, length: int) -> Tensor:
+    try:
+        with open(document.path, "rb") as file:
+            file.seek(offset)
+            content = file.read(length)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the data file {document.path}: {error.strerror}") from None
+    if len(content) != length:
+        raise ConfigurationError(
+            f"the data file {document.path} became shorter than the {document.size} bytes that the run was started with"
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+
+
+def text(tokens: Iterable[int]) -> str:
+    """Tokens as text to be shown: what is not printable, or not UTF-8, is replaced; an END_OF_DOCUMENT is a line."""
+    out = bytearray()
+    for token in tokens:
+        out += b"\n<end of document>\n" if token == END_OF_DOCUMENT else bytes([token])
+    decoded = out.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)

@@ -1,0 +1,54 @@
+"""`quantshard diff`: compare two checkpoints bit by bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantshard.checkpoints.compare import Comparison, compare
+from quantshard.errors import CheckpointError
+
+UNEQUAL, UNREADABLE = 1, 2
+"""Exit codes, as those of the diff that compares texts."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("diff", no_args_is_help=True)(diff)
+
+
+def diff(
+    checkpoint_a: Annotated[
+        Path, typer.Argument(metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100")
+    ],
+    checkpoint_b: Annotated[Path, typer.Argument(metavar="CKPT_B", help="the one to compare it with")],
+) -> None:
+    """Compare two checkpoints bit by bit, whatever processes and meshes wrote them.
+
+    Names the first difference and counts them by entry. Exit code 0: equal; 1: different; 2: one cannot be read.
+    """
+    try:
+        comparison = compare(checkpoint_a, checkpoint_b)
+    except CheckpointError as error:
+        print(f"quantshard: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(UNREADABLE) from None
+    for line in report(comparison):
+        print(line)
+    if not comparison.equal:
+        raise typer.Exit(UNEQUAL)
+
+
+def report(comparison: Comparison) -> list[str]:
+    """What a comparison found, as lines."""
+    also = f", {comparison.others} other entries" if comparison.others else ""
+    size = f"{comparison.tensors} tensors, {comparison.bytes} bytes{also}"
+    if comparison.first is None:
+        return [f"equal: {size}"]
+    lines = [f"first difference: {comparison.first}", ""]
+    lines.append(f"different: {len(comparison.differences)} entries (both have {size})")
+    for found in comparison.differences:
+        lines.append(f"  {found.key}: {f'{found.count} of {found.elements} elements' if found.count else found.what}")
+    return lines

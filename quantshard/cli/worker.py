@@ -1,0 +1,213 @@
+"""One process of a run: `python -m quantshard worker RUN ORDER`, as `launch` starts it, or what torchrun started.
+
+ORDER is the JSON of an `Order`. Rank 0 reads the run's folder (or, under torchrun, makes it) and tells the others, so
+that all of them train the same thing, or fail with the same line.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from os import _exit as end_at_once
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from quantshard.cli import data, launch
+from quantshard.cli.config import Settings, from_mapping
+from quantshard.cli.run_dir import RunDir
+from quantshard.cli.train import Place, StopFlag, Trainer, describe
+from quantshard.errors import ConfigurationError, QuantshardError
+from quantshard.observe import explain
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is to do with its run.
+
+    `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
+    `new`: the settings of a run that rank 0 is to make first. `overrides`: settings that `resume` changes; with "data"
+    among them, the data are looked for there.
+    """
+
+    resume: bool
+    launched: bool
+    new: dict[str, Any] | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What rank 0 found out for all: the settings, how the run was started, its data, and the step to go on from."""
+
+    settings: Settings
+    launched: dict[str, Any]
+    corpus: dict[str, Any]
+    done: int = 0
+    skipped: tuple[int, ...] = ()
+
+
+def create(run: RunDir, settings: Settings, processes: int) -> None:
+    """Make the folder of a new run, once nothing stands against it.
+
+    Raises:
+        ConfigurationError: it exists, or the settings do not fit the processes or the data.
+    """
+    run.check_new()
+    settings.check_ranks(processes)
+    corpus = data.collect(settings.data)
+    data.Windows(corpus, settings.seq_length, settings.heldout)
+    run.create(settings, how_started(settings, processes), corpus.table())
+
+
+def how_started(settings: Settings, processes: int) -> dict[str, Any]:
+    """The table [launch] of a run that is started now."""
+    threads = settings.threads or int(
+        os.environ.get("OMP_NUM_THREADS") or (1 if processes > 1 else os.cpu_count() or 1)
+    )
+    return {
+        "processes": processes,
+        "threads": threads,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def changed(settings: Settings, overrides: dict[str, Any]) -> Settings:
+    """The settings of a run that is resumed with some of them changed, checked."""
+    result = replace(settings, **from_mapping(overrides, "resume"))
+    result.check()
+    return result
+
+
+def recorded_data(settings: Settings, recorded: dict[str, Any]) -> data.Corpus:
+    """The data of a run that is resumed, found where its settings say, and unchanged.
+
+    Raises:
+        ConfigurationError: a document is missing or differs.
+    """
+    corpus = data.collect(settings.data)
+    corpus.check_same(recorded)
+    return corpus
+
+
+def work(run: RunDir, order: Order) -> None:
+    """Train until the run is done or told to stop."""
+    stop = StopFlag()
+    for number in launch.STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: stop.set())
+    if order.launched:
+        launch.die_with_parent()
+    place = _join(order.new["device"] if order.new else run.read_config()[0].device)
+    task = _from_rank_0(lambda: _read(run, order, place), place)
+    _make_deterministic(place, task.launched["threads"])
+    trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop)
+    if task.done:
+        trainer.load(task.done)
+    if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
+        run.write_config(task.settings, task.launched, task.corpus)
+        run.forget_after(task.done)
+    table = explain(trainer.model, trainer.optimizer)
+    _announce(run, task, place, trainer, str(table))
+    trainer.train(task.done)
+
+
+def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: str) -> None:
+    note = trainer.progress.note
+    note(table)
+    note(describe(task.settings, task.corpus, place))
+    for step in task.skipped:
+        note(f"skipped the incomplete checkpoint {run.checkpoint(step)}; it is written anew when its step is reached")
+    if task.done:
+        note(f"resumed after step {task.done}, from {run.checkpoint(task.done)}")
+
+
+def _read(run: RunDir, order: Order, place: Place) -> Task:
+    """On rank 0: make the run if it is new and not yet there, lock it, and read what all need."""
+    if order.new is not None:
+        create(run, Settings(**from_mapping(order.new, "train")), place.ranks)
+    run.lock()
+    settings, launched, corpus = run.read_config()
+    if not order.resume:
+        return Task(settings, launched, corpus)
+    settings = changed(settings, order.overrides)
+    settings.check_ranks(place.ranks)
+    started = how_started(settings, place.ranks)
+    if not settings.threads and launched["processes"] == place.ranks:
+        started["threads"] = launched["threads"]  # the order of sums depends on them
+    done, skipped = run.last_complete()
+    if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
+        corpus = recorded_data(settings, corpus).table()
+    return Task(settings, started, corpus, done, tuple(skipped))
+
+
+def _make_deterministic(place: Place, threads: int) -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, and none is read
+    if place.device.type == "cpu":
+        torch.set_num_threads(threads)
+
+
+def _join(wanted: str) -> Place:
+    """Join the process group on a device: "cpu", "cuda" or "auto"."""
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigurationError(
+            f"RANK is set, so this is one process of several, but {', '.join(missing)} is not; start it with torchrun, "
+            "set them all, or unset RANK to have the processes started here"
+        )
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and kind == "cpu":
+        raise ConfigurationError("device = 'cuda', but torch sees no GPU here; use --device cpu or auto")
+    kind = kind if wanted == "auto" else wanted
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return Place(rank, ranks, torch.device("cpu"))
+    local, count = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
+    if local >= count:
+        raise ConfigurationError(
+            f"process {local} of this machine has no GPU: there are {count}; start fewer processes"
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms need of cuBLAS
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    return Place(rank, ranks, device)
+
+
+def _from_rank_0(read: Callable[[], Any], place: Place) -> Any:
+    """What `read` returns on rank 0, on all ranks; what it raises there, everywhere."""
+    sent: list[Any] = [None, None]
+    if place.rank == 0:
+        try:
+            sent = [read(), None]
+        except QuantshardError as error:
+            sent = [None, str(error)]
+    dist.broadcast_object_list(sent, src=0)
+    if sent[1] is not None:
+        raise ConfigurationError(sent[1])
+    return sent[0]
+
+
+def main(run: Path, order: Order) -> NoReturn:
+    """Do the work and end the process: with 0, or after one line to the launcher with 1."""
+    folder = RunDir(run)
+    try:
+        work(folder, order)
+        dist.destroy_process_group()
+        code = 0
+    except BaseException as error:  # a process that fails must say so and end, whatever it was
+        line = launch.report_failure(error, folder.logs)
+        if line and not order.launched:
+            print(f"quantshard: process {os.environ.get('RANK')}: {line}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end_at_once(code)  # no destructor may wait for processes that are gone

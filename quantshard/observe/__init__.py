@@ -1,0 +1,6 @@
+"""Looking at a model: what is stored, sent and computed, and why."""
+
+from quantshard.observe.explain import explain
+from quantshard.observe.table import Report, Row, Totals
+
+__all__ = ["Report", "Row", "Totals", "explain"]

@@ -1,0 +1,205 @@
+"""What `explain` found: a row a parameter, the totals, and how they are printed."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+WEIGHTS = "weights"
+GATHERED = "given to all-gathers, forward and backward"
+"""How the lines of the totals begin that compare weights and traffic with BF16."""
+
+_TEXT_WIDTH = 240
+
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "parameter": "left",
+    "shape": "right",
+    "stored as": "left",
+    "codes + scales": "right",
+    "in BF16": "right",
+    "gathered forward": "right",
+    "backward": "right",
+    "GEMM": "left",
+    "optimizer": "left",
+    "sharding": "left",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter. Bytes are those of this rank.
+
+    `format`: what is stored, as a checkpoint's `X_format` names it, or the dtype. `bf16_bytes`: the local elements in
+    BF16. `forward_gather_bytes`, `backward_gather_bytes`: what this rank gives to the all-gathers of one forward and
+    one backward, padding included. `reduced_bytes`: its part of the amax reduction of a step. `gemm`: "native",
+    "emulated" or "" for a parameter that is no operand of a matrix product. `optimizer`: state -> format. `mesh`: mesh
+    axis -> size, with one entry of `placements` each. `local_rows`: first and one past the last global row held here.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: str
+    code_bytes: int
+    scale_bytes: int
+    bf16_bytes: int
+    forward_gather_bytes: int
+    backward_gather_bytes: int
+    bf16_gather_bytes: int
+    reduced_bytes: int
+    gemm: str
+    gemm_reason: str
+    optimizer: dict[str, str]
+    optimizer_bytes: int
+    mesh: dict[str, int]
+    placements: tuple[str, ...]
+    local_rows: tuple[int, int]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Codes and scales."""
+        return self.code_bytes + self.scale_bytes
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the rows; the fields that begin with `bf16` are what the same model takes with BF16 weights."""
+
+    parameters: int
+    code_bytes: int
+    scale_bytes: int
+    bf16_bytes: int
+    forward_gather_bytes: int
+    backward_gather_bytes: int
+    bf16_gather_bytes: int
+    reduced_bytes: int
+    optimizer_bytes: int
+    bf16_optimizer_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Codes and scales."""
+        return self.code_bytes + self.scale_bytes
+
+    @property
+    def gather_bytes(self) -> int:
+        """What this rank gives to the all-gathers of one forward and one backward."""
+        return self.forward_gather_bytes + self.backward_gather_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `explain` found. `str(report)` is the table; rich prints it too, in the width of the terminal."""
+
+    rows: tuple[Row, ...]
+    totals: Totals
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should be changed, each with the parameters that it is about."""
+        return tuple(_merged((row.name, text) for row in self.rows for text in row.warnings))
+
+    def to_json(self) -> str:
+        """The rows and totals as JSON."""
+        rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
+        totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
+        return json.dumps({"rows": rows, "totals": totals, "warnings": list(self.warnings)}, indent=2)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=_TEXT_WIDTH, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _render(self)
+
+
+# Printing
+
+
+def _render(report: Report) -> Group:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading, justify in _COLUMNS.items():
+        table.add_column(heading, justify=justify, overflow="fold")
+    for row in report.rows:
+        table.add_row(*_cells(row))
+    parts: list[Any] = [table, _totals_table(report.totals)]
+    told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
+    told += [(row.name, text) for row in report.rows for text in row.notes]
+    parts += [Text(text) for text in _merged(told)]
+    parts += [Text(f"warning: {text}", style="bold") for text in report.warnings]
+    return Group(*parts)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.name,
+        " x ".join(map(str, row.shape)) or "scalar",
+        row.format,
+        human_bytes(row.code_bytes) + (f" + {human_bytes(row.scale_bytes)}" if row.scale_bytes else ""),
+        human_bytes(row.bf16_bytes),
+        human_bytes(row.forward_gather_bytes),
+        human_bytes(row.backward_gather_bytes),
+        row.gemm or "-",
+        _optimizer_text(row.optimizer),
+        _sharding_text(row),
+    ]
+
+
+def _optimizer_text(formats: Mapping[str, str]) -> str:
+    by_format: dict[str, list[str]] = {}
+    for state, fmt in formats.items():
+        by_format.setdefault(fmt, []).append(state.removesuffix("_param"))
+    return "; ".join(f"{', '.join(states)} {fmt}" for fmt, states in by_format.items()) or "-"
+
+
+def _sharding_text(row: Row) -> str:
+    if not row.mesh:
+        return "-"
+    axes = ", ".join(f"{axis}={n} {p}" for (axis, n), p in zip(row.mesh.items(), row.placements, strict=True))
+    return f"{axes}: rows {row.local_rows[0]}-{row.local_rows[1]}"
+
+
+def _totals_table(totals: Totals) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("this rank", "here", "in BF16", "ratio"):
+        table.add_column(heading, justify="left" if heading == "this rank" else "right")
+    lines = [
+        (f"{WEIGHTS} of {totals.parameters:,} parameters", totals.bytes, totals.bf16_bytes),
+        (GATHERED, totals.gather_bytes, totals.bf16_gather_bytes),
+        ("amaxes reduced in a step", totals.reduced_bytes, 0),
+        ("optimizer states", totals.optimizer_bytes, totals.bf16_optimizer_bytes),
+    ]
+    for what, here, bf16 in lines:
+        table.add_row(what, human_bytes(here), human_bytes(bf16), f"{here / bf16:.2f}" if bf16 else "-")
+    return table
+
+
+def _merged(told: Iterable[tuple[str, str]]) -> list[str]:
+    """Each text once, with the parameters that it is about."""
+    names: dict[str, list[str]] = {}
+    for name, text in told:
+        names.setdefault(text, []).append(name)
+    return [
+        f"{about[0]}{f' and {len(about) - 1} more' if len(about) > 1 else ''}: {text}" for text, about in names.items()
+    ]
+
+
+def human_bytes(size: int) -> str:
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,100 @@
+"""Settings: where they come from, what is refused, and that a file says exactly what was set."""
+
+from dataclasses import replace
+
+import pytest
+
+from quantshard.cli import config
+from quantshard.cli.config import Settings, from_mapping, merge, read_toml, to_toml
+from quantshard.errors import ConfigurationError
+
+
+def test_defaults_are_consistent():
+    Settings().check()
+    Settings().resolved().check()
+    assert all(type(f.default) in (str, int, float, bool, tuple) for f in config.setting_fields())
+    assert all(f.metadata["help"] and f.metadata["panel"] for f in config.setting_fields())
+
+
+def test_flags_go_before_file_before_defaults(tmp_path):
+    file = tmp_path / "some.toml"
+    file.write_text("hidden = 96\nlr = 1\n")
+    settings = merge({"hidden": 64, "heads": None, "tied": False}, file)
+    assert (settings.hidden, settings.lr, settings.heads) == (64, 1.0, Settings().heads)
+    assert merge({"hidden": None}, file).hidden == 96
+
+
+def test_toml_round_trip(tmp_path):
+    settings = replace(Settings(), lr=1 / 3, eps=1e-12, data=("/a b", "/c"), tied=True, seed=2**62)
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(settings, {"launch": {"processes": 2}, "corpus": {"files": ["x 1 /a b"]}}))
+    content = read_toml(file)
+    assert Settings(**from_mapping(content, "it")) == settings
+    assert content["launch"] == {"processes": 2} and content["corpus"] == {"files": ["x 1 /a b"]}
+
+
+def test_resolved_fills_in_what_follows():
+    settings = replace(Settings(), hidden=96, heads=3, steps=7).resolved()
+    assert (settings.kv_heads, settings.ffn, settings.decay_steps) == (3, 256, 7)
+    assert replace(Settings(), hidden=96, architecture="gpt").resolved().ffn == 384
+    assert replace(settings, steps=20).resolved().decay_steps == 7  # a longer run keeps its schedule
+    assert replace(Settings(), data=("a",)).resolved().data[0].startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"recipe": "fp7"}, "unknown recipe 'fp7'; choose one of: delayed"),
+        ({"hidden": 97}, "hidden = 97 over heads = 4"),
+        ({"hidden": 12}, "same even number"),
+        ({"kv_heads": 3}, "kv_heads = 3 must divide heads = 4"),
+        ({"steps": 0}, "steps = 0: must be 1 or more"),
+        ({"seq_length": 1}, "seq_length = 1"),
+        ({"lr": 0.0}, "lr = 0.0"),
+        ({"lr": float("nan")}, "lr = nan"),
+        ({"beta2": 1.0}, "beta2 = 1.0"),
+        ({"warmup": -1}, "warmup = -1"),
+        ({"weight_decay": float("nan")}, "weight_decay = nan"),
+        ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, constant"),
+        ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
+    ],
+)
+def test_refused_in_one_line(change, says):
+    with pytest.raises(ConfigurationError) as caught:
+        replace(Settings(), **change).check()
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hiden = 3", "there is no setting 'hiden'"),
+        ("hidden = 'x'", "hidden = 'x' must be int"),
+        ("hidden = true", "hidden = True must be int"),
+        ("data = 'x'", "must be a list of paths"),
+        ("hidden =", "is not TOML"),
+    ],
+)
+def test_refused_file(tmp_path, text, says):
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        merge({}, file)
+    assert says in str(caught.value) and "bad.toml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot read the configuration"):
+        merge({}, tmp_path / "none.toml")
+
+
+def test_ranks_must_fit():
+    settings = replace(Settings(), global_batch=6)
+    for ranks in (1, 2, 3, 6):
+        settings.check_ranks(ranks)
+    with pytest.raises(ConfigurationError, match="multiple of 4"):
+        settings.check_ranks(4)
+    with pytest.raises(ConfigurationError, match="multiple of 4"):
+        replace(settings, micro_batches=2).check_ranks(2)
+    with pytest.raises(ConfigurationError, match="dp_replicate = 2 must divide the 3"):
+        replace(settings, dp_replicate=2).check_ranks(3)

@@ -1,0 +1,98 @@
+"""The language model: its parameters, its birth, its causality, and what it generates. No process groups."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantshard import QuantizedTensor, recipe
+from quantshard.cli import model as models
+from quantshard.cli.config import Settings
+from quantshard.cli.data import VOCABULARY
+from quantshard.cli.model import LanguageModel, generate
+from quantshard.cli.train import learning_rate, make_optimizer
+from quantshard.modules.base import QuantizedModule
+
+SMALL = replace(Settings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
+
+
+def build(settings=SMALL, device="cpu"):
+    torch.manual_seed(settings.seed)
+    return LanguageModel(settings, recipe.resolve(settings.recipe), device)
+
+
+def values(model):
+    return {n: p.dequantize() if isinstance(p, QuantizedTensor) else p for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_dtype_and_quantized_layers(architecture, tied):
+    model = build(replace(SMALL, architecture=architecture, tied=tied, kv_heads=1))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    quantized = {n for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+    assert quantized == {n for n, p in model.named_parameters() if n.startswith("layers.") and p.ndim == 2}
+    assert (model.head is None) == tied and (model.positions is None) == (architecture == "llama")
+    logits = model(torch.randint(VOCABULARY, (2, 32)))
+    assert logits.shape == (2, 32, VOCABULARY) and logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "delayed", "bf16"])
+def test_born_the_same_by_way_of_meta(name):
+    settings = replace(SMALL, recipe=name)
+    direct, described = build(settings), build(settings, "meta")
+    assert all(p.is_meta for p in described.parameters())
+    for module in described.modules():
+        if isinstance(module, QuantizedModule):
+            module.reset_parameters()
+    expected, found = values(direct), values(described)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert not torch.equal(
+        expected["layers.0.self_attention.proj.weight"], expected["layers.1.self_attention.proj.weight"]
+    )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_causal(architecture):
+    model = build(replace(SMALL, architecture=architecture)).eval()
+    tokens = torch.randint(VOCABULARY, (1, 32))
+    later = tokens.clone()
+    later[0, 20:] = 0
+    with torch.no_grad():
+        one, other = model(tokens), model(later)
+    assert torch.equal(one[0, :20], other[0, :20]) and not torch.equal(one[0, 20:], other[0, 20:])
+
+
+def test_learns():
+    model = build()
+    optimizer = make_optimizer(model, replace(SMALL, lr=3e-3))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    tokens = torch.arange(33).repeat(4, 1) + 60
+    losses = []
+    for _ in range(8):
+        loss = models.loss(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert abs(losses[0] - math.log(VOCABULARY)) < 0.5 and losses[-1] < 0.5 * losses[0]
+
+
+def test_generate_is_repeatable():
+    model = build()
+    first = generate(model, b"abc", 40, seed=5)  # longer than the model reads at once
+    assert len(first) == 40 and all(0 <= token < VOCABULARY for token in first)
+    assert generate(model, b"abc", 40, seed=5) == first != generate(model, b"abc", 40, seed=6)
+    assert model.training
+
+
+def test_learning_rate_is_of_the_step():
+    settings = replace(SMALL, lr=1.0, warmup=4, steps=12, decay_steps=12, lr_floor=0.1)
+    rates = [learning_rate(settings, step) for step in range(1, 21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates == [*rates[:4], *sorted(rates[4:], reverse=True)]
+    assert rates[7] == pytest.approx(0.55) and rates[11:] == pytest.approx([0.1] * 9)
+    assert learning_rate(replace(settings, schedule="constant"), 9) == 1.0
+    assert learning_rate(replace(settings, warmup=0), 12) == pytest.approx(0.1)

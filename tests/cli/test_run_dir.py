@@ -1,0 +1,92 @@
+"""A run's folder: nothing is overwritten, and records read as one run."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from quantshard.cli import run_dir
+from quantshard.cli.config import Settings
+from quantshard.cli.run_dir import RunDir
+from quantshard.errors import ConfigurationError
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create(Settings(), {"processes": 2}, {"files": []})
+    return run
+
+
+def checkpoint(run, step, complete):
+    path = run.checkpoint(step)
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_text("x")
+    if complete:
+        (path / ".metadata").write_text("x")
+    return path
+
+
+def test_folder_must_be_new(run, tmp_path):
+    with pytest.raises(ConfigurationError, match="holds no checkpoint"):
+        run.check_new()
+    checkpoint(run, 3, complete=True)
+    with pytest.raises(ConfigurationError, match="quantshard resume"):
+        run.check_new()
+    (tmp_path / "empty").mkdir()
+    RunDir(tmp_path / "empty").check_new()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="exists"):
+        RunDir(tmp_path / "file").check_new()
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        RunDir(tmp_path / "file" / "run").create(Settings(), {}, {})
+
+
+def test_config_round_trip(run, tmp_path):
+    assert run.read_config() == (Settings(), {"processes": 2}, {"files": []})
+    with pytest.raises(ConfigurationError, match="there is no run in"):
+        RunDir(tmp_path / "none").read_config()
+    run.config.write_text("hidden = 96\n")
+    with pytest.raises(ConfigurationError, match="lacks"):
+        run.read_config()
+
+
+def test_last_complete(run):
+    with pytest.raises(ConfigurationError, match="no complete checkpoint"):
+        run.last_complete()
+    for step, complete in ((4, True), (2, True), (3, False), (6, False), (1000000, False)):
+        checkpoint(run, step, complete)
+    assert run.last_complete() == (4, [6, 1000000])
+    assert not run.remove_incomplete(4) and not run.remove_incomplete(5)
+    assert run.remove_incomplete(6) and not run.checkpoint(6).exists() and run.checkpoint(4).exists()
+
+
+def test_records(run):
+    loss = 0.1 + 0.2
+    for step in range(1, 6):
+        run.append(run.metrics, {"step": step, "loss": loss / step, "grad_norm": math.inf})
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 6, "lo')  # cut off by a kill
+    run.forget_after(3)
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert records[0] == {"step": 1, "loss": loss, "grad_norm": "inf"}
+    assert not list(run.path.glob("*.new"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no flock")
+def test_lock_excludes_others_until_the_process_ends(run, monkeypatch):
+    monkeypatch.setattr(run_dir, "_LOCK_SECONDS", 0.2)
+    program = f"import fcntl\nfile = open({str(run.path / '.lock')!r}, 'a')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+    other = subprocess.Popen(
+        [sys.executable, "-c", program + "print(1, flush=True)\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    with pytest.raises(ConfigurationError, match="in use"):
+        run.lock()
+    other.kill()
+    other.communicate()
+    run.lock()

@@ -1,0 +1,299 @@
+"""`quantshard train` and `resume` as a user types them: real processes, killed, stopped, resumed and broken."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantshard.cli.config import Settings
+from quantshard.cli.data import collect, from_table
+from quantshard.cli.run_dir import RunDir
+from quantshard.cli.train import Place, StopFlag, Trainer
+from quantshard.errors import CheckpointError
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+SIZES = "--hidden 96 --heads 3 --ffn 200 --layers 2 --seq-length 32 --global-batch 6 --warmup 2 --eval-sequences 5"
+SECONDS = 100
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "quantshard", *map(str, arguments)]
+
+
+def environment(**more):
+    path = os.pathsep.join(filter(None, [more.pop("first", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+
+
+def quantshard(*arguments):
+    return subprocess.run(
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def start(*arguments, **more):
+    return subprocess.Popen(
+        command(*arguments), env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def train(run, text, *arguments, steps=6):
+    return ["train", "--run", run, "--data", text, "--nproc-per-node", 2, "--steps", steps, *SIZES.split(), *arguments]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    """What must be equal to the last bit: every figure that is not a measurement of this machine."""
+    return [{k: v for k, v in record.items() if k not in ("tokens_per_s", "memory_bytes")} for record in metrics(run)]
+
+
+def wait_for_steps(run, count, process):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= count:
+            return
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(process.communicate())
+
+
+def children(pid):
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(status.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(status.parent.name))
+        except OSError:
+            pass
+    return sorted(found)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def ends(pids):
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def one_line(result, says):
+    """It failed with one line on stderr."""
+    lines = result.stderr.splitlines()
+    assert result.returncode == 1 and len(lines) == 1 and re.search(says, lines[0]), (result.returncode, result.stderr)
+    assert lines[0].startswith("quantshard: ") and "Traceback" not in result.stdout
+
+
+def content(run):
+    return {p.relative_to(run): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file() and p.name != ".lock"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for source in ("config.py", "data.py", "model.py"):
+        shutil.copy(ROOT / "quantshard" / "cli" / source, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    options = ["--save-every", 2, "--eval-every", 4, "--micro-batches", 3, "--sample-bytes", 5]
+    result = quantshard(*train(run, text, *options))
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert "mxfp8_32x32" in result.stdout and "step 6/6" in result.stdout  # explain, and progress
+    return run
+
+
+def test_run_leaves_its_records(uninterrupted):
+    assert [record["step"] for record in metrics(uninterrupted)] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in metrics(uninterrupted) if "heldout_loss" in record] == [4, 6]
+    record = metrics(uninterrupted)[-1]
+    assert record["skipped_steps"] == 0 and record["tokens_per_s"] > 0 and record["memory_bytes"] > 1e7
+    assert 0 < record["lr"] < Settings().lr and record["grad_norm"] > 0
+    assert metrics(uninterrupted)[0]["loss"] > record["loss"]
+    samples = [json.loads(line) for line in (uninterrupted / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [0, 6] and all(sample["text"] for sample in samples)
+    assert [p.name for p in sorted((uninterrupted / "checkpoints").iterdir())] == [f"step-00000{n}" for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize(("recipe", "killed"), [("mxfp8", "rank"), ("delayed", "launcher")])
+def test_killed_and_resumed_on_two_is_bitwise(uninterrupted, text, tmp_path, recipe, killed):
+    options = ["--save-every", 2, "--eval-every", 4, "--micro-batches", 3, "--recipe", recipe]
+    whole, run, steps = uninterrupted, tmp_path / "killed", 6
+    if recipe != "mxfp8":
+        whole, steps = tmp_path / "whole", 14
+        assert quantshard(*train(whole, text, *options, steps=steps)).returncode == 0
+    process = start(*train(run, text, *options, "--decay-steps", steps, steps=5000))
+    wait_for_steps(run, 3, process)
+    workers = children(process.pid)
+    assert len(workers) == 2
+    os.kill(process.pid if killed == "launcher" else workers[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=SECONDS)
+    if killed == "rank":
+        says = r"process 1 was killed by SIGKILL\. Go on from the last checkpoint with: quantshard resume"
+        one_line(subprocess.CompletedProcess([], process.returncode, out, err), says)
+    assert ends(workers)  # those that were not killed too
+    result = quantshard("resume", run, "--steps", steps)
+    assert result.returncode == 0 and "resumed after step" in result.stdout, result.stderr
+    assert losses(run) == losses(whole)
+
+
+def test_resumed_on_three(uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    (run / "checkpoints" / "step-000004" / ".metadata").unlink()  # was not completed: the one before it counts
+    result = quantshard("resume", run, "--nproc-per-node", 3, "--steps", 5)
+    one_line(result, "global_batch = 6 sequences cannot be split evenly over 3 processes x micro_batches = 3")
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("micro_batches = 3", "micro_batches = 1"))
+    result = quantshard("resume", run, "--nproc-per-node", 3, "--steps", 5)
+    assert result.returncode == 0 and "resumed after step 2" in result.stdout, result.stderr
+    assert "skipped the incomplete checkpoint" in result.stdout and "step-000004" in result.stdout
+    assert losses(run)[:2] == losses(uninterrupted)[:2] and len(losses(run)) == 5
+    for resumed, whole in zip(losses(run)[2:], losses(uninterrupted)[2:], strict=False):
+        assert abs(resumed["loss"] - whole["loss"]) < 0.02  # bf16 activations, other order of sums
+
+
+def test_under_torchrun_it_starts_no_processes(uninterrupted, text, tmp_path):
+    run = tmp_path / "run"
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantshard", "train"]
+    options = ["--steps", "2", "--decay-steps", "6", "--micro-batches", "3", "--eval-every", "0", *SIZES.split()]
+    result = subprocess.run(
+        [sys.executable, "-m", *torchrun, "--run-dir", str(run), "--data", str(text), *options],
+        env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    figures = [{k: v for k, v in record.items() if k != "heldout_loss"} for record in losses(run)]
+    assert figures == losses(uninterrupted)[:2]
+
+
+def test_sigterm_saves_and_stops(text, tmp_path):
+    run = tmp_path / "run"
+    process = start(*train(run, text, "--save-every", 0, "--eval-every", 0, steps=5000))
+    wait_for_steps(run, 2, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=SECONDS)
+    done = len(metrics(run))
+    assert process.returncode == 0 and not err and f"stopped at step {done}, resume with: quantshard resume" in out
+    assert RunDir(run).last_complete() == (done, [])
+
+
+FAILING = """
+import os, sys, threading, time
+
+def break_rank_1():
+    while not hasattr(sys.modules.get("quantshard.cli.data"), "Windows"):
+        time.sleep(0.01)
+    windows = sys.modules["quantshard.cli.data"].Windows
+    whole = windows.batch
+    def batch(self, seed, step, first, count):
+        if step == 2:
+            raise ValueError("the disk\\nis gone")
+        return whole(self, seed, step, first, count)
+    windows.batch = batch
+
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=break_rank_1, daemon=True).start()
+"""
+
+
+def test_rank_that_fails_alone(text, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FAILING)
+    run = tmp_path / "run"
+    process = start(*train(run, text), first=str(tmp_path / "site"))
+    out, err = process.communicate(timeout=SECONDS)
+    one_line(
+        subprocess.CompletedProcess([], process.returncode, out, err),
+        r"process 1: ValueError: the disk \(traceback: .*rank-1\.txt\)$",
+    )
+    assert "ValueError: the disk\nis gone" in (run / "logs" / "rank-1.txt").read_text()
+
+
+def test_damaged_checkpoint(uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
+    file = run / "checkpoints" / "step-000006" / "__1_0.distcp"
+    with open(file, "r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+    before = content(run)
+    one_line(quantshard("resume", run, "--steps", 8), r"step-000006 is damaged .* would go on from step 4")
+    assert content(run) == before
+
+
+def refusal(folder, changes):
+    run = RunDir(Path(folder))
+    settings, _, corpus = run.read_config()
+    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(replace(settings, **changes), from_table(corpus), run, place, StopFlag())
+    with pytest.raises(CheckpointError) as caught:
+        trainer.load(6)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"ffn": 208}, "is of another model: .* has shape"),
+        ({"layers": 1}, "is of another model: .* that this one lacks"),
+        ({"recipe": "block"}, "is of another recipe: .* is stored as mxfp8_32x32 there"),
+        ({"exp_avg_dtype": "fp8"}, "is of another"),
+    ],
+)
+def test_checkpoint_of_another_model(uninterrupted, changes, says):
+    before = content(uninterrupted)
+    for message in run_ranks(2, refusal, str(uninterrupted), changes):
+        assert re.search(says, message) and "\n" not in message
+    assert content(uninterrupted) == before
+
+
+def test_changed_data(uninterrupted, text, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(uninterrupted, run)
+    shutil.copytree(text, other)
+    (other / "data.py").write_text("another")
+    before = content(run)
+    one_line(quantshard("resume", run, "--steps", 8, "--data", other), r"other/data\.py .* is not the .*data\.py")
+    assert content(run) == before
+
+
+def first_losses(folder, recipe):
+    settings = replace(
+        Settings(), hidden=96, heads=3, ffn=200, layers=1, seq_length=32, global_batch=12, recipe=recipe, steps=2
+    ).resolved()
+    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(settings, collect([folder]), RunDir(Path(folder)), place, StopFlag())
+    return [trainer.step(step)[0] for step in (1, 2)], trainer.evaluate()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_same_global_batch_on_one_and_four(text, recipe):
+    alone, heldout_alone = run_ranks(1, first_losses, str(text), recipe)[0]
+    for together, heldout in run_ranks(4, first_losses, str(text), recipe):
+        # the same weights and sequences; sums over sequences are taken in another order
+        assert together[0] == pytest.approx(alone[0], rel=1e-6) and together[1] == pytest.approx(alone[1], rel=1e-3)
+        assert heldout == pytest.approx(heldout_alone, rel=1e-3)

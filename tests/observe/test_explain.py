@@ -1,0 +1,173 @@
+"""`explain` on models in one process: what it says of storage, GEMMs and optimizer state."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import quantshard as qs
+from quantshard.observe import explain
+from quantshard.recipe import Float8CurrentScaling, Recipe
+
+RECIPES = {"delayed": 1, "current": 1, "block": 1, "mxfp8": 1, "nvfp4": 0.5}
+"""Recipe -> bytes of codes an element."""
+
+
+class Mixed(nn.Module):
+    """Two quantized layers among modules that are not ours."""
+
+    def __init__(self, recipe: str = "mxfp8", device: str = "cpu") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 96, dtype=torch.bfloat16, device=device)
+        with qs.quantized_model_init(recipe=recipe):
+            self.up = qs.Linear(96, 200, params_dtype=torch.bfloat16, device=device)
+            self.down = qs.Linear(200, 96, bias=False, params_dtype=torch.bfloat16, device=device)
+        self.norm = nn.LayerNorm(96, dtype=torch.bfloat16, device=device)
+        self.head = nn.Linear(96, 11, dtype=torch.bfloat16, device=device)
+        self.scale = nn.Parameter(torch.ones((), device=device))
+
+
+def row_of(report, name):
+    return next(row for row in report.rows if row.name == name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_are_the_parameters(recipe):
+    model = Mixed(recipe)
+    report = explain(model)
+    assert [(row.name, row.shape) for row in report.rows] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    up = row_of(report, "up.weight")
+    storage = model.up.weight._storage
+    assert up.format == storage.cell.tag
+    assert up.code_bytes == 200 * 96 * RECIPES[recipe]
+    assert up.bytes == sum(part.untyped_storage().nbytes() for part in storage.components.values())
+    assert up.scale_bytes > 0
+    assert up.bf16_bytes == 200 * 96 * 2
+    assert (up.mesh, up.placements, up.local_rows) == ({}, (), (0, 200))
+    assert (up.forward_gather_bytes, up.backward_gather_bytes, up.reduced_bytes) == (0, 0, 0)
+    scale = row_of(report, "scale")
+    assert (scale.format, scale.code_bytes, scale.scale_bytes, scale.local_rows) == ("float32", 4, 0, (0, 1))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_totals_are_sums(recipe):
+    model = Mixed(recipe)
+    totals = explain(model, torch.optim.SGD(model.parameters())).totals
+    assert totals.parameters == sum(p.numel() for p in model.parameters())
+    assert totals.bf16_bytes == 2 * totals.parameters
+    assert totals.bf16_optimizer_bytes == 12 * totals.parameters
+    plain = sum(p.nbytes for n, p in model.named_parameters() if n not in ("up.weight", "down.weight"))
+    stored = [part for m in (model.up, model.down) for part in m.weight._storage.components.values()]
+    assert totals.bytes == plain + sum(part.nbytes for part in stored)
+    assert totals.optimizer_bytes == 0
+    assert totals.gather_bytes == 0
+
+
+def test_meta_device_gives_the_same_report():
+    assert explain(Mixed(device="meta")).to_json() == explain(Mixed()).to_json()
+
+
+def test_gemm_path_and_why():
+    model = Mixed()
+    report = explain(model)
+    assert row_of(report, "up.weight").gemm == "emulated"
+    assert "CPU has no E4M3" in row_of(report, "up.weight").gemm_reason
+    assert row_of(report, "head.weight").gemm == "native"
+    assert "Linear is not one of quantshard's modules" in row_of(report, "head.weight").gemm_reason
+    assert {row.name for row in report.rows if not row.gemm} == {
+        "embedding.weight", "up.bias", "norm.weight", "norm.bias", "head.bias", "scale",
+    }  # fmt: skip
+
+
+def test_plain_weights_are_quantized_by_the_recipe_of_autocast():
+    model = qs.Linear(96, 200)
+    (weight, bias) = explain(model).rows
+    assert (weight.gemm, weight.gemm_reason, bias.gemm) == ("native", "high precision", "")
+    paths: list[tuple[str | Recipe, str]] = [
+        ("nvfp4", "emulated"), ("bf16", "native"), (Float8CurrentScaling(), "emulated")
+    ]  # fmt: skip
+    for recipe, path in paths:
+        assert explain(model, recipe=recipe).rows[0].gemm == path
+    assert "under autocast(recipe='nvfp4'): a CPU has no E2M1" in explain(model, recipe="nvfp4").rows[0].gemm_reason
+
+
+def test_a_recipe_that_does_not_fit_is_warned_of():
+    model = Mixed("current")
+    assert explain(model, recipe="current").warnings == ()
+    assert explain(model, recipe="bf16").warnings == (), "outside of a quantizing autocast, weights are dequantized"
+    (warning,) = explain(model, recipe="nvfp4").warnings
+    assert warning.startswith("up.weight and 1 more: stored as fp8_e4m3, but recipe 'nvfp4' wants nvfp4_16x16")
+    (warning,) = explain(model, recipe=Float8CurrentScaling(use_power_2_scales=True)).warnings
+    assert "power_of_two=False" in warning
+    assert "power_of_two=True" in warning
+
+
+def test_optimizer_formats_and_bytes():
+    model = Mixed()
+    optimizer = qs.optimizers.FusedAdam(model.parameters(), exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
+    report = explain(model, optimizer)
+    up = row_of(report, "up.weight")
+    assert up.optimizer == {"exp_avg": "FP8", "exp_avg_sq": "FP8", "master_param": "fp32"}
+    assert up.optimizer_bytes == 200 * 96 * (1 + 1 + 4) + 2 * 200 * 4  # a scale for each row of 96
+    assert up.notes == ()
+    bias = row_of(report, "up.bias")
+    assert bias.optimizer == {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master_param": "fp32"}
+    assert "exp_avg and exp_avg_sq stay fp32 although FP8 was asked for" in bias.notes[0]
+    assert row_of(report, "scale").optimizer == {"exp_avg": "fp32", "exp_avg_sq": "fp32"}  # it is its own master
+    held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    assert report.totals.optimizer_bytes == sum(t.nbytes for t in held)
+
+
+def test_fp32_moments_need_no_note():
+    model = Mixed()
+    optimizer = qs.optimizers.FusedAdam(model.parameters(), exp_avg_sq_dtype=torch.uint8)
+    report = explain(model, optimizer)
+    assert row_of(report, "up.weight").optimizer["exp_avg"] == "fp32"
+    assert row_of(report, "up.bias").notes[0].startswith("exp_avg_sq stay fp32")
+
+
+def test_stock_optimizer_on_a_stock_model():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    assert row_of(explain(model, optimizer), "0.weight").optimizer == {}  # none before the first step
+    model[0](torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    report = explain(model, optimizer)
+    assert row_of(report, "0.weight").optimizer == {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+    assert row_of(report, "1.weight").optimizer == {}
+    assert report.totals.optimizer_bytes == 72 * 8
+    assert report.totals.bf16_optimizer_bytes == 72 * 12
+    assert report.totals.bytes == 72 * 4 + 72 * 2
+
+
+def test_a_shared_parameter_is_one_row():
+    model = Mixed()
+    model.head.weight = model.embedding.weight
+    assert [row.name for row in explain(model).rows] == [name for name, _ in model.named_parameters()]
+
+
+def test_printed_table_has_a_line_for_each_parameter():
+    model = Mixed()
+    report = explain(model, qs.optimizers.FusedAdam(model.parameters(), exp_avg_dtype=torch.uint8))
+    lines = str(report).splitlines()
+    for name, param in model.named_parameters():
+        shape = " x ".join(map(str, param.shape)) or "scalar"
+        assert [line for line in lines if line.split()[:1] == [name] and f" {shape} " in line], name
+    (up,) = [line for line in lines if line.split()[:1] == ["up.weight"] and "mxfp8_32x32" in line]
+    assert "18.8 KiB + 21 B" in up
+    assert "exp_avg FP8; exp_avg_sq, master fp32" in up
+    ratio = f"{report.totals.bytes / report.totals.bf16_bytes:.2f}"
+    assert any(line.split()[:1] == ["weights"] and line.endswith(ratio) for line in map(str.strip, lines))
+    assert any(line.startswith("up.weight and 1 more: GEMM emulated") for line in lines)
+    assert sum("stay fp32" in line for line in lines) == 1, "said once, of all its parameters"
+
+
+def test_json_holds_rows_and_totals():
+    report = explain(Mixed())
+    content = json.loads(report.to_json())
+    assert [row["name"] for row in content["rows"]] == [row.name for row in report.rows]
+    assert content["rows"][1]["bytes"] == report.rows[1].bytes
+    assert content["totals"]["bytes"] == report.totals.bytes
+    assert math.isclose(content["totals"]["gather_bytes"], 0)
