@@ -1,0 +1,210 @@
+"""The demo, small: as a command, and that it fails where it must."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from quantshard.checkpoints.compare import compare
+from quantshard.cli import demo
+from quantshard.cli.config import read_toml
+from quantshard.errors import ConfigurationError
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+SIZES = {
+    "hidden": 64, "layers": 1, "heads": 2, "seq_length": 32, "global_batch": 4, "steps": STEPS, "warmup": 5,
+    "save_every": 10, "eval_every": 20, "eval_sequences": 4,
+}  # fmt: skip
+RUNS = ("uninterrupted", "killed", "on-1-process", "bf16")
+
+
+def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "5"}  # the demo does not take itself for a worker
+    arguments = (sys.executable, "-m", "quantshard", "demo", *arguments)
+    return subprocess.run([str(a) for a in arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a demo that was run, and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    text = "".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(2000))
+    (folder / "text.py").write_text(text)
+    settings = SIZES | {"data": [str(folder / "text.py")]}
+    (folder / "sizes.toml").write_text(tomli_w.dumps(settings))
+    result = command("--out", folder / "out", "--config", folder / "sizes.toml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    return folder / "out", result.stdout
+
+
+def losses(out: Path, run: str) -> dict[int, float]:
+    lines = (out / run / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+def test_story_is_told(told):
+    text = told[1]
+    assert re.findall(r"^\[(\d)/6\]", text, re.MULTILINE) == list("123456")
+    assert text.count("expected:") >= 3
+    assert "emulated" in text
+    assert "slower than in BF16" in text
+    for line in re.findall(r"^  \$ quantshard (\w+) (\S+)", text, re.MULTILINE):
+        assert line[0] in ("train", "resume", "diff")
+    assert len(re.findall(r" ok *$", text, re.MULTILINE)) == 4
+    assert "FAILED" not in text
+    assert "what it writes after 0 steps" in text
+    assert f"what it writes after {STEPS} steps" in text
+    assert re.search(r"weights, bytes on each process +\S+ KiB \(0\.\d\d of BF16's", text)
+    assert re.search(r"on the wire, bytes a step +\S+ KiB \(0\.\d\d of BF16's", text)
+
+
+def test_what_it_says_is_so(told):
+    out, text = told
+    runs = {run: losses(out, run) for run in RUNS}
+    assert all(list(by_step) == list(range(1, STEPS + 1)) for by_step in runs.values())
+    assert runs["killed"] == runs["uninterrupted"]
+    assert runs["bf16"] != runs["uninterrupted"]
+    (killed_at, resumed) = map(int, re.search(r"killed when step (\d+) was done; .* step (\d+)\.", text).groups())
+    assert STEPS / 2 < killed_at < STEPS
+    assert resumed == killed_at // 10 * 10 or resumed == killed_at // 10 * 10 - 10  # killed while it saved
+    single = runs["on-1-process"]
+    assert all(single[step] == runs["uninterrupted"][step] for step in range(1, resumed + 1))
+    gap = max(abs(single[step] - runs["uninterrupted"][step]) for step in single)
+    assert f"at most {gap:.5f}" in text
+    assert compare(out / f"killed/checkpoints/step-{resumed:06d}", out / f"resaved-step-{resumed:06d}").equal
+    picture = (out / "losses.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n")
+    assert len(picture) > 10_000
+
+
+def story(told: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> demo.Story:
+    """A copy of what was told, to tell again without training."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(demo.Story, "follow", lambda *arguments: 0)
+    monkeypatch.setattr(demo.Story, "diff", lambda self, a, b: compare(a, b).equal)  # faster than the command
+    shutil.copytree(told[0], tmp_path / "out")
+    again = demo.Story(tmp_path / "out", read_toml(tmp_path / "out" / demo.MARK))
+    again.resumed = int(re.search(r"last complete checkpoint is of step (\d+)", told[1])[1])
+    again.parameters = 60_000
+    return again
+
+
+def change_metrics(path: Path, step: int, change: Any) -> None:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    change(records[step - 1])
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm", "heldout_loss"])
+def test_one_unit_in_the_last_place_of_one_step_is_a_failure(told, tmp_path, monkeypatch, field):
+    again = story(told, tmp_path, monkeypatch)
+    again.resume_on_two()
+    assert again.outcome.failures == []
+    nudge = lambda record: record.update({field: math.nextafter(record[field], 9)})  # noqa: E731
+    change_metrics(again.killed.metrics, 60, nudge)
+    again.resume_on_two()
+    assert again.outcome.failures == ["resumed on 2: losses bitwise equal"]
+
+
+def test_a_missing_step_is_a_failure(told, tmp_path, monkeypatch):
+    again = story(told, tmp_path, monkeypatch)
+    lines = again.killed.metrics.read_text().splitlines(keepends=True)
+    again.killed.metrics.write_text("".join(lines[:50] + lines[51:]))
+    again.resume_on_two()
+    assert again.outcome.failures == ["resumed on 2: losses bitwise equal"]
+
+
+def test_other_bits_in_the_checkpoint_are_a_failure(told, tmp_path, monkeypatch):
+    command_diff = demo.Story.diff
+    again = story(told, tmp_path, monkeypatch)
+    monkeypatch.setattr(demo.Story, "diff", command_diff)
+    shutil.rmtree(again.killed.checkpoint(STEPS))
+    shutil.copytree(again.bf16.checkpoint(STEPS), again.killed.checkpoint(STEPS))
+    again.resume_on_two()
+    assert again.outcome.failures == ["resumed on 2: last checkpoint bitwise equal"]
+
+
+def test_other_bits_after_loading_are_a_failure(told, tmp_path, monkeypatch):
+    again = story(told, tmp_path, monkeypatch)
+    shutil.rmtree(tmp_path / "out" / f"resaved-step-{again.resumed:06d}")
+
+    def save_another(run: Any, saved: Path, resaved: Path) -> int:
+        shutil.copytree(again.killed.checkpoint(STEPS), resaved)
+        return 60_000
+
+    monkeypatch.setattr(demo, "load_and_save", save_another)
+    again.load_on_one()
+    assert again.outcome.failures == ["loaded by 1: weights and optimizer bitwise equal"]
+
+
+def test_only_the_checkpoint_can_make_the_bits_equal(told, tmp_path, monkeypatch):
+    again = story(told, tmp_path, monkeypatch)
+    monkeypatch.setattr(demo.checkpoints, "load", lambda *arguments: {"step": again.resumed})
+    saved = again.killed.checkpoint(again.resumed)
+    demo.load_and_save(again.killed, saved, tmp_path / "not-loaded")
+    differing = {difference.key for difference in compare(saved, tmp_path / "not-loaded").differences}
+    assert {"model.layers.0.self_attention.proj.weight", "model.layers.0.self_attention.proj.weight_key"} < differing
+
+
+def test_a_loss_out_of_bounds_is_a_failure(told, tmp_path, monkeypatch):
+    again = story(told, tmp_path, monkeypatch)
+    again.resume_on_one()
+    assert again.outcome.failures == []
+    first = again.resumed + 1
+    assert again.rounding_bounds()[first] < 0.02
+    change_metrics(again.single.metrics, first, lambda record: record.update(loss=record["loss"] + 0.02))
+    again.resume_on_one()
+    assert again.outcome.failures == ["resumed on 1: losses within the bound"]
+
+
+def test_a_failure_ends_the_command_with_an_error(tmp_path, monkeypatch):
+    def tell(self: demo.Story) -> None:
+        self.outcome.add("bits", "other ones", False)
+
+    monkeypatch.setattr(demo.Story, "tell", tell)
+    monkeypatch.setattr(demo.Story, "summary", lambda self, seconds: None)
+    with pytest.raises(demo.DemoError, match="the demo failed: bits"):
+        demo.demo(tmp_path / "out")
+
+
+def test_a_run_that_ends_before_it_is_killed_is_an_error(told, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings = read_toml(told[0] / demo.MARK)
+    (tmp_path / demo.MARK).write_text(tomli_w.dumps(settings | {"steps": 1}))
+    again = demo.Story(tmp_path, settings)
+    with pytest.raises(demo.DemoError, match=r"ended before it could be killed at step 99 .*see .*killed-train.log"):
+        again.train(again.killed, "mxfp8", kill_at=99)
+
+
+def test_a_command_that_fails_is_named(told, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / demo.MARK).write_text("heads = 7\n")
+    again = demo.Story(tmp_path, SIZES)
+    with pytest.raises(demo.DemoError, match=r"`quantshard train` failed: quantshard: hidden = .*heads = 7"):
+        again.train(again.whole, "mxfp8")
+
+
+def test_folder_of_an_earlier_demo_is_emptied_and_others_are_refused(tmp_path):
+    demo._prepare(tmp_path / "out", {"steps": 1})
+    (tmp_path / "out/old").touch()
+    demo._prepare(tmp_path / "out", {"steps": 2})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [demo.MARK]
+    assert read_toml(tmp_path / "out" / demo.MARK) == {"steps": 2}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").touch()
+    for path in (tmp_path / "mine", tmp_path / "mine/file"):
+        with pytest.raises(ConfigurationError, match="name another folder"):
+            demo._prepare(path, {})
+    assert (tmp_path / "mine/file").exists()
