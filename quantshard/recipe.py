@@ -198,7 +198,7 @@ def _refuse(name: str, **unsupported: bool) -> None:
 class DelayedScaling(Recipe):
     """FP8 per tensor, each scale from the maximum of the last `amax_history_len` amaxes of that tensor.
 
-    `amax_compute_algo` is "max" or "most_recent"; with `reduce_amax` the activations' amaxes are reduced over
+    `amax_compute_algo` is "max" or "most_recent". The activations' amaxes are always reduced, over
     `autocast(amax_reduction_group=)`. Weights that are stored quantized are first quantized with their own amax.
     """
 
@@ -212,6 +212,11 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         _refuse("DelayedScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+        if not self.reduce_amax:
+            raise ConfigurationError(
+                "DelayedScaling(reduce_amax=False) is not supported: amax histories would differ between ranks, and a "
+                "checkpoint holds one; leave it True (the reduction is one small collective for all modules)"
+            )
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ConfigurationError(
                 f"DelayedScaling(amax_compute_algo={self.amax_compute_algo!r}): use 'max' or 'most_recent'"

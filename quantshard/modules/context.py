@@ -88,7 +88,8 @@ class autocast:
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
         recipe: a `Recipe` or its name (default: current scaling).
-        amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all).
+        amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all). Histories are
+            equal within a group only, and a checkpoint holds those of the group of rank 0.
 
     Raises:
         ConfigurationError: one instance is entered twice; make a new one each time.

@@ -335,3 +335,8 @@ def test_planned_histories_survive_meta(how):
     with autocast(recipe=DELAYED):
         layer(data())
     assert [h[-1].item() for h in histories(layer)] == [amax(data()), 0.0, amax(layer.weight)]
+
+
+def test_histories_that_would_differ_between_ranks_are_refused():
+    with pytest.raises(ConfigurationError, match="reduce_amax=False"):
+        recipes.DelayedScaling(reduce_amax=False)
