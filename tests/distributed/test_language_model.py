@@ -1,0 +1,77 @@
+"""A whole language model of shapes that divide by nothing: hidden 96, 3 heads, ffn 200, vocabulary 257.
+
+Runs on 1, 2 and 3 ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from quantshard import checkpoints, recipe
+from quantshard.cli import model as models
+from quantshard.cli.config import Settings
+from quantshard.cli.train import make_optimizer
+from quantshard.optimizers import FusedAdam
+from tests.distributed.models import bits
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+SETTINGS = Settings(hidden=96, heads=3, ffn=200, layers=2, seq_length=24, global_batch=6, lr=1e-2, weight_decay=0.1)
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+
+
+def build(settings: Settings) -> tuple[models.LanguageModel, FusedAdam]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    model = models.build(settings.resolved(), recipe.resolve(settings.recipe), mesh)
+    return model, make_optimizer(model, settings.resolved())
+
+
+def train(model: models.LanguageModel, optimizer: FusedAdam, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = torch.randint(0, 257, (6, 25), generator=torch.Generator().manual_seed(step))
+        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = models.loss(model(mine[:, :-1]), mine[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def born(settings: Settings) -> dict[str, str]:
+    return bits(*build(settings))
+
+
+def first_run(settings: Settings, path: str) -> tuple[dict[str, str], list[float]]:
+    model, optimizer = build(settings)
+    train(model, optimizer, range(2))
+    checkpoints.save(path, model, optimizer)
+    return bits(model, optimizer), train(model, optimizer, range(2, 4))
+
+
+def second_run(settings: Settings, path: str) -> tuple[dict[str, str], list[float]]:
+    model, optimizer = build(replace(settings, seed=99))
+    checkpoints.load(path, model, optimizer)
+    return bits(model, optimizer), train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_born_trained_saved_resharded_and_resumed(name: str, architecture: str, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, recipe=name, architecture=architecture, kv_heads=1 if architecture == "llama" else 0)
+    path = str(tmp_path / "c")
+    [alone] = run_ranks(1, born, settings)
+    assert run_ranks(3, born, settings) == [alone] * 3
+    ran = run_ranks(3, first_run, settings, path)
+    assert run_ranks(3, second_run, settings, path) == ran
+    assert all(loaded == ran[0][0] for loaded, _ in run_ranks(2, second_run, settings, path))
+    assert ran[0][0].keys() == alone.keys()
+    assert ran[0][0] != alone
