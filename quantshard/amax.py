@@ -7,6 +7,7 @@ any code is written. `FlatMax` does it for everything that is registered in one 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard import storage as storages
-from quantshard.errors import ConfigurationError, RankMismatchError
+from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 Group = dist.ProcessGroup | None
@@ -114,6 +115,7 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
             must pass the same weights in the same order, ranks with an empty shard too.
     """
     reduction = FlatMax()
+    weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
     begun = [
         (Requantization(_storage_of(weight), values, sharding_group(weight), reduction), values)
         for weight, values in weights
@@ -121,6 +123,37 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
     reduction.reduce()
     for requantization, values in begun:
         requantization.commit(values)
+    for weight, _ in weights:
+        torch.autograd.graph.increment_version(private_torch.local_tensor(weight))
+
+
+def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
+    storage = _storage_of(weight)
+    if storage.gathered:
+        raise UnsupportedOperationError(
+            f"{private_torch.local_tensor(weight)!r} is the copy that FSDP gathered, and what is written to it is "
+            "lost; call reshard() on the FSDP-wrapped module first, and write to its sharded parameter"
+        )
+    if values.shape != storage.shard.shape:
+        raise ConfigurationError(
+            f"requantize_: the values of {private_torch.local_tensor(weight)!r} have shape {tuple(values.shape)}, not "
+            f"{storage.shard.shape}"
+        )
+    return values
+
+
+def any_rank(flag: bool, group: Group) -> bool:
+    """True on every rank of `group` (None: this rank alone) if `flag` is true on one of them. One collective."""
+    if group is None:
+        return flag
+    value = torch.tensor([float(flag)], device=_collective_device(group))
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def world() -> Group:
+    """The group of all processes, or None where there are no process groups."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _storage_of(weight: Tensor) -> QuantizedStorage:
@@ -143,39 +176,66 @@ def record_amax_(history: Tensor, amax: Tensor) -> None:
 
 
 class PendingAmaxes:
-    """Amaxes that delayed scaling saw and has yet to record, each with its history and the group to reduce it over."""
+    """Amaxes that delayed scaling saw and has yet to record, each with its history and the group to reduce it over.
+
+    Each has an identity that is equal on all ranks. They are reduced in the order of identities, and a digest of these
+    goes with them, so that ranks that used different modules learn of it instead of mixing them up; the vector is
+    padded so that most such ranks meet in one collective.
+    """
 
     def __init__(self) -> None:
-        self._amaxes: dict[int, Tensor] = {}
-        self._owners: dict[int, tuple[Tensor, Group]] = {}
+        self._pending: dict[int, tuple[Tensor, Tensor, Group]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._amaxes)
+        return bool(self._pending)
 
-    def note(self, history: Tensor, amax: Tensor, group: Group) -> None:
+    def note(self, identity: int, history: Tensor, amax: Tensor, group: Group) -> None:
         """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
-        key = id(history)
-        seen = self._amaxes.get(key)
         amax = amax.detach().view(1)
-        self._amaxes[key] = amax.clone() if seen is None else torch.maximum(seen, amax)
-        self._owners[key] = (history, group)
+        seen = self._pending.get(identity)
+        merged = amax.clone() if seen is None else torch.maximum(seen[1], amax)
+        self._pending[identity] = (history, merged, group)
 
     def flush(self) -> None:
-        """Reduce all of them, one collective per group, and append each to its history."""
-        if not self._amaxes:
-            return
-        reduction = FlatMax()
-        for key, (_, group) in self._owners.items():
-            reduction.add(self._amaxes[key], group)
-        reduction.reduce()
-        for key, (history, _) in self._owners.items():
-            record_amax_(history, self._amaxes[key].view(()))
-        self.drop()
+        """Reduce all of them, one collective per group, and append each to its history.
+
+        Raises:
+            RankMismatchError: on every rank, if ranks of a group saw different modules.
+        """
+        by_group: dict[Group, list[int]] = {}
+        for identity in sorted(self._pending):
+            by_group.setdefault(self._pending[identity][2], []).append(identity)
+        pending, self._pending = self._pending, {}
+        for group, identities in by_group.items():
+            amaxes = torch.cat([pending[identity][1] for identity in identities])
+            amaxes = amaxes if group is None else _reduced_alike(amaxes, identities, group)
+            for identity, amax in zip(identities, amaxes, strict=True):
+                record_amax_(pending[identity][0], amax)
 
     def drop(self) -> None:
         """Forget all of them."""
-        self._amaxes.clear()
-        self._owners.clear()
+        self._pending.clear()
+
+
+_DIGEST, _PADDED_TO = 0xFFFFFF, 256  # a float32 holds integers of 24 bits exactly
+
+
+def _reduced_alike(amaxes: Tensor, identities: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Maxima over the group of amaxes [n] that belong to the given identities, which must be the same on all ranks."""
+    digest = zlib.crc32(repr(identities).encode()) & _DIGEST
+    padding = -(len(identities) + 2) % _PADDED_TO
+    flat = torch.cat([amaxes.new_tensor([digest, _DIGEST - digest]), amaxes, amaxes.new_zeros(padding)])
+    reduction = FlatMax()
+    reduction.add(flat, group)
+    reduction.reduce()
+    highest, lowest = flat[:2].tolist()
+    if highest + lowest != _DIGEST:
+        raise RankMismatchError(
+            "delayed scaling: ranks used different modules between entering and leaving the outermost autocast, or in "
+            "one backward, so their amaxes cannot be reduced together; use the same modules on all ranks, or give "
+            "autocast(amax_reduction_group=) the ranks that do"
+        )
+    return flat[2 : 2 + len(identities)]
 
 
 def check_equal_on_ranks(named: dict[str, Tensor], group: Group, what: str) -> None:
@@ -213,10 +273,12 @@ __all__ = [
     "KEY",
     "FlatMax",
     "PendingAmaxes",
+    "any_rank",
     "Requantization",
     "check_equal_on_ranks",
     "history_amax",
     "record_amax_",
     "requantize_",
     "sharding_group",
+    "world",
 ]

@@ -157,6 +157,7 @@ def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
         )
     for target, source in pairs:  # only now, when everything fits
         target.copy_(source)
+    storage.version += 1
     storage.high_precision = None  # what was kept are no longer this weight's values
 
 

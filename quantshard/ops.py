@@ -120,6 +120,11 @@ def _slice(
 
 @rule(aten.copy_.default, needed_by="FSDP2: filling the padded shard; load_state_dict between quantized tensors")
 def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
+        raise UnsupportedOperationError(
+            f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded through load_state_dict, with "
+            "their scales; broadcast_from_rank0 cannot do it, so use dcp.load, or give all ranks the full state dict"
+        )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(
             f"copy_ of a {source.dtype} tensor into {destination!r}: quantizing needs amaxes of all ranks, and no "
@@ -151,6 +156,7 @@ def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
         part.copy_(source.components[name])
     for name, value in target.state.items():
         value.copy_(source.state[name])
+    target.version += 1
     target.high_precision = None  # what was kept are no longer the target's values
 
 

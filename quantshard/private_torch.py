@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +54,20 @@ def flattened_group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class FsdpPlan:
-    """What FSDP2 was told to do with one parameter: free it after forward (and gather it again), and into what."""
+    """What FSDP2 was told to do with one parameter: free it after each pass (and gather it again), and into what."""
 
-    reshards_after_forward: bool = False
+    frees_between_passes: bool = False
     reshards_to_other_mesh: bool = False
+    group: weakref.ReferenceType[Any] | None = None
+
+    def changed(self) -> bool:
+        """True if FSDP2 was told otherwise since."""
+        group = None if self.group is None else self.group()
+        return group is not None and _frees_between_passes(group) != self.frees_between_passes
+
+
+def _frees_between_passes(group: Any) -> bool:
+    return bool(group._reshard_after_forward and group.reshard_after_backward)
 
 
 def fsdp_plan(storage: Any) -> FsdpPlan:
@@ -74,7 +85,7 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
                     after, now = group.post_forward_mesh_info, group.mesh_info
                     size = getattr(now, "shard_mesh_size", None)
                     other = after is not None and getattr(after, "shard_mesh_size", None) != size
-                    return FsdpPlan(bool(group._reshard_after_forward), other)
+                    return FsdpPlan(_frees_between_passes(group), other, weakref.ref(group))
     return FsdpPlan()
 
 
@@ -122,6 +133,16 @@ def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
                 for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                     found[(id(shared), name)] = gather
     return found
+
+
+def has_gathered_parameters(module: nn.Module) -> bool:
+    """True if FSDP2 holds parameters of this very module gathered now."""
+    for reference in list(_module_state_mapping.values()):
+        for group in _param_groups(reference()):
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param._module_info.module is module and fsdp_param.sharded_state.name != "SHARDED":
+                    return True
+    return False
 
 
 def _param_groups(state: Any) -> list[Any]:

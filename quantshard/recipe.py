@@ -182,6 +182,13 @@ class HighPrecision(Recipe):
         return {}
 
 
+def _check_element_formats(name: str, fp8_format: str) -> None:
+    if fp8_format not in set(ElementFormats):
+        raise ConfigurationError(
+            f"{name}(fp8_format={fp8_format!r}): use one of: {', '.join(member.value for member in ElementFormats)}"
+        )
+
+
 def _gradient_row(fp8_format: str) -> formats.Format:
     return formats.FP8_E5M2 if ElementFormats(fp8_format) is ElementFormats.HYBRID else formats.FP8_E4M3
 
@@ -211,6 +218,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
+        _check_element_formats("DelayedScaling", self.fp8_format)
         _refuse("DelayedScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
         if not self.reduce_amax:
             raise ConfigurationError(
@@ -249,6 +257,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
+        _check_element_formats("Float8CurrentScaling", self.fp8_format)
         _refuse("Float8CurrentScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
 
     @property

@@ -28,7 +28,8 @@ class QuantizedStorage:
     `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries.
     `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
-    the weight was initialized with, on the CPU, if they were asked to be kept.
+    the weight was initialized with, on the CPU, if they were asked to be kept. `version` counts how often new values
+    were written or loaded. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded.
     """
 
     cell: Cell
@@ -36,6 +37,8 @@ class QuantizedStorage:
     components: dict[str, Tensor]
     state: dict[str, Tensor] = field(default_factory=dict)
     high_precision: Tensor | None = None
+    version: int = 0
+    gathered: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +85,7 @@ class QuantizedStorage:
         """Become another handle to what `source` holds now."""
         self.cell, self.shard, self.components = source.cell, source.shard, source.components
         self.state, self.high_precision = source.state, source.high_precision
+        self.version, self.gathered = source.version, source.gathered
 
     @torch.no_grad()
     def write(self, values: Tensor, amaxes: dict[str, Tensor], words: Tensor | None = None) -> None:
@@ -89,6 +93,7 @@ class QuantizedStorage:
 
         `amaxes`: for every scale and amax component its resident grid, already reduced over the ranks that share it.
         """
+        self.version += 1
         fmt, scaling = self.cell.format, self.cell.scaling
         stored = numerics.scales(amaxes, fmt, scaling, values.dtype)
         for name, scale in stored.items():

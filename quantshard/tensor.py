@@ -202,7 +202,7 @@ class QuantizedTensor(Tensor):
         The signature with the mesh alone: with the longer one FSDP2 wants inputs of the padded parameter's size.
         """
         storage = self._storage
-        plan = _fsdp_plan(storage)
+        plan = _fsdp_plan(self)
         if plan.reshards_to_other_mesh:
             raise ConfigurationError(
                 f"fully_shard(reshard_after_forward=<int>) on {self!r}: FSDP2 can do this for plain tensors only; use "
@@ -213,7 +213,7 @@ class QuantizedTensor(Tensor):
             return (next(iter(storage.components.values())).reshape(-1)[:1],), Gathering(storage, ())
         both = tuple(storage.cell.format.copies)
         passes: tuple[tuple[Copy, ...], ...] = (both,)
-        if len(both) > 1 and plan.reshards_after_forward:
+        if len(both) > 1 and plan.frees_between_passes:
             passes = tuple((which,) for which in both)
         this_pass = passes[-1] if private_torch.in_backward() else passes[0]
         slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
@@ -227,7 +227,7 @@ class QuantizedTensor(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The gathered weight: gathered components alias FSDP2's buffers, resident ones the live shard's."""
+        """The gathered weight: gathered components alias FSDP2's buffers, resident ones are copied from the shard."""
         gathered = _assemble(metadata, all_gather_outputs)
         if out is not None:
             unsharded: Any = private_torch.local_tensor(out)
@@ -260,6 +260,8 @@ class Placeholder(QuantizedStorage):
     def fill(self, source: QuantizedStorage) -> None:
         """Become a real storage: the source itself if the placeholder was made from it, else a copy of it."""
         filled = source if source is self.parent else source.map(torch.clone)
+        if filled is not source and filled.high_precision is not None:
+            filled.high_precision = filled.high_precision.clone()  # not a view of the whole
         self.__class__ = QuantizedStorage  # type: ignore[assignment]  # all handles made so far must see it
         del self.parent, self.target
         self.take(filled)
@@ -275,11 +277,19 @@ class Gathering(NamedTuple):
 _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
 
 
-def _fsdp_plan(storage: QuantizedStorage) -> private_torch.FsdpPlan:
-    # Asked once per weight: FSDP2 fixes the sizes of its gather buffers at the first gather.
+def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
+    """The plan at the first gather: FSDP2 fixes the sizes of its buffers then, so it must not change for two copies."""
+    storage = tensor._storage
     if storage not in _plans:
         _plans[storage] = private_torch.fsdp_plan(storage)
-    return _plans[storage]
+    plan = _plans[storage]
+    if len(storage.cell.format.copies) > 1 and plan.changed():
+        raise ConfigurationError(
+            f"{tensor!r}: whether FSDP frees this weight after forward or backward was changed after its first gather, "
+            "but a format with two copies gathers what each pass needs by it; call set_reshard_after_forward and "
+            "set_reshard_after_backward before the first forward, or use a recipe whose weights keep one copy"
+        )
+    return plan
 
 
 def _padded(storage: QuantizedStorage, slot: sharding.Slot) -> Tensor:
@@ -297,7 +307,9 @@ def _padded(storage: QuantizedStorage, slot: sharding.Slot) -> Tensor:
 def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
     local = gathering.storage
     if not gathering.slots:
-        return QuantizedStorage(local.cell, local.shard.before_cut(), dict(local.components), local.state)
+        return QuantizedStorage(
+            local.cell, local.shard.before_cut(), dict(local.components), local.state, gathered=True
+        )
     shard = local.shard.before_cut()
     by_name = local.cell.format.by_name
     components = {}
@@ -309,8 +321,8 @@ def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedSto
         components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
     for name, part in local.components.items():
         if not local.shard.gathers(by_name[name]):
-            components[name] = part
-    return QuantizedStorage(local.cell, shard, components, local.state)
+            components[name] = part.clone()  # a few scales: new ones must not meet the codes gathered before
+    return QuantizedStorage(local.cell, shard, components, local.state, gathered=True)
 
 
 class _Dequantize(torch.autograd.Function):

@@ -205,8 +205,8 @@ def test_keys_need_no_check_without_a_group():
 def test_pending_amaxes_are_recorded_at_flush():
     pending, one, two = PendingAmaxes(), torch.zeros(3), torch.zeros(2)
     assert not pending
-    pending.note(one, torch.tensor(5.0), None)
-    pending.note(two, torch.tensor(7.0), None)
+    pending.note(1, one, torch.tensor(5.0), None)
+    pending.note(2, two, torch.tensor(7.0), None)
     assert pending and not one.any() and not two.any()
     pending.flush()
     assert one.tolist() == [0, 0, 5] and two.tolist() == [0, 7] and not pending
@@ -221,7 +221,7 @@ def test_amaxes_of_one_history_are_merged(values, kept):
     """Micro-batches of one step make one entry: their maximum, or none if one of them was not finite."""
     pending, seen = PendingAmaxes(), torch.zeros(3)
     for value in values:
-        pending.note(seen, torch.tensor(float(value)), None)
+        pending.note(1, seen, torch.tensor(float(value)), None)
     pending.flush()
     assert seen.tolist() == [0, 0, kept]
 
@@ -229,18 +229,18 @@ def test_amaxes_of_one_history_are_merged(values, kept):
 def test_equal_histories_are_told_apart():
     """By identity, not by value."""
     pending, first, second = PendingAmaxes(), torch.zeros(2), torch.zeros(2)
-    pending.note(first, torch.tensor(1.0), None)
-    pending.note(second, torch.tensor(2.0), None)
+    pending.note(1, first, torch.tensor(1.0), None)
+    pending.note(2, second, torch.tensor(2.0), None)
     pending.flush()
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 2])
 
 
 def test_dropped_amaxes_are_forgotten():
     pending, seen = PendingAmaxes(), torch.zeros(3)
-    pending.note(seen, torch.tensor(5.0), None)
+    pending.note(1, seen, torch.tensor(5.0), None)
     pending.drop()
     assert not pending
-    pending.note(seen, torch.tensor(2.0), None)
+    pending.note(1, seen, torch.tensor(2.0), None)
     pending.flush()
     assert seen.tolist() == [0, 0, 2]
 
@@ -248,10 +248,10 @@ def test_dropped_amaxes_are_forgotten():
 def test_noted_amaxes_are_copies_without_a_graph():
     pending, seen = PendingAmaxes(), torch.zeros(1)
     noted = torch.tensor(5.0, requires_grad=True)
-    pending.note(seen, noted * 1, None)
+    pending.note(1, seen, noted * 1, None)
     value = torch.tensor(3.0)
     other = torch.zeros(1)
-    pending.note(other, value, None)
+    pending.note(2, other, value, None)
     value.fill_(100)
     pending.flush()
     assert seen.tolist() == [5] and other.tolist() == [3] and not seen.requires_grad
@@ -262,11 +262,11 @@ def test_pending_amaxes_of_a_group_are_one_collective(monkeypatch):
 
     def all_reduce(flat, op, group):
         calls.append(group)
-        flat.copy_(torch.full_like(flat.view(torch.float32), 9.0).view(torch.int32))
+        flat.view(torch.float32)[2:4] = 9.0  # before them stands the digest of their identities
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     pending, one, two, alone = PendingAmaxes(), torch.zeros(2), torch.zeros(2), torch.zeros(2)
-    for seen, group in ((one, "a"), (two, "a"), (alone, None)):
-        pending.note(seen, torch.tensor(1.0), group)
+    for number, (seen, group) in enumerate(((one, "a"), (two, "a"), (alone, None))):
+        pending.note(number, seen, torch.tensor(1.0), group)
     pending.flush()
     assert calls == ["a"] and [seen.tolist() for seen in (one, two, alone)] == [[0, 9], [0, 9], [0, 1]]

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
@@ -29,11 +30,22 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             (`X_scale_inv`, ...) are errors.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, quantized, or of another shape. Raised before any collective.
+        CheckpointError: a tensor is missing, unknown, quantized, or of another shape; on every rank, if so on one.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else a forward without backward may have left the gathered copies in place
     params = dict(model.named_parameters(remove_duplicate=False))
-    others = _other_entries(model, params, state_dict)
-    parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
+    error: CheckpointError | None = None
+    try:
+        others = _other_entries(model, params, state_dict)
+        parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
+    except CheckpointError as found:
+        error = found
+    if amax.any_rank(error is not None, amax.world()):
+        raise error or CheckpointError(
+            "load_high_precision: the state dict of another rank does not fit; see its error"
+        )
     for tensor, value in others:
         tensor.copy_(value)
     quantized: list[tuple[Tensor, Tensor]] = []

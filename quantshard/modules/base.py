@@ -6,6 +6,7 @@ index in the global tensor, so a module is born the same whole, in shards, or on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, numerics, private_torch
 from quantshard import storage as storages
-from quantshard.errors import CheckpointError, RecipeMismatchError
+from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
 from quantshard.modules import context
 from quantshard.modules.functional import LinearState
 from quantshard.recipe import Recipe
@@ -115,6 +116,11 @@ class QuantizedModule(nn.Module):
         Raises:
             RankMismatchError: ranks have different keys, so they would fill in parts of different weights.
         """
+        if private_torch.has_gathered_parameters(self):
+            raise ConfigurationError(
+                f"{type(self).__name__}.reset_parameters: FSDP holds this module's parameters gathered, and what is "
+                "written to them is lost; call reshard() on the FSDP-wrapped module first"
+            )
         self._materialize()
         self._check_keys()
         quantized: list[tuple[Tensor, Tensor]] = []
@@ -174,7 +180,13 @@ class QuantizedModule(nn.Module):
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
         for name, length in self._history_lengths(recipe).items():
             existing = getattr(self, prefix + name, None)
-            if existing is None or existing.numel() != length:
+            if existing is not None and existing.numel() != length:
+                raise RecipeMismatchError(
+                    f"{type(self).__name__}.{prefix + name} holds {existing.numel()} past amaxes, but autocast's "
+                    f"recipe {recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
+                )
+            if existing is None:
+                self._warn_of_late_history(prefix + name)
                 device = private_torch.local_tensor(self.get_parameter(weight)).device
                 self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=device))
         state = self.weight_state(weight)
@@ -182,6 +194,11 @@ class QuantizedModule(nn.Module):
         if cell is not None and cell.scaling.history:
             device = private_torch.local_tensor(self.get_parameter(weight)).device
             history = state.get(AMAX_HISTORY)
+            if history is not None and history.numel() != cell.scaling.history:
+                raise RecipeMismatchError(
+                    f"{type(self).__name__}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
+                    f"{recipe.name!r} asks for {cell.scaling.history}; use one recipe object for both"
+                )
             if history is None:
                 state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
             elif history.device != device:  # the module was moved; what is no parameter or buffer was not
@@ -189,15 +206,30 @@ class QuantizedModule(nn.Module):
         seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
         return LinearState(state, seen, seen_backward, record=self.training and not private_torch.in_backward())
 
+    def _warn_of_late_history(self, name: str) -> None:
+        if self.training:
+            warnings.warn(
+                f"{type(self).__name__}.{name} is made in this forward, so a new process would have no such entry in "
+                "its state dict to load into, and resume without it; build the model under "
+                "quantized_model_init(enabled=False, recipe=...) with autocast's recipe",
+                stacklevel=2,
+            )
+
     def _checked_weight(self, name: str, recipe: Recipe) -> Tensor:
         """The weight for a GEMM under `recipe`.
 
         Raises:
             RecipeMismatchError: it is stored in another format than the recipe's.
+            ConfigurationError: it is still sharded.
         """
         weight = getattr(self, name)
         assert weight is not None
         local = private_torch.local_tensor(weight)
+        if isinstance(weight, DTensor) and any(not placement.is_replicate() for placement in weight.placements):
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name} is still sharded ({weight.placements} of {weight.device_mesh}); call "
+                "the module through the FSDP-wrapped one that gathers it, or call unshard() on that first"
+            )
         if isinstance(local, QuantizedTensor) and recipe.table and local._storage.cell != recipe.weight:
             wanted = "high precision" if recipe.weight is None else str(recipe.weight)
             raise RecipeMismatchError(

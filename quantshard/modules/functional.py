@@ -19,6 +19,7 @@ from torch import Tensor
 from quantshard import backend, numerics, private_torch
 from quantshard.amax import history_amax
 from quantshard.backend import Operand
+from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context
 from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
@@ -48,7 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, state
         tokens = x.reshape(-1, x.shape[-1])
         y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         return _shaped_as(y, x)
-    out: Tensor = _Linear.apply(x, weight, bias, recipe, state)
+    keeps_input = torch.is_grad_enabled() and weight.requires_grad
+    out: Tensor = _Linear.apply(x, weight, bias, recipe, state, keeps_input)
     return out
 
 
@@ -63,9 +65,17 @@ def _shaped_as(y: Tensor, x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, state: LinearState) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        state: LinearState,
+        keeps_input: bool,
+    ) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, recipe, state, need_second=weight.requires_grad)
+        x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, recipe, state, need_second=keeps_input)
         ctx.weight_amax = _weight_amax(weight, recipe, state)
         w = _weight_operand(weight, recipe, ctx.weight_amax)
         y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
@@ -77,7 +87,12 @@ class _Linear(torch.autograd.Function):
         return _shaped_as(y, x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(
+                "the backward of a quantized linear layer has no derivative of its own, so create_graph=True would "
+                "lose it in silence; for a gradient penalty build this layer in high precision, outside of autocast"
+            )
         weight, *x_tensors = ctx.saved_tensors
         recipe, state = ctx.recipe, ctx.state
         dy = grads[0].reshape(-1, weight.shape[0])
@@ -86,18 +101,20 @@ class _Linear(torch.autograd.Function):
             dy, TensorRole.GRAD_OUTPUT, recipe, state, need_first=need_x, need_second=need_w, group=ctx.group
         )
         dx = dw = db = None
+        # codes saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step
+        poison = torch.where(torch.isfinite(dy).all(), 0.0, torch.nan).to(dy.dtype)
         if need_x:
             w = _weight_operand(weight, recipe, ctx.weight_amax)
-            dx = backend.matmul(dy_dgrad, w, grads[0].dtype).view(ctx.x_shape)
+            dx = (backend.matmul(dy_dgrad, w, grads[0].dtype) + poison).view(ctx.x_shape)
         if need_w:
             x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
             dw = backend.matmul(
                 dy_wgrad.operand, x_wgrad.operand, weight.dtype,
                 transpose_a=not dy_wgrad.transposed, transpose_b=x_wgrad.transposed,
-            )  # fmt: skip
+            ) + poison.to(weight.dtype)  # fmt: skip
         if need_bias and ctx.has_bias:
             db = dy.float().sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 @dataclass
@@ -165,6 +182,11 @@ class _Words:
         )  # fmt: skip
 
 
+def _identity(state: LinearState, role: TensorRole) -> int:
+    """A number for one history that is equal on all ranks: they agree on the weight's key."""
+    return int(state.weight[KEY]) * len(TensorRole) + list(TensorRole).index(role)
+
+
 def _delayed_amax(
     values: Tensor, role: TensorRole, cell: Cell | None, state: LinearState, group: dist.ProcessGroup | None
 ) -> Tensor | None:
@@ -179,7 +201,7 @@ def _delayed_amax(
         if not forward and not pending:
             private_torch.at_end_of_backward(pending.flush)
         amax = numerics.block_amax(values, (ALL, ALL)).view(())
-        pending.note(history, amax, context.current_amax_group() if forward else group)
+        pending.note(_identity(state, role), history, amax, context.current_amax_group() if forward else group)
     return history_amax(history, cell.scaling.most_recent)
 
 
@@ -190,7 +212,12 @@ def _weight_amax(weight: Tensor, recipe: Recipe, state: LinearState) -> Tensor |
         return None
     history = state.weight[AMAX_HISTORY]
     if state.record:
-        context.forward_amaxes.note(history, weight.detach().abs().amax().float(), context.current_amax_group())
+        context.forward_amaxes.note(
+            _identity(state, TensorRole.WEIGHT),
+            history,
+            weight.detach().abs().amax().float(),
+            context.current_amax_group(),
+        )
     return history_amax(history, cell.scaling.most_recent)
 
 

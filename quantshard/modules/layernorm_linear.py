@@ -72,10 +72,11 @@ class LayerNormLinear(QuantizedModule):
         """
         unsupported.refuse("LayerNormLinear.forward", others)
         recipe = context.current_recipe()
+        weight = self._checked_weight("weight", recipe)
         state = self._linear_state("weight", recipe)
         normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
         bias = None if self.return_bias else self.bias
-        out = functional.linear(normed, self._checked_weight("weight", recipe), bias, recipe, state)
+        out = functional.linear(normed, weight, bias, recipe, state)
         more: tuple[Tensor | None, ...] = (self.bias,) if self.return_bias else ()
         if self.return_layernorm_output:
             more += (normed,)

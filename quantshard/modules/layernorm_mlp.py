@@ -159,9 +159,9 @@ class LayerNormMLP(QuantizedModule):
 
     def _layer(self, prefix: str, x: Tensor, bias: Tensor | None) -> Tensor:
         recipe = context.current_recipe()
-        weight = prefix + "weight"
-        state = self._linear_state(weight, recipe, prefix)
-        return functional.linear(x, self._checked_weight(weight, recipe), bias, recipe, state)
+        weight = self._checked_weight(prefix + "weight", recipe)
+        state = self._linear_state(prefix + "weight", recipe, prefix)
+        return functional.linear(x, weight, bias, recipe, state)
 
     def extra_repr(self) -> str:
         return (

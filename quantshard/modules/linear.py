@@ -57,9 +57,9 @@ class Linear(QuantizedModule):
         """Input [..., in_features] -> [..., out_features], in the input's dtype."""
         unsupported.refuse("Linear.forward", others)
         recipe = context.current_recipe()
+        weight = self._checked_weight("weight", recipe)
         state = self._linear_state("weight", recipe)
-        bias = None if self.return_bias else self.bias
-        out = functional.linear(inp, self._checked_weight("weight", recipe), bias, recipe, state)
+        out = functional.linear(inp, weight, None if self.return_bias else self.bias, recipe, state)
         return (out, self.bias) if self.return_bias else out
 
     def extra_repr(self) -> str:

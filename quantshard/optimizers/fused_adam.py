@@ -7,7 +7,7 @@ once to measure and once to write, so that no copy of the model is held between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,10 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
 from quantshard.amax import FlatMax, Requantization
-from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, RankMismatchError
+from quantshard.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteGradientError,
+    RankMismatchError,
+    UnsupportedOperationError,
+)
 from quantshard.optimizers.adam import Hyperparameters, Updated, adam
 from quantshard.optimizers.state import FloatState, State, make_state
 from quantshard.storage import KEY
+
+LARGEST_GRADIENT = 1e19
+"""The square of a larger one is infinite in float32, and would freeze its weight for good: it counts as infinite."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
@@ -82,13 +91,14 @@ class FusedAdam(torch.optim.Optimizer):
             "adam_w_mode": adam_w_mode,
             "step": 0,
             "skipped_steps": 0,
+            "skipped_in_a_row": 0,
         }
         super().__init__(params, defaults)
         self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
         self._master_weights = master_weights
         self._max_skipped_in_a_row = max_skipped_in_a_row
-        self._skipped_in_a_row = 0
         self._states: dict[Tensor, dict[str, State]] = {}
+        self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         for group in self.param_groups:
             self._adopt(group)
@@ -111,7 +121,8 @@ class FusedAdam(torch.optim.Optimizer):
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
             self._names[param] = name
-            self.initialize_state(param)
+            if param.requires_grad:
+                self.initialize_state(param)
 
     @torch.no_grad()
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
@@ -138,7 +149,22 @@ class FusedAdam(torch.optim.Optimizer):
             states[MASTER] = FloatState(param)
             states[MASTER].write(_initial_master(local), None)
         self._states[param] = states
+        self._versions[param] = _version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
+
+    @torch.no_grad()
+    def reseed_masters(self) -> None:
+        """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
+        for param, states in self._states.items():
+            if MASTER in states:
+                states[MASTER].write(_initial_master(private_torch.local_tensor(param)), None)
+            self._versions[param] = _version(param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedAdam:
+        raise UnsupportedOperationError(
+            "a FusedAdam is not copied: its states belong to its parameters; build another one over the copied model "
+            "and load this one's state_dict() into it"
+        )
 
     def _check_keys(self) -> None:
         keys: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
@@ -189,6 +215,8 @@ class FusedAdam(torch.optim.Optimizer):
                 f"the optimizer state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
                 f"{[len(g['params']) for g in self.param_groups]}; build it over the same model"
             )
+        for saved, own in zip(groups, self.param_groups, strict=True):
+            _check_names(saved.get("param_names"), own.get("param_names"))
         pairs = [
             (param, state_dict["state"].get(index, {}))
             for saved, own in zip(groups, self.param_groups, strict=True)
@@ -197,13 +225,14 @@ class FusedAdam(torch.optim.Optimizer):
         for param, loaded in pairs:
             self._check_loadable(param, loaded)
         for param, loaded in pairs:
+            self._versions.pop(param, None)  # the model may be loaded before or after
             for key, live in self.state[param].items():
                 private_torch.local_tensor(live).copy_(private_torch.local_tensor(loaded[key]))
         for saved, own in zip(groups, self.param_groups, strict=True):
             own.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
 
     def _check_loadable(self, param: Tensor, loaded: dict[str, Tensor]) -> None:
-        live, name = self.state[param], self._names[param]
+        live, name = self.state.get(param, {}), self._names[param]
         if loaded.keys() != live.keys():
             raise CheckpointError(
                 f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; construct it with "
@@ -233,7 +262,7 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reduction = FlatMax()
-        work = [_Work(self, group, param, reduction) for group in self.param_groups for param in group["params"]]
+        work = [_Work(self, group, param, reduction) for group, param in self._updated()]
         flags = _Flags(work, reduction)
         reduction.reduce()
         flags.check_missing(self._names)
@@ -241,20 +270,40 @@ class FusedAdam(torch.optim.Optimizer):
         if bad is not None:
             self._skip(bad)
             return loss
-        self._skipped_in_a_row = 0
         for group in self.param_groups:
             group["step"] += 1
+            group["skipped_in_a_row"] = 0
         for item in work:
             item.finish()
+            self._versions[item.param] = _version(item.param)
         return loss
+
+    def _updated(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """The parameters with a state, and their groups; checked to be as this optimizer left them."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in self._states:
+                    if param.grad is not None:
+                        raise ConfigurationError(
+                            f"{self._names[param]} was frozen when this FusedAdam was built and has a gradient now; "
+                            "call initialize_state(parameter) when you unfreeze it"
+                        )
+                    continue
+                if self._versions.setdefault(param, _version(param)) != _version(param):
+                    raise ConfigurationError(
+                        f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
+                        "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
+                    )
+                yield group, param
 
     def _skip(self, name: str) -> None:
         for group in self.param_groups:
             group["skipped_steps"] += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self._max_skipped_in_a_row:
+            group["skipped_in_a_row"] += 1
+        in_a_row = self.param_groups[0]["skipped_in_a_row"]
+        if in_a_row >= self._max_skipped_in_a_row:
             raise NonFiniteGradientError(
-                f"{self._skipped_in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight "
+                f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight "
                 "was changed by them. Lower the learning rate, look at the data of these steps, or load an older "
                 "checkpoint"
             )
@@ -264,6 +313,23 @@ class FusedAdam(torch.optim.Optimizer):
             kinds = ["a DTensor" if isinstance(t, DTensor) else "a plain tensor" for t in (param, other)]
             raise ConfigurationError(
                 f"{self._names[param]} is {kinds[0]} but its {what} is {kinds[1]}; both must be the same"
+            )
+
+
+def _version(param: Tensor) -> int:
+    """How often a quantized parameter was given new values; 0 for others."""
+    quantized = components.quantized(param)
+    return 0 if quantized is None else quantized._storage.version
+
+
+def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
+    if saved is None or own is None:
+        return
+    for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+        if theirs != ours:
+            raise CheckpointError(
+                f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
+                "parameters in the same order"
             )
 
 
@@ -343,6 +409,7 @@ class _Work:
         requantization = self.begun.get("param")
         if requantization is not None:
             requantization.commit(updated.master)
+            torch.autograd.graph.increment_version(private_torch.local_tensor(self.param))
         else:
             private_torch.local_tensor(self.param).copy_(updated.master)
 
@@ -365,25 +432,30 @@ class _Flags:
 
     def check_missing(self, names: dict[Tensor, str]) -> None:
         """Raise on every rank if a gradient is missing on some."""
-        for params, flags in self.by_group.values():
-            both = (flags[0] * flags[1]).nonzero()
-            if both.numel():
-                raise RankMismatchError(
-                    f"{names[params[int(both[0])]]} has a gradient on some ranks only; all ranks must use the same "
-                    "parameters in every step"
-                )
+        found = self._first(lambda flags: flags[0] * flags[1], names)
+        if found is not None:
+            raise RankMismatchError(
+                f"{found} has a gradient on some ranks only; all ranks must use the same parameters in every step"
+            )
 
     def first_non_finite(self, names: dict[Tensor, str]) -> str | None:
         """Name of the first parameter whose gradient is not finite on some rank, or None."""
+        return self._first(lambda flags: flags[2], names)
+
+    def _first(self, choose: Callable[[Tensor], Tensor], names: dict[Tensor, str]) -> str | None:
+        found = None
         for params, flags in self.by_group.values():
-            bad = flags[2].nonzero()
-            if bad.numel():
-                return names[params[int(bad[0])]]
-        return None
+            chosen = choose(flags).nonzero()
+            if found is None and chosen.numel():
+                found = names[params[int(chosen[0])]]
+        if len(self.by_group) > 1 and amax.any_rank(found is not None, amax.world()):
+            # parameters are sharded over several groups: a rank that is not in the group must do the same
+            return found or "a parameter of other ranks"
+        return found
 
 
 def _flags_of(grad: Tensor | None, device: torch.device) -> Tensor:
     if grad is None:
         return torch.tensor([0.0, 1.0, 0.0], device=device)
-    non_finite = (~torch.isfinite(grad).all()).float()
+    non_finite = (~(grad.abs() <= LARGEST_GRADIENT).all()).float()  # NaN is not <= either
     return torch.stack([torch.ones_like(non_finite), torch.zeros_like(non_finite), non_finite])
