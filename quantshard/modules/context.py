@@ -60,7 +60,8 @@ class quantized_model_init:
             autocast to prepare for: under delayed scaling the amax histories exist from the start, and are in the state
             dict before the first step.
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU, to seed the
-            optimizer's masters from (`get_high_precision_init_val` of the local tensor: `weight.to_local()` of a DTensor).
+            optimizer's masters from: `get_high_precision_init_val` of the weight, or of its `to_local()` if it is a
+            DTensor.
     """
 
     def __init__(
