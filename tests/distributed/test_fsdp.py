@@ -193,13 +193,13 @@ def message_of(function: Any, *args: Any) -> str:
 
 def shard_columns(case: Case) -> str:
     with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
-        layer = qs.Linear(96, 96)
+        layer = qs.Linear(96, 96, device="cpu")
     return message_of(lambda: fully_shard(layer, mesh=mesh_of(case), shard_placement_fn=lambda _: Shard(1)))
 
 
 def reshard_to_fewer(case: Case) -> str:
     with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
-        model = nn.Sequential(qs.Linear(96, 96), qs.Linear(96, 96))
+        model = nn.Sequential(qs.Linear(96, 96, device="cpu"), qs.Linear(96, 96, device="cpu"))
     for layer in model:
         fully_shard(layer, mesh=mesh_of(case), reshard_after_forward=2)
     return message_of(lambda: model(torch.ones(1, 96)))
@@ -216,7 +216,7 @@ def different_keys(case: Case) -> str:
 def different_keys_direct(case: Case) -> str:
     torch.manual_seed(dist.get_rank())
     with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
-        model = nn.Sequential(qs.Linear(96, 96))
+        model = nn.Sequential(qs.Linear(96, 96, device="cpu"))
     fully_shard(model, mesh=mesh_of(case))
     return message_of(lambda: qs.optimizers.FusedAdam(model.named_parameters()))
 

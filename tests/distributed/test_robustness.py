@@ -73,7 +73,7 @@ def call_a_shard(case: Case) -> list[str]:
     found = []
     for enabled in (True, False):
         with qs.quantized_model_init(enabled, RECIPES[case.recipe]):
-            model = nn.Sequential(qs.Linear(96, 96, params_dtype=torch.bfloat16))
+            model = nn.Sequential(qs.Linear(96, 96, params_dtype=torch.bfloat16, device="cpu"))
         fully_shard(model, mesh=mesh_of(case))
         found.append(message_of(lambda model=model: model[0](torch.ones(2, 96, dtype=torch.bfloat16))))
     return found
@@ -82,7 +82,7 @@ def call_a_shard(case: Case) -> list[str]:
 def different_modules(case: Case) -> list[str]:
     torch.manual_seed(1)
     with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
-        experts = [qs.Linear(96, 96) for _ in range(3)]
+        experts = [qs.Linear(96, 96, device="cpu") for _ in range(3)]
     used = experts[: 1 + dist.get_rank()]  # other modules, and another number of them
 
     def forward() -> None:
