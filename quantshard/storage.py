@@ -20,6 +20,10 @@ from quantshard.sharding import Shard
 KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
 """Names of the state that a weight carries besides its components; see `weight_state`."""
 
+INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, STREAMS_PER_RANK = 0, 1, 2, 3, 16
+"""What the random words of one draw are for: the streams of `numerics.random_words` under a parameter's key. A tensor
+that differs between ranks adds rank * STREAMS_PER_RANK."""
+
 
 @dataclass(eq=False)
 class QuantizedStorage:
@@ -155,3 +159,17 @@ def weight_state(cell: Cell | None, device: torch.device | str) -> dict[str, Ten
     if cell is not None and cell.scaling.history:
         state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
     return state
+
+
+def rounding_words(storage: QuantizedStorage) -> Tensor:
+    """Random words for the stochastic rounding of a weight's new values: int64 of its rectangle, by global index.
+
+    It is one draw of the weight's counter, so every rank that holds a piece must take it in the same step.
+    """
+    draw = int(storage.state[DRAWS])
+    storage.state[DRAWS].add_(1)
+    shard = storage.shard
+    return numerics.random_words(
+        int(storage.state[KEY]), draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape,
+        device=storage.device,
+    )  # fmt: skip

@@ -21,14 +21,13 @@ from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatc
 from quantshard.modules import context
 from quantshard.modules.functional import LinearState
 from quantshard.recipe import Recipe
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 from quantshard.tensor import QuantizedTensor, quantize
 
 InitMethod = Callable[[Tensor], Any]
 DEFAULT_STD = 0.023
 """Standard deviation of the default initialization, as in TransformerEngine."""
 
-_INIT_STREAM = 0
 INPUT_HISTORY, GRAD_OUTPUT_HISTORY = "input_amax_history", "grad_output_amax_history"
 
 
@@ -47,7 +46,7 @@ class WeightSpec:
     def values(self, key: int, origin: tuple[int, int], shape: tuple[int, int], device: torch.device) -> Tensor:
         """The rectangle's initial values, float32."""
         if self.init_method is None:
-            words = numerics.random_words(key, 0, _INIT_STREAM, self.shape, origin, shape, device=device)
+            words = numerics.random_words(key, 0, INIT_STREAM, self.shape, origin, shape, device=device)
             return numerics.normal(words) * self.std
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(key)  # torch.manual_seed would also seed the accelerators, unforked

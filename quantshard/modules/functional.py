@@ -23,10 +23,16 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context
 from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.storage import (
+    AMAX_HISTORY,
+    DGRAD_STREAM,
+    DRAWS,
+    KEY,
+    STREAMS_PER_RANK,
+    WGRAD_STREAM,
+    QuantizedStorage,
+)
 from quantshard.tensor import QuantizedTensor
-
-_DGRAD_STREAM, _WGRAD_STREAM, _STREAMS_PER_RANK = 1, 2, 16
 
 
 @dataclass
@@ -146,14 +152,14 @@ def _both_ways(
     shared = first == second and first is not None and first.format.transposable
     as_is: Operand = values
     if first is not None and (need_first or shared):
-        as_is = backend.quantize(values, first, amax=amax, words=words.of(values, first, _DGRAD_STREAM))
+        as_is = backend.quantize(values, first, amax=amax, words=words.of(values, first, DGRAD_STREAM))
     if not need_second:
         return as_is, _WgradOperand(values[:0], False)
     if second is None or shared:
         return as_is, _WgradOperand(as_is if shared else values, False)
     turned = values.t()
     return as_is, _WgradOperand(
-        backend.quantize(turned, second, amax=amax, words=words.of(turned, second, _WGRAD_STREAM)), True
+        backend.quantize(turned, second, amax=amax, words=words.of(turned, second, WGRAD_STREAM)), True
     )
 
 
@@ -177,7 +183,7 @@ class _Words:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         cols = values.shape[1] + (-values.shape[1] % 16 if cell.scaling.random_hadamard else 0)
         return numerics.random_words(
-            int(self.state.weight[KEY]), self.draw, rank * _STREAMS_PER_RANK + stream, (values.shape[0], cols),
+            int(self.state.weight[KEY]), self.draw, rank * STREAMS_PER_RANK + stream, (values.shape[0], cols),
             device=self.device,
         )  # fmt: skip
 
