@@ -14,6 +14,7 @@ from quantshard.modules import (
     RotaryPositionEmbedding,
     TransformerLayer,
     autocast,
+    checkpoint,
     quantized_model_init,
 )
 from quantshard.observe import explain
@@ -31,6 +32,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "autocast",
+    "checkpoint",
     "checkpoints",
     "errors",
     "explain",

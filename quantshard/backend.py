@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics, sharding
-from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy
 from quantshard.recipe import Cell
 from quantshard.storage import QuantizedStorage, scale_names
@@ -71,12 +70,6 @@ def _values(operand: Operand, wanted: Copy) -> Tensor:
     if isinstance(operand, Tensor):
         return operand.float()
     which = wanted if wanted in operand.cell.format.copies else Copy.ROWWISE
-    if not operand.has(which):
-        raise UnsupportedOperationError(
-            f"this GEMM needs the {which.value} copy of a {operand.cell.format.name} weight {operand.shard.shape}, but "
-            "FSDP gathered only the other one for this pass; use fully_shard(reshard_after_forward=False), or a recipe "
-            "whose weights keep one copy for both passes"
-        )
     return operand.dequantize(which)
 
 

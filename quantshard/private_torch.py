@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import checkpoint as torch_checkpoint
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
 PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public spelling."""
+
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renamed it, and warns of the old name."""
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -38,6 +46,63 @@ def in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once when the backward pass now running ends. FSDP2 and DDP finish their work in the same way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@dataclass(frozen=True)
+class CheckpointedRegions:
+    """The regions of `torch.utils.checkpoint` around the running code: objects that autograd keeps until they are done.
+
+    `entered`: those that it runs the first forward of. `replayed`: the one that is recomputed, if any, and `replay`
+    which recomputation of it this is.
+    """
+
+    entered: tuple[Any, ...] = ()
+    replayed: Any = None
+    replay: Any = None
+
+
+_CHECKPOINT = inspect.unwrap(torch_checkpoint.checkpoint).__code__
+_REENTRANT_FORWARD = torch_checkpoint.CheckpointFunction.forward.__code__
+_REENTRANT_BACKWARD = torch_checkpoint.CheckpointFunction.backward.__code__
+_HOOK_CODES = {
+    code.co_name: code
+    for code in torch_checkpoint._checkpoint_hook.__init__.__code__.co_consts
+    if isinstance(code, types.CodeType)
+}
+
+
+def checkpointed_regions() -> CheckpointedRegions:
+    """Which checkpointed regions the calling code runs in.
+
+    PyTorch has no such question, so its own frames on the Python stack are read: a reentrant region is its autograd
+    node, another one the `_CheckpointFrame` that its saved-tensor hooks close over. The stack is walked only where a
+    region is possible: without gradients, under saved-tensor hooks, or in backward.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None and torch.is_grad_enabled() and not in_backward():
+        return CheckpointedRegions()
+    entered: list[Any] = []
+    if hooks is not None and getattr(hooks[0], "__code__", None) is _HOOK_CODES["pack_hook"]:
+        names = _HOOK_CODES["pack_hook"].co_freevars
+        cells: Any = hooks[0].__closure__  # type: ignore[attr-defined]
+        entered.append(cells[names.index("frame")].cell_contents)  # for the composable API, which is not on the stack
+    at: types.FrameType | None = sys._getframe(1)
+    while at is not None:
+        code = at.f_code
+        if code is _REENTRANT_FORWARD:
+            entered.append(at.f_locals["ctx"])
+        elif code is _CHECKPOINT and at.f_locals.get("gen") is not None:
+            entered.append(at.f_locals["gen"].gi_frame.f_locals["new_frame"])
+        elif code is _REENTRANT_BACKWARD:
+            return CheckpointedRegions(_distinct(entered), at.f_locals["ctx"], torch._C._current_graph_task_id())
+        elif code is _HOOK_CODES["unpack_hook"]:
+            return CheckpointedRegions(_distinct(entered), at.f_locals["frame"], at.f_locals["gid"])
+        at = at.f_back
+    return CheckpointedRegions(_distinct(entered))
+
+
+def _distinct(objects: list[Any]) -> tuple[Any, ...]:
+    return tuple({id(each): each for each in objects}.values())
 
 
 def flattened_group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup:

@@ -33,7 +33,8 @@ class QuantizedStorage:
     `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
     the weight was initialized with, on the CPU, if they were asked to be kept. `version` counts how often new values
-    were written or loaded. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded.
+    were written or loaded. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded; it may hold
+    only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call.
     """
 
     cell: Cell
@@ -43,6 +44,7 @@ class QuantizedStorage:
     high_precision: Tensor | None = None
     version: int = 0
     gathered: bool = False
+    fetch: Callable[[Copy], dict[str, Tensor]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +91,7 @@ class QuantizedStorage:
         """Become another handle to what `source` holds now."""
         self.cell, self.shard, self.components = source.cell, source.shard, source.components
         self.state, self.high_precision = source.state, source.high_precision
-        self.version, self.gathered = source.version, source.gathered
+        self.version, self.gathered, self.fetch = source.version, source.gathered, source.fetch
 
     @torch.no_grad()
     def write(self, values: Tensor, amaxes: dict[str, Tensor], words: Tensor | None = None) -> None:
@@ -125,8 +127,17 @@ class QuantizedStorage:
     def dequantize(self, which: Copy | None = None) -> Tensor:
         """The rectangle's values, float32, from the given copy or from whichever is here."""
         which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)
+        if not self.has(which):
+            return self.with_copy(which).dequantize(which)
         copy = self.cell.format.copies[which]
         return numerics.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin)
+
+    def with_copy(self, which: Copy) -> QuantizedStorage:
+        """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""
+        if self.has(which):
+            return self
+        assert self.fetch is not None, "only a gathered weight lacks a copy"
+        return replace(self, components=self.components | self.fetch(which))
 
 
 def empty(

@@ -14,6 +14,7 @@ returns a placeholder, whose storage `copy_` fills.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -210,14 +211,14 @@ class QuantizedTensor(Tensor):
             )
         if mesh.size() == 1:
             # FSDP2 then copies the first input only and gathers nothing; the post hook uses the local components.
-            return (next(iter(storage.components.values())).reshape(-1)[:1],), Gathering(storage, ())
+            return (next(iter(storage.components.values())).reshape(-1)[:1],), Gathering(storage, (), mesh)
         both = tuple(storage.cell.format.copies)
         passes: tuple[tuple[Copy, ...], ...] = (both,)
         if len(both) > 1 and plan.frees_between_passes:
             passes = tuple((which,) for which in both)
         this_pass = passes[-1] if private_torch.in_backward() else passes[0]
         slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
-        return tuple(_padded(storage, slot) for slot in slots), Gathering(storage, tuple(slots))
+        return tuple(_padded(storage, slot) for slot in slots), Gathering(storage, tuple(slots), mesh)
 
     def fsdp_post_all_gather(
         self,
@@ -268,10 +269,11 @@ class Placeholder(QuantizedStorage):
 
 
 class Gathering(NamedTuple):
-    """What the pre hook tells the post hook: the live shard, and what each input holds."""
+    """What the pre hook tells the post hook: the live shard, what each input holds, and over which mesh it goes."""
 
     storage: QuantizedStorage
     slots: tuple[sharding.Slot, ...]
+    mesh: DeviceMesh
 
 
 _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
@@ -322,7 +324,24 @@ def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedSto
     for name, part in local.components.items():
         if not local.shard.gathers(by_name[name]):
             components[name] = part.clone()  # a few scales: new ones must not meet the codes gathered before
-    return QuantizedStorage(local.cell, shard, components, local.state, gathered=True)
+    fetch = partial(_gather_copy, gathering)
+    return QuantizedStorage(local.cell, shard, components, local.state, gathered=True, fetch=fetch)
+
+
+def _gather_copy(gathering: Gathering, which: Copy) -> dict[str, Tensor]:
+    """Gather one copy of a weight apart from FSDP2, which gathered the other for this pass.
+
+    Activation recomputation needs it: it runs a forward in backward. Every rank recomputes the same, so every rank is
+    in this collective.
+    """
+    storage = gathering.storage
+    slots = sharding.gather_slots(storage.cell.format, storage.shard, (which,), ((which,),))
+    outputs = []
+    for slot in slots:
+        part = _padded(storage, slot)
+        outputs.append(part.new_empty(gathering.mesh.size() * slot.numel))
+        private_torch.all_gather_single(outputs[-1], part, group=gathering.mesh.get_group())
+    return _assemble(gathering._replace(slots=tuple(slots)), tuple(outputs)).components
 
 
 class _Dequantize(torch.autograd.Function):

@@ -33,7 +33,7 @@ What differs on purpose:
 
 def rendered() -> str:
     lines = [HEAD, "## Arguments", "", "| class or method | accepted | refused |", "|---|---|---|"]
-    names = [name for name in modules.__all__ if inspect.isclass(getattr(modules, name))]
+    names = [n for n in modules.__all__ if inspect.isclass(getattr(modules, n)) or n in unsupported.ARGUMENTS]
     for name in names:
         kind = getattr(modules, name)
         for owner, target in ((name, kind), (f"{name}.forward", getattr(kind, "forward", kind))):

@@ -6,6 +6,7 @@ from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.linear import Linear
 from quantshard.modules.norm import LayerNorm, RMSNorm
+from quantshard.modules.recompute import checkpoint
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from quantshard.modules.transformer_layer import TransformerLayer
 
@@ -21,5 +22,6 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "checkpoint",
     "quantized_model_init",
 ]

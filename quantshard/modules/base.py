@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import amax, components, numerics, private_torch
 from quantshard import storage as storages
 from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
-from quantshard.modules import context
+from quantshard.modules import context, functional, recompute
 from quantshard.modules.functional import LinearState
 from quantshard.recipe import Recipe
 from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
@@ -175,6 +175,13 @@ class QuantizedModule(nn.Module):
         quantized = components.quantized(getattr(self, name))
         return self._plain_states[name] if quantized is None else quantized._storage.state
 
+    def _linear(self, x: Tensor, weight: str, bias: Tensor | None, prefix: str = "") -> Tensor:
+        """x [..., in_features] times one of this module's weights, transposed, plus bias; by the recipe in force."""
+        quantized = components.quantized(getattr(self, weight)) is not None
+        call = recompute.call((id(self), weight), quantized)
+        checked = self._checked_weight(weight, call.recipe)
+        return functional.linear(x, checked, bias, call, self._linear_state(weight, call.recipe, prefix))
+
     def _linear_state(self, weight: str, recipe: Recipe, prefix: str = "") -> LinearState:
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
         for name, length in self._history_lengths(recipe).items():
@@ -203,7 +210,7 @@ class QuantizedModule(nn.Module):
             elif history.device != device:  # the module was moved; what is no parameter or buffer was not
                 state[AMAX_HISTORY] = history.to(device)
         seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
-        return LinearState(state, seen, seen_backward, record=self.training and not private_torch.in_backward())
+        return LinearState(state, seen, seen_backward, record=self.training)
 
     def _warn_of_late_history(self, name: str) -> None:
         if self.training:

@@ -26,6 +26,8 @@ _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_p
 _init_plans: list[InitPlan] = []
 _autocasts: list[autocast] = []
 
+_flush_is_queued = False
+
 forward_amaxes = PendingAmaxes()
 """Amaxes of inputs and weights seen since the outermost autocast was entered."""
 
@@ -49,6 +51,29 @@ def current_amax_group() -> dist.ProcessGroup | None:
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return group
+
+
+def in_autocast() -> bool:
+    """True inside an autocast, an `enabled=False` one included."""
+    return bool(_autocasts)
+
+
+def flush_after_backward() -> None:
+    """Record the amaxes of output gradients when the backward pass now running ends.
+
+    Called first thing in a recomputed forward too: a reentrant checkpoint then runs a backward pass within this one, at
+    whose end it would be too early.
+    """
+    global _flush_is_queued
+    if not _flush_is_queued:
+        _flush_is_queued = True
+        private_torch.at_end_of_backward(_flush_backward)
+
+
+def _flush_backward() -> None:
+    global _flush_is_queued
+    _flush_is_queued = False
+    backward_amaxes.flush()
 
 
 class quantized_model_init:
@@ -78,6 +103,12 @@ class quantized_model_init:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _init_plans.pop()
+
+
+def _drop_backward() -> None:
+    global _flush_is_queued
+    _flush_is_queued = False
+    backward_amaxes.drop()
 
 
 class autocast:
@@ -112,7 +143,7 @@ class autocast:
         if self in _autocasts:
             raise ConfigurationError("this autocast is already entered; make a new one each time")
         if not _autocasts and not private_torch.in_backward():
-            backward_amaxes.drop()  # of a backward pass that failed; else no later one would flush
+            _drop_backward()  # of a backward pass that failed; else no later one would flush
         _autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

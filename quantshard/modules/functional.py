@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import backend, numerics, private_torch
+from quantshard import backend, numerics
 from quantshard.amax import history_amax
 from quantshard.backend import Operand
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context
-from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
+from quantshard.modules.recompute import Call
+from quantshard.recipe import Cell, Gemm, TensorRole
 from quantshard.storage import (
     AMAX_HISTORY,
     DGRAD_STREAM,
@@ -40,7 +41,7 @@ class LinearState:
     """What one linear layer carries between steps: state of its weight, and delayed-scaling histories.
 
     `weight`: the weight's key, draws and, under delayed scaling, amax history. `record`: whether amaxes seen now are
-    recorded (in training, and not when activation recomputation runs the forward again).
+    recorded (in training).
     """
 
     weight: dict[str, Tensor]
@@ -49,14 +50,14 @@ class LinearState:
     record: bool
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, state: LinearState) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, state: LinearState) -> Tensor:
     """x [..., in_features] times weight [out_features, in_features] transposed, plus bias; the dtype is that of x."""
-    if not recipe.table and not isinstance(weight, QuantizedTensor):
+    if not call.recipe.table and not isinstance(weight, QuantizedTensor):
         tokens = x.reshape(-1, x.shape[-1])
         y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         return _shaped_as(y, x)
     keeps_input = torch.is_grad_enabled() and weight.requires_grad
-    out: Tensor = _Linear.apply(x, weight, bias, recipe, state, keeps_input)
+    out: Tensor = _Linear.apply(x, weight, bias, call, state, keeps_input)
     return out
 
 
@@ -76,18 +77,18 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        recipe: Recipe,
+        call: Call,
         state: LinearState,
         keeps_input: bool,
     ) -> Tensor:
+        if call.repeated:
+            context.flush_after_backward()
         tokens = x.reshape(-1, x.shape[-1])
-        x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, recipe, state, need_second=keeps_input)
-        ctx.weight_amax = _weight_amax(weight, recipe, state)
-        w = _weight_operand(weight, recipe, ctx.weight_amax)
+        x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, call, state, need_second=keeps_input)
+        w = _weight_operand(weight, call, state)
         y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
-        ctx.recipe, ctx.state, ctx.x_shape, ctx.has_bias = recipe, state, x.shape, bias is not None
+        ctx.call, ctx.state, ctx.x_shape, ctx.has_bias = call, state, x.shape, bias is not None
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.group = context.current_amax_group()
         ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
         ctx.save_for_backward(weight, *x_tensors)
         return _shaped_as(y, x)
@@ -100,17 +101,15 @@ class _Linear(torch.autograd.Function):
                 "lose it in silence; for a gradient penalty build this layer in high precision, outside of autocast"
             )
         weight, *x_tensors = ctx.saved_tensors
-        recipe, state = ctx.recipe, ctx.state
+        call, state = ctx.call, ctx.state
         dy = grads[0].reshape(-1, weight.shape[0])
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        dy_dgrad, dy_wgrad = _both_ways(
-            dy, TensorRole.GRAD_OUTPUT, recipe, state, need_first=need_x, need_second=need_w, group=ctx.group
-        )
+        dy_dgrad, dy_wgrad = _both_ways(dy, TensorRole.GRAD_OUTPUT, call, state, need_first=need_x, need_second=need_w)
         dx = dw = db = None
         # codes saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step
         poison = torch.where(torch.isfinite(dy).all(), 0.0, torch.nan).to(dy.dtype)
         if need_x:
-            w = _weight_operand(weight, recipe, ctx.weight_amax)
+            w = _weight_operand(weight, call, state)
             dx = (backend.matmul(dy_dgrad, w, grads[0].dtype) + poison).view(ctx.x_shape)
         if need_w:
             x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
@@ -134,20 +133,19 @@ class _WgradOperand:
 def _both_ways(
     values: Tensor,
     role: TensorRole,
-    recipe: Recipe,
+    call: Call,
     state: LinearState,
     *,
     need_first: bool = True,
     need_second: bool = True,
-    group: dist.ProcessGroup | None = None,
 ) -> tuple[Operand, _WgradOperand]:
     """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
 
     Where one quantization serves both (square blocks, plain rounding), it is made once.
     """
-    first = recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
-    second = recipe.cell(role, Gemm.WGRAD)
-    amax = _delayed_amax(values, role, first or second, state, group)
+    first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
+    second = call.recipe.cell(role, Gemm.WGRAD)
+    amax = _delayed_amax(values, role, first or second, call, state)
     words = _Words(state, values.device)
     shared = first == second and first is not None and first.format.transposable
     as_is: Operand = values
@@ -193,45 +191,42 @@ def _identity(state: LinearState, role: TensorRole) -> int:
     return int(state.weight[KEY]) * len(TensorRole) + list(TensorRole).index(role)
 
 
-def _delayed_amax(
-    values: Tensor, role: TensorRole, cell: Cell | None, state: LinearState, group: dist.ProcessGroup | None
-) -> Tensor | None:
-    """Under delayed scaling: the amax of the history to scale by; the tensor's own is noted for later."""
+def _delayed_amax(values: Tensor, role: TensorRole, cell: Cell | None, call: Call, state: LinearState) -> Tensor | None:
+    """Under delayed scaling: the amax of the history to scale by; the tensor's own is noted for later.
+
+    Of an input or a weight both are done once for a call: its backward and its recomputation scale by the same amax.
+    """
     if cell is None or not cell.scaling.history:
         return None
-    forward = role is TensorRole.INPUT
-    history = state.input_history if forward else state.grad_output_history
+    if role in call.amaxes:
+        return call.amaxes[role]
+    history = {
+        TensorRole.INPUT: state.input_history,
+        TensorRole.GRAD_OUTPUT: state.grad_output_history,
+        TensorRole.WEIGHT: state.weight.get(AMAX_HISTORY),
+    }[role]
     assert history is not None
     if state.record:
-        pending = context.forward_amaxes if forward else context.backward_amaxes
-        if not forward and not pending:
-            private_torch.at_end_of_backward(pending.flush)
-        amax = numerics.block_amax(values, (ALL, ALL)).view(())
-        pending.note(_identity(state, role), history, amax, context.current_amax_group() if forward else group)
-    return history_amax(history, cell.scaling.most_recent)
+        backward = role is TensorRole.GRAD_OUTPUT
+        pending = context.backward_amaxes if backward else context.forward_amaxes
+        if backward:
+            context.flush_after_backward()
+        pending.note(_identity(state, role), history, numerics.block_amax(values, (ALL, ALL)).view(()), call.group)
+    amax = history_amax(history, cell.scaling.most_recent)
+    if role is not TensorRole.GRAD_OUTPUT:
+        call.amaxes[role] = amax
+    return amax
 
 
-def _weight_amax(weight: Tensor, recipe: Recipe, state: LinearState) -> Tensor | None:
-    """Under delayed scaling of a high-precision weight: the amax to scale by; its own amax is noted for later."""
-    cell = recipe.weight
-    if isinstance(weight, QuantizedTensor) or cell is None or not cell.scaling.history:
-        return None
-    history = state.weight[AMAX_HISTORY]
-    if state.record:
-        context.forward_amaxes.note(
-            _identity(state, TensorRole.WEIGHT),
-            history,
-            weight.detach().abs().amax().float(),
-            context.current_amax_group(),
-        )
-    return history_amax(history, cell.scaling.most_recent)
-
-
-def _weight_operand(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> Operand:
+def _weight_operand(weight: Tensor, call: Call, state: LinearState) -> Operand:
     """The weight for a GEMM: as it is stored, or quantized now from high precision."""
     if isinstance(weight, QuantizedTensor):
         return weight._storage
-    return weight if recipe.weight is None else backend.quantize(weight, recipe.weight, amax=amax)
+    cell = call.recipe.weight
+    if cell is None:
+        return weight
+    amax = _delayed_amax(weight.detach(), TensorRole.WEIGHT, cell, call, state)
+    return backend.quantize(weight, cell, amax=amax)
 
 
 def _to_saved(operand: _WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

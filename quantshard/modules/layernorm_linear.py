@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard.modules import context, functional, unsupported
+from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
 from quantshard.modules.norm import Normalization
 
@@ -71,12 +71,8 @@ class LayerNormLinear(QuantizedModule):
         With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
         """
         unsupported.refuse("LayerNormLinear.forward", others)
-        recipe = context.current_recipe()
-        weight = self._checked_weight("weight", recipe)
-        state = self._linear_state("weight", recipe)
         normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
-        bias = None if self.return_bias else self.bias
-        out = functional.linear(normed, weight, bias, recipe, state)
+        out = self._linear(normed, "weight", None if self.return_bias else self.bias)
         more: tuple[Tensor | None, ...] = (self.bias,) if self.return_bias else ()
         if self.return_layernorm_output:
             more += (normed,)

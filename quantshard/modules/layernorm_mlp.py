@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import context, functional, unsupported
+from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
 from quantshard.modules.norm import Normalization
 
@@ -150,18 +150,12 @@ class LayerNormMLP(QuantizedModule):
         """
         unsupported.refuse("LayerNormMLP.forward", others)
         normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
-        hidden = activate(self._layer("fc1_", normed, self.fc1_bias), self.activation)
-        out = self._layer("fc2_", hidden, None if self.return_bias else self.fc2_bias)
+        hidden = activate(self._linear(normed, "fc1_weight", self.fc1_bias, "fc1_"), self.activation)
+        out = self._linear(hidden, "fc2_weight", None if self.return_bias else self.fc2_bias, "fc2_")
         more: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
         if self.return_layernorm_output:
             more += (normed,)
         return (out, *more) if more else out
-
-    def _layer(self, prefix: str, x: Tensor, bias: Tensor | None) -> Tensor:
-        recipe = context.current_recipe()
-        weight = self._checked_weight(prefix + "weight", recipe)
-        state = self._linear_state(prefix + "weight", recipe, prefix)
-        return functional.linear(x, weight, bias, recipe, state)
 
     def extra_repr(self) -> str:
         return (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard.modules import context, functional, unsupported
+from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
 
 
@@ -56,10 +56,7 @@ class Linear(QuantizedModule):
     def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor, Tensor | None]:
         """Input [..., in_features] -> [..., out_features], in the input's dtype."""
         unsupported.refuse("Linear.forward", others)
-        recipe = context.current_recipe()
-        weight = self._checked_weight("weight", recipe)
-        state = self._linear_state("weight", recipe)
-        out = functional.linear(inp, weight, None if self.return_bias else self.bias, recipe, state)
+        out = self._linear(inp, "weight", None if self.return_bias else self.bias)
         return (out, self.bias) if self.return_bias else out
 
     def extra_repr(self) -> str:

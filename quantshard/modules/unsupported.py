@@ -117,7 +117,7 @@ ARGUMENTS: dict[str, Arguments] = {
         **_WARM_UP,
         **_because(NO_TENSOR_PARALLEL, set_parallel_mode=False),
         **_because("only activations without parameters are there; leave it out", activation_params=None),
-        **_because("recompute activations with torch.utils.checkpoint around the module", checkpoint=False),
+        **_because("recompute activations with quantshard.checkpoint around the module", checkpoint=False),
     },
     "LayerNormMLP.forward": _CACHED_WEIGHTS,
     "DotProductAttention": {
@@ -177,6 +177,10 @@ ARGUMENTS: dict[str, Arguments] = {
             enc_dec_bottom_right_diagonal=None,
             enc_dec_window_size=None,
         ),
+    },
+    "checkpoint": {
+        **_because(NO_TENSOR_PARALLEL, distribute_saved_activations=False, tp_group=None),
+        **_RNG_TRACKER,
     },
     "apply_rotary_pos_emb": {
         **_because("there is no cache of keys and values for generation; slice freqs yourself", start_positions=None),

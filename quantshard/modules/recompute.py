@@ -1,0 +1,121 @@
+"""Activation recomputation: what the first forward of a checkpointed region did, its second forward does again.
+
+`torch.utils.checkpoint`, reentrant or not, runs a region's forward a second time in backward. By then autocast was
+left, and delayed scaling has recorded new amaxes. So each linear layer leaves a `Call` with the region, and the second
+forward takes the recipe and the amaxes to scale by from there: it quantizes to the same bits and records nothing
+twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
+
+from quantshard import private_torch
+from quantshard.errors import UnsupportedOperationError
+from quantshard.modules import context, unsupported
+from quantshard.recipe import Recipe, TensorRole
+
+Layer = tuple[int, str]
+"""A linear layer: id of its module, and the name of its weight there."""
+
+_CALLS = "_quantshard_calls"
+
+
+@dataclass
+class Call:
+    """One forward of one linear layer.
+
+    `group`: over which delayed scaling reduces amaxes. `amaxes`: those to scale by under delayed scaling, kept by the
+    first forward. `repeated`: this is a second forward, whose amaxes were recorded by the first.
+    """
+
+    recipe: Recipe
+    group: dist.ProcessGroup | None
+    amaxes: dict[TensorRole, Tensor] = field(default_factory=dict)
+    repeated: bool = False
+
+
+class _Calls:
+    """The calls in the first forward of a region, in order for each layer, and how far a second one has come."""
+
+    def __init__(self) -> None:
+        self.made: dict[Layer, list[Call]] = defaultdict(list)
+        self.replay: Any = None
+        self.repeated: dict[Layer, int] = {}
+
+    def next(self, layer: Layer, replay: Any) -> Call | None:
+        if replay != self.replay:
+            self.replay, self.repeated = replay, {}
+        index = self.repeated.get(layer, 0)
+        self.repeated[layer] = index + 1
+        made = self.made[layer]
+        return made[index] if index < len(made) else None
+
+
+def call(layer: Layer, quantized: bool) -> Call:
+    """How a layer is to be computed now: as autocast says, or in a second forward as in the first.
+
+    Raises:
+        UnsupportedOperationError: a forward runs again, but nothing was kept of the first.
+    """
+    regions = private_torch.checkpointed_regions()
+    if regions.replayed is None:
+        if private_torch.in_backward():
+            _check_known_without_first(quantized)
+        current = Call(context.current_recipe(), context.current_amax_group())
+    else:
+        first = _calls_of(regions.replayed).next(layer, regions.replay)
+        if first is None:
+            raise UnsupportedOperationError(
+                f"activation recomputation called the layer of {layer[1]!r} more often than the first forward did; "
+                "a checkpointed function must do the same each time"
+            )
+        current = Call(first.recipe, first.group, first.amaxes, repeated=True)
+    for region in regions.entered:
+        _calls_of(region).made[layer].append(current)
+    return current
+
+
+def _calls_of(region: Any) -> _Calls:
+    if not hasattr(region, _CALLS):
+        setattr(region, _CALLS, _Calls())  # lives as long as the region, which is what autograd keeps of it
+    found: _Calls = getattr(region, _CALLS)
+    return found
+
+
+def _check_known_without_first(quantized: bool) -> None:
+    """A forward in backward that is no recomputation of torch.utils.checkpoint: its first one is not known."""
+    recipe = context.current_recipe()
+    delayed = any(cell.scaling.history for cell in recipe.table.values())
+    if delayed or (quantized and not context.in_autocast()):
+        raise UnsupportedOperationError(
+            "a layer ran in backward outside of torch.utils.checkpoint, so the recipe and scales of its first forward "
+            "are not known; recompute with quantshard.checkpoint or torch.utils.checkpoint"
+            + ("" if delayed else ", or enter autocast in the recomputed function")
+        )
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+    """Call `function(*args, **kwargs)`, keep none of its activations, and compute them again in backward.
+
+    The recomputation uses the recipe and scales of this call, whatever autocast says by then, and records no amax a
+    second time: the gradients have the same bits as without. This is `torch.utils.checkpoint` with TransformerEngine's
+    arguments; that itself, and PyTorch's `checkpoint_wrapper`, do as well, with FSDP2 inside or outside.
+
+    Args:
+        function: a module or function.
+        use_reentrant: which implementation of `torch.utils.checkpoint`.
+        **kwargs: the other arguments of `torch.utils.checkpoint.checkpoint` (`preserve_rng_state`, `context_fn`,
+            `determinism_check`, `debug`) and, if not reentrant, of the function; TransformerEngine's are in
+            `unsupported`.
+    """
+    refused = unsupported.ARGUMENTS["checkpoint"]
+    unsupported.refuse("checkpoint", {name: kwargs.pop(name) for name in refused if name in kwargs})
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)

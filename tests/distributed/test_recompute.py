@@ -1,0 +1,166 @@
+"""Activation recomputation: the same gradients, weights and histories as without, bit for bit.
+
+Runs on 1, 2 and 3 ranks, and prints the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import quantshard as qs
+from quantshard import private_torch
+from tests.distributed.models import RECIPES, Case, batch, bits, mesh_of, optimizer_of
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Block(nn.Module):
+    """Modules of each kind; if `twice`, one of them is used twice, by two recipes."""
+
+    def __init__(self, width: int, twice: bool, **options: Any) -> None:
+        super().__init__()
+        self.twice = twice
+        self.norm_linear = qs.LayerNormLinear(width, width, **options)
+        self.mlp = qs.LayerNormMLP(width, 40, activation="swiglu", **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.norm_linear(x))
+        with qs.autocast(enabled=False):
+            return x + self.norm_linear(x) if self.twice else x
+
+
+class Recomputing(nn.Module):
+    """A module whose forward is called through a checkpointing function."""
+
+    def __init__(self, module: nn.Module, how: Callable[..., Any], **options: Any) -> None:
+        super().__init__()
+        self.module, self.how, self.options = module, how, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.module, x, **self.options)
+
+
+def nested(module: nn.Module) -> nn.Module:
+    assert isinstance(module, Block)
+    module.mlp = Recomputing(module.mlp, checkpoint, use_reentrant=False)
+    return Recomputing(module, checkpoint, use_reentrant=False)
+
+
+def nested_mixed(module: nn.Module) -> nn.Module:
+    assert isinstance(module, Block)
+    module.mlp = Recomputing(module.mlp, checkpoint, use_reentrant=True)
+    return Recomputing(module, checkpoint, use_reentrant=False)
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "not reentrant": lambda m: Recomputing(m, checkpoint, use_reentrant=False),
+    "reentrant": lambda m: Recomputing(m, checkpoint, use_reentrant=True),
+    "quantshard.checkpoint": lambda m: Recomputing(m, qs.checkpoint),
+    "wrapper": lambda m: checkpoint_wrapper(m, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+    "wrapper reentrant": lambda m: checkpoint_wrapper(m, checkpoint_impl=CheckpointImpl.REENTRANT),
+    "composable": lambda m: composable_checkpoint(m),
+    "nested": nested,
+    "nested mixed": nested_mixed,
+}
+
+TRIED_EVERY_WAY = ("delayed", "mxfp8 two copies")
+"""Recipes with something to keep: the scales of past amaxes, and which copy is gathered. The others try two ways."""
+
+SETTINGS = {
+    1: [("none", "of each"), ("none", "of each after both"), ("none", "of the sum")],
+    2: [("inside", "of each")],
+    3: [("inside", "of each"), ("outside", "of each")],
+}
+"""Ranks -> where FSDP is, and of what backward is called: of each of two micro-batches at once, of each after both
+forwards, or of their sum."""
+
+WIDTH = 33  # divides by nothing
+
+
+def built(case: Case, way: Callable[[nn.Module], nn.Module] | None, fsdp: str) -> nn.Module:
+    torch.manual_seed(case.seed)
+    with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
+        first = qs.Linear(96, WIDTH, params_dtype=torch.bfloat16)
+        blocks: list[nn.Module] = [Block(WIDTH, twice, params_dtype=torch.bfloat16) for twice in (False, True)]
+    mesh = mesh_of(case)
+    if fsdp == "inside":
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    if way is not None:
+        blocks = [way(block) for block in blocks]
+    if fsdp == "outside":
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    last = nn.Linear(WIDTH, 1, dtype=torch.bfloat16)
+    model = nn.Sequential(first, *blocks, last)
+    if fsdp != "none":
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def run(case: Case, way: str | None, fsdp: str, backward: str) -> tuple[list[str], list[Any]]:
+    """Two steps; hashes of everything, by position since wrappers rename, and the gradients of each step."""
+    model = built(case, None if way is None else WAYS[way], fsdp)
+    optimizer = optimizer_of(model, case)
+    seen = []
+    for step in range(2):
+        x, y = batch(step, case)
+        losses = []
+        for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+            with qs.autocast(recipe=RECIPES[case.recipe]):
+                losses.append(((model(part).float() - target) ** 2).mean())
+            if backward == "of each":
+                losses.pop().backward()
+        for loss in [sum(losses)] if backward == "of the sum" else losses:
+            loss.backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            seen.append(private_torch.local_tensor(param.grad).clone())
+            if fsdp == "none":
+                dist.all_reduce(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(bits(model, optimizer).values()), seen
+
+
+def runs(ranks: int) -> dict[tuple[str, str], str]:
+    """What differs from the run without recomputation, by (recipe, way and where FSDP is)."""
+    found = {}
+    for recipe, (fsdp, backward) in itertools.product(RECIPES, SETTINGS[ranks]):
+        case = Case(recipe, (ranks,), init="direct")
+        plain, plain_grads = run(case, None, fsdp, backward)
+        for way in WAYS if recipe in TRIED_EVERY_WAY else list(WAYS)[:2]:
+            if "reentrant" in way.split() and "not" not in way and backward == "of the sum":
+                continue  # it runs a backward pass for each region, so that sums are taken in another order
+            again, grads = run(case, way, fsdp, backward)
+            alike = all(torch.equal(a, b) for a, b in zip(plain_grads, grads, strict=True))
+            label = f"{way}, FSDP {fsdp}, backward {backward}"
+            found[recipe, label] = "equal" if alike and again == plain else "DIFFER"
+    return found
+
+
+def test_gradients_weights_and_histories_are_those_without(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, wrong = [], []
+    for ranks in (1, 2, 3):
+        results = run_ranks(ranks, runs, ranks)
+        labels = list(dict.fromkeys(label for _, label in results[0]))
+        for label in labels:
+            cells = [sorted({found.get((recipe, label), "-") for found in results})[0] for recipe in RECIPES]
+            rows.append(f"{ranks:<6}{label:<58}" + "".join(f"{cell:<18}" for cell in cells))
+            wrong += [rows[-1]] if "DIFFER" in cells else []
+    head = f"{'ranks':<6}{'recomputation':<58}" + "".join(f"{recipe:<18}" for recipe in RECIPES)
+    with capsys.disabled():
+        print("\n" + "\n".join([head, *rows]))
+    assert not wrong, "\n".join([head, *wrong])
