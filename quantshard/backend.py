@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantshard import numerics, sharding
 from quantshard.formats import Copy
-from quantshard.recipe import Cell
+from quantshard.recipe import Cell, Recipe
 from quantshard.storage import QuantizedStorage, scale_names
 
 Operand = Tensor | QuantizedStorage
@@ -71,6 +71,24 @@ def _values(operand: Operand, wanted: Copy) -> Tensor:
         return operand.float()
     which = wanted if wanted in operand.cell.format.copies else Copy.ROWWISE
     return operand.dequantize(which)
+
+
+def fallbacks(stored: QuantizedStorage | None, recipe: Recipe, device: torch.device) -> tuple[str, ...]:
+    """Which of `limits.FALLBACKS` the GEMMs of one linear layer take under a recipe.
+
+    `stored`: the weight, None where it is stored in high precision.
+    """
+    if not recipe.table:
+        return () if stored is None else ("dequantized",)
+    taken = ["emulated"] if gemm_path(recipe.weight, device)[0] == "emulated" else []
+    if stored is None:
+        return (*taken, "quantized each forward") if recipe.weight is not None else tuple(taken)
+    fmt = stored.cell.format
+    if not fmt.transposable and Copy.COLUMNWISE not in fmt.copies:
+        taken.append("turned")
+    if stored.gathered and not stored.has(Copy.ROWWISE):
+        taken.append("fetched")
+    return tuple(taken)
 
 
 def gemm_path(cell: Cell | None, device: torch.device) -> tuple[str, str]:

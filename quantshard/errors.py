@@ -4,6 +4,7 @@
      |-- ConfigurationError (also a ValueError)     an argument, option or file of the user's does not fit
      |-- RecipeMismatchError (also a ValueError)    a weight's format is not the one the recipe in force asks for
      |-- UnsupportedOperationError (also a RuntimeError)  an operation would change or dequantize a weight unasked
+     |-- FallbackError (also a RuntimeError)        strict was asked for, and something would take a slower path
      |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
      |-- RankMismatchError (also a RuntimeError)    ranks disagree on something that must be equal
      `-- NonFiniteGradientError (also a RuntimeError)  too many steps in a row had infinite or NaN gradients
@@ -31,6 +32,10 @@ class UnsupportedOperationError(QuantshardError, RuntimeError):
 
     Not a TypeError: Python's operators take one for "try the other operand", and `==` would end in False.
     """
+
+
+class FallbackError(QuantshardError, RuntimeError):
+    """Strict was asked for, and something would take a slower or larger path than its native one."""
 
 
 class CheckpointError(QuantshardError, RuntimeError):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "quantshard"
 
 LAYERS = {
-    **dict.fromkeys(["formats", "errors"], 0),
+    **dict.fromkeys(["formats", "errors", "limits"], 0),
     **dict.fromkeys(["sharding", "numerics", "kernels"], 1),
     **dict.fromkeys(["backend", "recipe", "storage", "private_torch"], 2),
     **dict.fromkeys(["tensor", "ops", "components", "amax"], 3),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, numerics, private_torch
+from quantshard import amax, backend, components, limits, numerics, private_torch
 from quantshard import storage as storages
 from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
 from quantshard.modules import context, functional, recompute
@@ -180,6 +180,9 @@ class QuantizedModule(nn.Module):
         quantized = components.quantized(getattr(self, weight)) is not None
         call = recompute.call((id(self), weight), quantized)
         checked = self._checked_weight(weight, call.recipe)
+        if call.strict:
+            stored = checked._storage if isinstance(checked, QuantizedTensor) else None
+            self._refuse_fallbacks(weight, backend.fallbacks(stored, call.recipe, x.device))
         return functional.linear(x, checked, bias, call, self._linear_state(weight, call.recipe, prefix))
 
     def _linear_state(self, weight: str, recipe: Recipe, prefix: str = "") -> LinearState:
@@ -192,6 +195,8 @@ class QuantizedModule(nn.Module):
                     f"recipe {recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
                 )
             if existing is None:
+                if self.training and context.is_strict():
+                    self._refuse_fallbacks(prefix + name, ("late history",))
                 self._warn_of_late_history(prefix + name)
                 device = private_torch.local_tensor(self.get_parameter(weight)).device
                 self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=device))
@@ -212,14 +217,13 @@ class QuantizedModule(nn.Module):
         seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
         return LinearState(state, seen, seen_backward, record=self.training)
 
+    def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
+        if taken:
+            raise limits.fallback_error(taken[0], f"{type(self).__name__}.{name}")
+
     def _warn_of_late_history(self, name: str) -> None:
         if self.training:
-            warnings.warn(
-                f"{type(self).__name__}.{name} is made in this forward, so a new process would have no such entry in "
-                "its state dict to load into, and resume without it; build the model under "
-                "quantized_model_init(enabled=False, recipe=...) with autocast's recipe",
-                stacklevel=2,
-            )
+            warnings.warn(f"{type(self).__name__}.{name}: {limits.FALLBACKS['late history']}", stacklevel=2)
 
     def _checked_weight(self, name: str, recipe: Recipe) -> Tensor:
         """The weight for a GEMM under `recipe`.

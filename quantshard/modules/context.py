@@ -58,6 +58,11 @@ def in_autocast() -> bool:
     return bool(_autocasts)
 
 
+def is_strict() -> bool:
+    """True if the innermost autocast turns fallbacks into errors."""
+    return bool(_autocasts) and _autocasts[-1].strict
+
+
 def flush_after_backward() -> None:
     """Record the amaxes of output gradients when the backward pass now running ends.
 
@@ -122,8 +127,11 @@ class autocast:
         recipe: a `Recipe` or its name (default: current scaling).
         amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all). Histories are
             equal within a group only, and a checkpoint holds those of the group of rank 0.
+        strict: raise where a layer would take a slower path than its native one (`limits.FALLBACKS`), backward passes
+            included.
 
     Raises:
+        FallbackError: under `strict`, from a module's forward.
         ConfigurationError: one instance is entered twice; make a new one each time.
     """
 
@@ -133,11 +141,12 @@ class autocast:
         calibrating: bool = False,
         recipe: str | Recipe | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
+        strict: bool = False,
     ) -> None:
         if calibrating:
             raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
         self.effective_recipe = resolve(recipe) if enabled else HighPrecision()
-        self.amax_reduction_group = amax_reduction_group
+        self.amax_reduction_group, self.strict = amax_reduction_group, strict
 
     def __enter__(self) -> None:
         if self in _autocasts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -33,11 +33,13 @@ class Call:
     """One forward of one linear layer.
 
     `group`: over which delayed scaling reduces amaxes. `amaxes`: those to scale by under delayed scaling, kept by the
-    first forward. `repeated`: this is a second forward, whose amaxes were recorded by the first.
+    first forward. `strict`: no fallback is taken. `repeated`: this is a second forward, whose amaxes were recorded by
+    the first.
     """
 
     recipe: Recipe
     group: dist.ProcessGroup | None
+    strict: bool
     amaxes: dict[TensorRole, Tensor] = field(default_factory=dict)
     repeated: bool = False
 
@@ -69,7 +71,7 @@ def call(layer: Layer, quantized: bool) -> Call:
     if regions.replayed is None:
         if private_torch.in_backward():
             _check_known_without_first(quantized)
-        current = Call(context.current_recipe(), context.current_amax_group())
+        current = Call(context.current_recipe(), context.current_amax_group(), context.is_strict())
     else:
         first = _calls_of(regions.replayed).next(layer, regions.replay)
         if first is None:
@@ -77,7 +79,7 @@ def call(layer: Layer, quantized: bool) -> Call:
                 f"activation recomputation called the layer of {layer[1]!r} more often than the first forward did; "
                 "a checkpointed function must do the same each time"
             )
-        current = Call(first.recipe, first.group, first.amaxes, repeated=True)
+        current = replace(first, repeated=True)
     for region in regions.entered:
         _calls_of(region).made[layer].append(current)
     return current

@@ -191,7 +191,7 @@ class Kept:
             assert torch.equal(history, torch.tensor(want)), (history, want)
 
 
-@pytest.mark.filterwarnings("ignore:.*is made in this forward")
+@pytest.mark.filterwarnings("ignore:.*was made in this forward")
 @pytest.mark.parametrize("stored", [True, False])
 def test_histories_after_some_steps(stored):
     layer, kept = linear(DELAYED if stored else None), Kept()

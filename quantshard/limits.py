@@ -1,0 +1,79 @@
+"""What falls back and what is refused: one table, from which errors, `explain` and docs/limits.md are made.
+
+A fallback gives the right numbers by a slower or larger path; `explain` names it, and `autocast(strict=True)` and
+`explain(strict=True)` turn it into an error. What is refused raises, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from quantshard.errors import FallbackError
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """`happens`: what is done, or not done. `because`: why. `instead`: what the reader can do."""
+
+    happens: str
+    because: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.happens}, because {self.because}; {self.instead}"
+
+
+FALLBACKS: Final[dict[str, Limit]] = {
+    "emulated": Limit(
+        "its GEMMs dequantize both operands and multiply in float32",
+        "quantshard has as yet no quantized matrix product for this device",
+        "expect the right numbers, slower than BF16",
+    ),
+    "turned": Limit(
+        "its dgrad reads dequantized values",
+        "the one copy that is stored has no scale blocks along the dim that dgrad sums over",
+        "use a recipe whose weights have square blocks or two copies",
+    ),
+    "quantized each forward": Limit(
+        "the weight is quantized anew for every forward and backward",
+        "it is stored in high precision and autocast's recipe quantizes weights",
+        "build the module under quantized_model_init with that recipe",
+    ),
+    "dequantized": Limit(
+        "its GEMMs run in high precision, on dequantized values",
+        "the weight is stored quantized and no autocast with a quantizing recipe is in force",
+        "call the module under autocast with the recipe that the weight was built with",
+    ),
+    "fetched": Limit(
+        "activation recomputation gathers the rowwise copy in a collective of its own",
+        "FSDP2 gathered only the columnwise copy for backward",
+        "use a recipe whose weights keep one copy, or reshard_after_forward=False",
+    ),
+    "not ours": Limit(
+        "its GEMMs run in high precision",
+        "it is not one of quantshard's modules",
+        "build it from quantshard.Linear, or leave it so on purpose, as heads and routers often are",
+    ),
+    "late history": Limit(
+        "an amax history was made in this forward, so a new process has no entry to load it into",
+        "the module was built for another recipe",
+        "build the model under quantized_model_init(enabled=False, recipe=...) with autocast's recipe",
+    ),
+    "thin shards": Limit(
+        "every rank keeps scales of the whole weight, which weigh more than a tenth of its codes",
+        "shards are thinner than scale blocks",
+        "shard over fewer ranks and replicate over the others (HSDP)",
+    ),
+    "float32 moments": Limit(
+        "its moments stay in float32 although FP8 was asked for",
+        "8-bit states are for 2-D parameters",
+        "nothing is lost but a few bytes: such parameters are small",
+    ),
+}
+"""Right numbers by a slower or larger path, by name."""
+
+
+def fallback_error(name: str, subject: str) -> FallbackError:
+    """What strict raises for a fallback of `subject`, a parameter."""
+    return FallbackError(f"strict: {subject}: {FALLBACKS[name]}")
