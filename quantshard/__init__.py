@@ -17,7 +17,7 @@ from quantshard.modules import (
     checkpoint,
     quantized_model_init,
 )
-from quantshard.observe import explain
+from quantshard.observe import explain, plan
 from quantshard.tensor import QuantizedTensor
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "errors",
     "explain",
     "optimizers",
+    "plan",
     "quantized_model_init",
     "recipe",
     "requantize_",

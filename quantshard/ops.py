@@ -73,11 +73,7 @@ def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[Quant
             tensor,
             f"along dim {dim}; FSDP2 gathers quantized weights along dim 0 only: leave shard_placement_fn at Shard(0)",
         )
-    rows = tensor.shape[0]
-    return [
-        QuantizedTensor(tensor._storage.piece(0, start, split_size), tensor.dtype)
-        for start in range(0, max(rows, 1), max(split_size, 1))
-    ]
+    return [QuantizedTensor(piece, tensor.dtype) for piece in tensor._storage.split(0, split_size)]
 
 
 @rule(aten.new_zeros.default, aten.new_empty.default, needed_by="FSDP2: the padded shard, the empty chunk")

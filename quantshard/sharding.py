@@ -115,6 +115,16 @@ class Shard:
         (r0, r1), (c0, c1) = self.resident(component)
         return (r1 - r0, c1 - c0)
 
+    def straddling(self, component: Component) -> int:
+        """How many of the blocks that the rectangle touches reach beyond it, into other pieces."""
+        touched = inside = 1
+        for (start, stop), cover, size in zip(self.extents, component.covers, self.global_shape, strict=True):
+            first, last = grid_extent((start, stop), cover)
+            touched *= last - first
+            complete = ceil_div(stop, cover) if stop == size else stop // cover  # the tensor ends its last block
+            inside *= max(complete - ceil_div(start, cover), 0)
+        return touched - inside
+
     def gathers(self, component: Component) -> bool:
         """True if undoing the last cut needs the component from other ranks; else every rank has it whole already."""
         assert self.cut is not None

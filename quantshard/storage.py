@@ -6,7 +6,7 @@ storages alone. Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.formats import Copy, Role
 from quantshard.recipe import Cell
-from quantshard.sharding import Shard
+from quantshard.sharding import Shard, ceil_div
 
 KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
 """Names of the state that a weight carries besides its components; see `weight_state`."""
@@ -86,6 +86,25 @@ class QuantizedStorage:
         if kept is not None:
             kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])
         return QuantizedStorage(self.cell, shard, components, self.state, kept)
+
+    def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
+        """What `piece` gives for each start, made together: a cut over a thousand ranks has as many pieces."""
+        size = self.shard.shape[dim]
+        shards = [self.shard.piece(dim, start, chunk) for start in range(0, max(size, 1), max(chunk, 1))]
+        by_name, columns = self.cell.format.by_name, {}
+        for name, part in self.components.items():
+            if shards[0].replicates(by_name[name], dim):
+                columns[name] = [part] * len(shards)
+            else:
+                columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].covers[dim]), 1), dim))
+        parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        kept: Sequence[Tensor | None] = [None] * len(shards)
+        if self.high_precision is not None:
+            kept = self.high_precision.split(max(chunk, 1), dim)
+        return [
+            QuantizedStorage(self.cell, shard, part, self.state, values)
+            for shard, part, values in zip(shards, parts, kept, strict=True)
+        ]
 
     def take(self, source: QuantizedStorage) -> None:
         """Become another handle to what `source` holds now."""

@@ -12,32 +12,24 @@ slots that the all-gather is made of (`sharding.gather_slots`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quantshard import backend, components, private_torch, sharding
+from quantshard import backend, components, private_torch
 from quantshard import recipe as recipes
-from quantshard.formats import ALL, Component, Copy, Role
-from quantshard.observe.table import Report, Row, Totals, human_bytes
+from quantshard.formats import Role
+from quantshard.observe import costs
+from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, Shared
+from quantshard.observe.table import Report, Row
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
-from quantshard.sharding import Shard
 from quantshard.storage import QuantizedStorage
 
-BF16_BYTES = 2
-BF16_OPTIMIZER_BYTES = 12
-"""An element's float32 master and two float32 moments."""
-
-SCALES_WARNING = 0.1
-"""Scales that stay whole because blocks straddle are warned of when they pass this share of the local codes."""
-
-_AMAX_BYTES = 4
 _SCALE_SUFFIX = "_scale_inv"
 _SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
 
@@ -66,7 +58,7 @@ def explain(
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 rows.append(_row(name, leaf, module, param, found, states, chosen))
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
-    return Report(tuple(rows), _totals(rows, optimized))
+    return Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
 
 
 def _row(
@@ -83,21 +75,23 @@ def _row(
     storage = None if quantized is None else quantized._storage
     codes, scales = _resident(local, storage, gathers)
     forward, backward = _wire(storage, local, gathers)
-    gemm, reason = _gemm(leaf, module, param, storage, chosen)
+    gemm, reason = gemm_of(leaf, module, param, storage, chosen)
     mesh, placements = _placed(param)
-    note, warning = _straddling(storage, param)
+    shared = Shared() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
     return Row(
         name=name,
         shape=tuple(param.shape),
-        dtype=_dtype_name(param.dtype),
-        format=_dtype_name(param.dtype) if storage is None else storage.cell.tag,
+        dtype=dtype_name(param.dtype),
+        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
         code_bytes=codes,
         scale_bytes=scales,
+        shared_scale_bytes=shared.scale_bytes,
+        straddling_blocks=shared.blocks,
         bf16_bytes=_held_numel(storage, local, gathers) * BF16_BYTES,
         forward_gather_bytes=forward,
         backward_gather_bytes=backward,
         bf16_gather_bytes=_bf16_wire(storage, local, gathers),
-        reduced_bytes=0 if storage is None else _reduced(storage),
+        reduced_bytes=shared.reduced_bytes,
         gemm=gemm,
         gemm_reason=reason,
         optimizer=states.formats(param),
@@ -105,8 +99,8 @@ def _row(
         mesh=mesh,
         placements=placements,
         local_rows=_local_rows(param, storage),
-        notes=tuple(filter(None, (note, states.note(param)))),
-        warnings=tuple(filter(None, (warning, _mismatch(storage, chosen)))),
+        notes=tuple(filter(None, (shared.note, states.note(param)))),
+        warnings=tuple(filter(None, (shared.warning, _mismatch(storage, chosen)))),
     )
 
 
@@ -134,13 +128,7 @@ def _wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather |
     if storage is None:
         size = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
         return size, size if gathers.in_backward else 0
-    copies = tuple(storage.cell.format.copies)
-    passes: tuple[tuple[Copy, ...], ...] = (copies,)
-    if len(copies) > 1 and gathers.in_backward:
-        passes = tuple((which,) for which in copies)
-    slots = sharding.gather_slots(storage.cell.format, storage.shard, passes[0], passes)
-    codes = next(iter(storage.components))  # the dtype of a slot that the forward leaves empty
-    size = sum(slot.numel * storage.components[slot.name or codes].itemsize for slot in slots)
+    size = costs.gather_bytes(storage.cell.format, storage.shard, in_backward=gathers.in_backward)
     return size, size if gathers.in_backward else 0  # FSDP2 keeps the sizes of the first gather
 
 
@@ -150,31 +138,21 @@ def _bf16_wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGat
     return _held_numel(storage, local, gathers) * BF16_BYTES * (2 if gathers.in_backward else 1)
 
 
-def _reduced(storage: QuantizedStorage) -> int:
-    shapes = [storage.shard.component_shape(part) for part in _scales(storage) if storage.shard.shares_blocks(part)]
-    return sum(rows * cols * _AMAX_BYTES for rows, cols in shapes)
-
-
-def _scales(storage: QuantizedStorage) -> Iterator[Component]:
-    return (part for part in storage.cell.format.components if part.role is not Role.CODES)
-
-
-def _gemm(
-    leaf: str, module: nn.Module, param: Tensor, storage: QuantizedStorage | None, chosen: Recipe | None
+def gemm_of(
+    leaf: str, module: nn.Module, param: Tensor, storage: QuantizedStorage | None, chosen: Recipe | None = None
 ) -> tuple[str, str]:
-    ours = type(module).__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
-    if (
-        param.ndim != 2
-        or "Embedding" in type(module).__name__
-        or (ours and leaf not in getattr(module, "_weights", ()))
-    ):
+    """ "native", "emulated" or "", and why, for one parameter `leaf` of a module under the recipe `chosen`."""
+    # fully_shard makes a module's class anew: FSDPLinear(FSDPModule, Linear)
+    kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+    ours = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
+    if param.ndim != 2 or "Embedding" in kind.__name__ or (ours and leaf not in getattr(module, "_weights", ())):
         return "", ""
     device = _device(param)
     if storage is not None:
         return backend.gemm_path(storage.cell, device)
     if not ours:
         path, reason = backend.gemm_path(None, device)
-        return path, f"{reason}: {type(module).__name__} is not one of quantshard's modules"
+        return path, f"{reason}: {kind.__name__} is not one of quantshard's modules"
     cell = None if chosen is None else chosen.weight
     path, reason = backend.gemm_path(cell, device)
     if chosen is not None and chosen.table:
@@ -213,7 +191,7 @@ def _placed(param: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
 
 def _placement_name(placement: Any) -> str:
     if placement.is_replicate():
-        return "Replicate"
+        return REPLICATED
     return f"{'Shard' if placement.is_shard() else 'StridedShard'}({placement.dim})"
 
 
@@ -224,51 +202,6 @@ def _local_rows(param: Tensor, storage: QuantizedStorage | None) -> tuple[int, i
         return (0, 1)
     first = private_torch.global_offset(param)[0]
     return (first, first + private_torch.local_tensor(param).shape[0])
-
-
-def _straddling(storage: QuantizedStorage | None, param: Tensor) -> tuple[str, str]:
-    """A note on the scales that stay whole because blocks straddle ranks, and a warning where they weigh."""
-    if storage is None or storage.shard.cut is None:
-        return "", ""
-    shard = storage.shard
-    parts = [p for p in _scales(storage) if shard.shares_blocks(p) and ALL not in p.covers]
-    if not parts:
-        return "", ""
-    scale_bytes, code_bytes = _weights_of(storage, shard, parts)
-    share = scale_bytes / code_bytes if code_bytes else float("inf")
-    blocks = " and ".join(dict.fromkeys(f"{rows}x{cols}" for rows, cols in (p.covers for p in parts)))
-    of_codes = f"{share:.1%} of the local codes" if code_bytes else "this rank has no codes at all"
-    text = (
-        f"blocks of {blocks} straddle ranks, so each keeps {' and '.join(p.name for p in parts)} of the whole weight: "
-        f"{human_bytes(scale_bytes)} ({of_codes}), and {human_bytes(_reduced(storage))} of amaxes are reduced in a step"
-    )
-    if share <= SCALES_WARNING:
-        return text, ""
-    return text, f"scales weigh {of_codes}: {_way_out(storage, param, parts)}"
-
-
-def _weights_of(storage: QuantizedStorage, shard: Shard, parts: list[Component]) -> tuple[int, int]:
-    sizes = sharding.stored_bytes(storage.cell.format, shard)
-    codes = sum(sizes[p.name] for p in storage.cell.format.components if p.role is Role.CODES)
-    return sum(sizes[p.name] for p in parts), codes
-
-
-def _way_out(storage: QuantizedStorage, param: Tensor, parts: list[Component]) -> str:
-    """The largest smaller shard axis, of a size that divides the present one, that keeps the scales below the limit."""
-    cut = storage.shard.cut
-    assert cut is not None
-    sizes, placements = _placed(param)
-    axis, ranks = next(
-        ((a, n) for (a, n), p in zip(sizes.items(), placements, strict=True) if p != "Replicate"), ("", 1)
-    )
-    rows = cut.parent.shape[cut.dim]
-    for fewer in (n for n in range(ranks - 1, 1, -1) if ranks % n == 0):
-        shard = cut.parent.piece(cut.dim, 0, sharding.ceil_div(rows, fewer))
-        shared = [p for p in parts if shard.shares_blocks(p)]
-        scale_bytes, code_bytes = _weights_of(storage, shard, shared)
-        if scale_bytes <= SCALES_WARNING * code_bytes:
-            return f"shard {axis} over {fewer} ranks instead of {ranks} and replicate over the others (HSDP)"
-    return f"{axis} of {ranks} ranks is too large for {rows} rows: replicate this weight, or leave its layer unsharded"
 
 
 # Optimizer
@@ -297,7 +230,7 @@ class _States:
         """State -> format. A state with scales of its own is 8-bit; the scales are part of it."""
         held = self.tensors(param)
         return {
-            key: _SHORT_DTYPES.get(name := _dtype_name(value.dtype), name)
+            key: _SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
             for key, value in held.items()
             if not key.endswith(_SCALE_SUFFIX)
         }
@@ -309,22 +242,13 @@ class _States:
     def note(self, param: Tensor) -> str:
         """Which states stay in float32 although those of other parameters are 8-bit."""
         kept = [state for state, fmt in self.formats(param).items() if state in self.in_8_bits and fmt == "fp32"]
-        if not kept:
-            return ""
-        return f"{' and '.join(kept)} stay fp32 although FP8 was asked for: 8-bit states are for 2-D parameters"
-
-
-def _totals(rows: list[Row], optimized: int) -> Totals:
-    summed = {
-        f.name: sum(getattr(row, f.name) for row in rows) for f in fields(Totals) if f.name in Row.__annotations__
-    }
-    count = sum(math.prod(row.shape) for row in rows)
-    return Totals(parameters=count, bf16_optimizer_bytes=optimized * BF16_OPTIMIZER_BYTES, **summed)
+        return costs.float_states(kept)
 
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as `Row` spells it."""
     return str(dtype).removeprefix("torch.")

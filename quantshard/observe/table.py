@@ -1,11 +1,12 @@
-"""What `explain` found: a row a parameter, the totals, and how they are printed."""
+"""What `explain` and `plan` found: a row a parameter, the totals, and how they are printed."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from rich import box
@@ -39,10 +40,12 @@ class Row:
     """One parameter. Bytes are those of this rank.
 
     `format`: what is stored, as a checkpoint's `X_format` names it, or the dtype. `bf16_bytes`: the local elements in
-    BF16. `forward_gather_bytes`, `backward_gather_bytes`: what this rank gives to the all-gathers of one forward and
-    one backward, padding included. `reduced_bytes`: its part of the amax reduction of a step. `gemm`: "native",
-    "emulated" or "" for a parameter that is no operand of a matrix product. `optimizer`: state -> format. `mesh`: mesh
-    axis -> size, with one entry of `placements` each. `local_rows`: first and one past the last global row held here.
+    BF16. `shared_scale_bytes`: the scales that other ranks keep too; `straddling_blocks`: the blocks here that other
+    ranks hold elements of. `forward_gather_bytes`, `backward_gather_bytes`: what this rank gives to the all-gathers of
+    one forward and one backward, padding included. `reduced_bytes`: its part of a step's amax reduction. `gemm`:
+    "native", "emulated" or "" for a parameter that is no operand of a matrix product. `optimizer`: state -> format.
+    `mesh`: mesh axis -> size, with one entry of `placements` each. `local_rows`: first and one past the last global row
+    held here.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Row:
     format: str
     code_bytes: int
     scale_bytes: int
+    shared_scale_bytes: int
+    straddling_blocks: int
     bf16_bytes: int
     forward_gather_bytes: int
     backward_gather_bytes: int
@@ -79,6 +84,8 @@ class Totals:
     parameters: int
     code_bytes: int
     scale_bytes: int
+    shared_scale_bytes: int
+    straddling_blocks: int
     bf16_bytes: int
     forward_gather_bytes: int
     backward_gather_bytes: int
@@ -100,10 +107,18 @@ class Totals:
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` found. `str(report)` is the table; rich prints it too, in the width of the terminal."""
+    """What `explain` or `plan` found. `str(report)` is the table; rich prints it too, in the width of the terminal."""
 
     rows: tuple[Row, ...]
     totals: Totals
+
+    @classmethod
+    def of(cls, rows: list[Row], bf16_optimizer_bytes: int) -> Report:
+        """The report of these rows."""
+        names = [f.name for f in fields(Totals) if f.name in Row.__annotations__]
+        summed = {name: sum(getattr(row, name) for row in rows) for name in names}
+        count = sum(math.prod(row.shape) for row in rows)
+        return cls(tuple(rows), Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed))
 
     @property
     def warnings(self) -> tuple[str, ...]:

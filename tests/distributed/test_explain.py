@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantshard as qs
 from quantshard import components
 from quantshard.observe import explain
-from quantshard.observe.explain import SCALES_WARNING
+from quantshard.observe.costs import SCALES_WARNING
 from quantshard.recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from tests.distributed.pool import run_ranks
 

@@ -1,0 +1,239 @@
+"""What a model would cost on a rank of any mesh, by arithmetic: no process group, no data, no second process.
+
+`plan` gives for a model that nobody has cut yet the report that `explain` gives for its live pieces. The two take
+different ways: `plan` cuts rectangles (`sharding.Shard`), `explain` reads what FSDP2 and DTensor made. The tests hold
+them to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import components, sharding
+from quantshard.errors import ConfigurationError
+from quantshard.observe import costs
+from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, Shared
+from quantshard.observe.explain import dtype_name, gemm_of
+from quantshard.observe.table import Report, Row
+from quantshard.recipe import FP8_STATE
+from quantshard.sharding import Shard
+from quantshard.storage import QuantizedStorage
+
+TP = "tp"
+"""The name of the mesh axis of tensor parallelism."""
+
+_FP32_BYTES = 4
+
+
+def plan(
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    *,
+    layers: Iterable[nn.Module] = (),
+    rank: int = 0,
+    tensor_parallel: Mapping[str, int] | None = None,
+    reshard_after_forward: bool | None = None,
+    exp_avg_dtype: torch.dtype = torch.float32,
+    exp_avg_sq_dtype: torch.dtype = torch.float32,
+) -> Report:
+    """What each parameter of a model costs on one rank of a mesh: memory, traffic, reductions, and `FusedAdam`'s state.
+
+    Rank 0, the default, holds and sends at least as much as any other, of every parameter.
+
+    Args:
+        model: the whole model, not wrapped; on the meta device it takes no memory. Its weights are planned as they are
+            stored, so build it under `quantized_model_init`.
+        mesh: axis -> size, outermost first. An axis named "tp" cuts first and stands last. Of the others the last is
+            the one that `fully_shard` shards over, and one before it replicates (HSDP): {"dp_replicate": 16,
+            "dp_shard": 64} is 1024 ranks.
+        layers: the modules that `fully_shard` wraps on their own, before it wraps the model.
+        rank: which rank of the mesh, counted row by row.
+        tensor_parallel: end of a parameter's name -> the dim that "tp" cuts: 0 for column-parallel weights, 1 for
+            row-parallel ones. Parameters that are not named are whole on every rank of "tp".
+        reshard_after_forward: as for `fully_shard`, for all of its calls: None frees the layers after forward, but not
+            what belongs to no layer.
+        exp_avg_dtype, exp_avg_sq_dtype: of Adam's moments: `torch.float32`, or `torch.uint8` for FP8.
+
+    Raises:
+        ConfigurationError: an argument does not fit the others, or the model is sharded already.
+    """
+    place = _Place.of(mesh, rank)
+    cut_by_tp, inner = dict(tensor_parallel or {}), {id(module) for layer in layers for module in layer.modules()}
+    moments = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+    _check_arguments(model, place, cut_by_tp, moments)
+    rows, optimized = [], 0
+    for name, leaf, module, param in _parameters(model):
+        dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
+        again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
+        row, numel = _row(name, leaf, module, param, place, dim, again, moments)
+        rows.append(row)
+        optimized += numel
+    return Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One rank of a mesh."""
+
+    mesh: dict[str, int]
+    at: dict[str, int]
+
+    @classmethod
+    def of(cls, mesh: Mapping[str, int], rank: int) -> _Place:
+        ranks = math.prod(mesh.values())
+        sharding_axes = [axis for axis in mesh if axis != TP]
+        if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
+            raise ConfigurationError(
+                f"plan: mesh {dict(mesh)} must have the axis that fully_shard shards over, at most one before it "
+                f"(HSDP), and {TP!r} only as the last"
+            )
+        if min(mesh.values()) < 1 or not 0 <= rank < ranks:
+            raise ConfigurationError(
+                f"plan: there is no rank {rank} in a mesh of {dict(mesh)}, which has {ranks} ranks"
+            )
+        at: dict[str, int] = {}
+        for axis, size in reversed(list(mesh.items())):
+            rank, at[axis] = divmod(rank, size)
+        return cls(dict(mesh), at)
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis that FSDP shards over."""
+        return [axis for axis in self.mesh if axis != TP][-1]
+
+    def piece(self, shard: Shard, dim: int, axis: str) -> Shard:
+        """What this rank gets when `axis` cuts `dim`, as torch.chunk does."""
+        chunk = sharding.ceil_div(shard.shape[dim], self.mesh[axis])
+        return shard.piece(dim, self.at[axis] * chunk, chunk)
+
+    def placements(self, tp_dim: int | None) -> dict[str, str]:
+        """Axis -> what it does to a parameter, of the mesh that FSDP2 gives it."""
+        strided = tp_dim == 0 and self.mesh[TP] > 1
+        told = {axis: REPLICATED for axis in self.mesh if axis != TP}
+        told[self.shard_axis] = "StridedShard(0)" if strided else "Shard(0)"
+        return told if tp_dim is None else told | {TP: f"Shard({tp_dim})"}
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]]:
+    """Name, name in its module, module and parameter; a shared parameter once."""
+    seen = set()
+    for prefix, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            if param not in seen:
+                seen.add(param)
+                yield f"{prefix}.{leaf}" if prefix else leaf, leaf, module, param
+
+
+def _check_arguments(
+    model: nn.Module, place: _Place, cut_by_tp: Mapping[str, int], moments: Mapping[str, torch.dtype]
+) -> None:
+    named = dict(model.named_parameters())
+    if any(isinstance(param, DTensor) for param in named.values()):
+        raise ConfigurationError(
+            "plan: the model is sharded already; plan it before, or describe it with explain(model)"
+        )
+    for end, dim in cut_by_tp.items():
+        if TP not in place.mesh or dim not in (0, 1) or not any(name.endswith(end) for name in named):
+            raise ConfigurationError(
+                f"plan: tensor_parallel={{{end!r}: {dim}}} needs a mesh axis {TP!r}, dim 0 or 1, and a parameter whose "
+                f"name ends so; the mesh is {place.mesh}"
+            )
+    for moment, dtype in moments.items():
+        if dtype not in (torch.float32, torch.uint8):
+            raise ConfigurationError(f"plan: {moment}_dtype={dtype}: use torch.float32, or torch.uint8 for FP8")
+
+
+def _row(
+    name: str,
+    leaf: str,
+    module: nn.Module,
+    param: Tensor,
+    place: _Place,
+    tp_dim: int | None,
+    gathered_again: bool,
+    moments: Mapping[str, torch.dtype],
+) -> tuple[Row, int]:
+    """The row of one parameter, and how many of its elements the optimizer has here."""
+    quantized = components.quantized(param)
+    storage = None if quantized is None else quantized._storage
+    shard = _cut(name, param, storage, place, tp_dim)
+    assert shard.cut is not None
+    placements = place.placements(tp_dim)
+    mesh = {axis: place.mesh[axis] for axis in placements}
+    held = shard.cut.chunk * shard.cut.parent.shape[1]  # FSDP2 pads plain tensors to the largest piece
+    forward = bf16_forward = 0
+    if storage is None:
+        codes, scales, shared = held * param.itemsize, 0, Shared()
+    else:
+        fmt = storage.cell.format
+        (codes, scales), shared = (
+            costs.resident_bytes(fmt, shard),
+            costs.shared(fmt, shard, mesh, [*placements.values()]),
+        )
+    if place.mesh[place.shard_axis] > 1:
+        bf16_forward = held * BF16_BYTES
+        forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
+    states, state_bytes, note = _optimizer(param, storage, shard, moments)
+    gemm, reason = gemm_of(leaf, module, param, storage)
+    row = Row(
+        name=name,
+        shape=tuple(param.shape),
+        dtype=dtype_name(param.dtype),
+        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
+        code_bytes=codes,
+        scale_bytes=scales,
+        shared_scale_bytes=shared.scale_bytes,
+        straddling_blocks=shared.blocks,
+        bf16_bytes=held * BF16_BYTES,
+        forward_gather_bytes=forward,
+        backward_gather_bytes=forward if gathered_again else 0,
+        bf16_gather_bytes=bf16_forward * (2 if gathered_again else 1),
+        reduced_bytes=shared.reduced_bytes,
+        gemm=gemm,
+        gemm_reason=reason,
+        optimizer=states,
+        optimizer_bytes=state_bytes,
+        mesh=mesh,
+        placements=tuple(placements.values()),
+        local_rows=shard.extents[0],
+        notes=tuple(filter(None, (shared.note, note))),
+        warnings=tuple(filter(None, (shared.warning,))),
+    )
+    return row, math.prod(shard.shape) if param.requires_grad else 0
+
+
+def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Place, tp_dim: int | None) -> Shard:
+    """This rank's piece of a parameter, whose dims after the first are taken together."""
+    shape = (*param.shape, 1)[0], math.prod(param.shape[1:])
+    shard = sharding.whole(shape) if storage is None else storage.shard
+    if tp_dim is not None:
+        shard = place.piece(shard, tp_dim, TP)
+        codes = [] if storage is None else [copy.codes for copy in storage.cell.format.copies.values()]
+        if shard.cut is not None and not all(shard.cut.is_clean(part) for part in codes):
+            raise ConfigurationError(
+                f"plan: {name}: {TP} of {place.mesh[TP]} cuts dim {tp_dim} of {tuple(param.shape)} into pieces of "
+                f"{shard.cut.chunk}, between codes that share a byte; choose a size that gives even pieces"
+            )
+    return place.piece(shard, 0, place.shard_axis)
+
+
+def _optimizer(
+    param: Tensor, storage: QuantizedStorage | None, shard: Shard, moments: Mapping[str, torch.dtype]
+) -> tuple[dict[str, str], int, str]:
+    """State -> format, their bytes here, and a note on those that stay float32, as `FusedAdam` allocates them."""
+    if not param.requires_grad:
+        return {}, 0, ""
+    in_8_bits = [moment for moment, dtype in moments.items() if dtype is torch.uint8]
+    quantized = in_8_bits if param.ndim == 2 else []
+    states = {moment: "FP8" if moment in quantized else "fp32" for moment in moments}
+    if storage is not None or param.dtype is not torch.float32:
+        states["master_param"] = "fp32"
+    size = len(quantized) * sum(costs.resident_bytes(FP8_STATE.format, shard))
+    size += (len(states) - len(quantized)) * math.prod(shard.shape) * _FP32_BYTES
+    return states, size, costs.float_states([moment for moment in in_8_bits if moment not in quantized])

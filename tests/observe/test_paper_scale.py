@@ -1,0 +1,273 @@
+"""The sharding of a model of 70 billion parameters over 1024 ranks: planned by arithmetic, and beside it made by FSDP2.
+
+Nothing is trained. The model is on the meta device, and one rank at a time sees the other 1023 as torch's fake process
+group. `python -m tests.observe.test_paper_scale` measures the table of docs/scale.md anew and prints it.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quantshard as qs
+from quantshard.formats import ALL, Format, Role
+from quantshard.observe import Report, Row
+from quantshard.observe.costs import SCALES_WARNING
+from quantshard.recipe import MXFP8BlockScaling, Recipe, resolve
+from tests.observe.fake import fake_rank, wrap
+from tests.observe.test_plan import without_optimizer
+
+HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 8192, 28672, 80, 64, 8, 128256
+RANKS = 1024
+DOCUMENT = Path(__file__).parents[2] / "docs" / "scale.md"
+
+RECIPES: dict[str, Recipe] = {
+    **{name: resolve(name) for name in ("delayed", "current", "block", "mxfp8", "nvfp4")},
+    "mxfp8 two copies": MXFP8BlockScaling(enable_2d_quantization=False),
+}
+MESHES = {
+    "FSDP 1024": {"dp_shard": 1024},
+    "HSDP 16 x 64": {"dp_replicate": 16, "dp_shard": 64},
+    "FSDP 128 x TP 8": {"dp_shard": 128, "tp": 8},
+}
+TP_CUTS = {
+    "embedding.weight": 0, "layernorm_qkv.weight": 0, "proj.weight": 1, "fc1_weight": 0, "fc2_weight": 1,
+    "head.weight": 0,
+}  # fmt: skip
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_mesh = pytest.mark.parametrize("mesh", MESHES)
+
+
+class Model(nn.Module):
+    """Shaped as Llama 3 70B; never computed with."""
+
+    def __init__(self, recipe: Recipe, layers: int = LAYERS) -> None:
+        super().__init__()
+        dtype, device = torch.bfloat16, "meta"
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=dtype, device=device)
+        with qs.quantized_model_init(recipe=recipe):
+            self.layers = nn.ModuleList(
+                qs.TransformerLayer(
+                    HIDDEN, FFN, HEADS, KV_HEADS, hidden_dropout=0, attention_dropout=0, params_dtype=dtype, bias=False,
+                    activation="swiglu", normalization="RMSNorm", device=device,
+                )
+                for _ in range(layers)
+            )  # fmt: skip
+        self.norm = qs.RMSNorm(HIDDEN, params_dtype=dtype, device=device)
+        with qs.quantized_model_init(enabled=False):
+            self.head = qs.Linear(HIDDEN, VOCABULARY, bias=False, params_dtype=dtype, device=device)
+
+
+@cache
+def model_of(recipe: str, layers: int = LAYERS) -> Model:
+    return Model(RECIPES[recipe], layers)
+
+
+def plan_of(recipe: str, mesh: Mapping[str, int], rank: int = 0, layers: int = LAYERS) -> Report:
+    model = model_of(recipe, layers)
+    return qs.plan(
+        model, mesh, layers=model.layers, rank=rank, tensor_parallel=TP_CUTS if "tp" in mesh else None
+    )  # fmt: skip
+
+
+def format_of(recipe: str) -> Format:
+    cell = RECIPES[recipe].weight
+    assert cell is not None
+    return cell.format
+
+
+def quantized(report: Report) -> list[Row]:
+    return [row for row in report.rows if row.scale_bytes]
+
+
+# ------------------------------------------------------------------------------------------------------- the two ways
+
+
+@dataclass(frozen=True)
+class Made:
+    """What it took to make one rank's model: seconds of `fully_shard` and `explain`, and the process's peak memory."""
+
+    report: Report
+    shard_seconds: float
+    explain_seconds: float
+    peak_mib: float
+
+
+def make(recipe: str, mesh: str, rank: int, layers: int = LAYERS) -> Made:
+    model = Model(RECIPES[recipe], layers)
+    with fake_rank(MESHES[mesh], rank) as devices:
+        start = time.perf_counter()
+        wrap(model, devices, model.layers, TP_CUTS)
+        sharded = time.perf_counter()
+        report = qs.explain(model)
+        explained = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Made(report, sharded - start, explained - sharded, peak)
+
+
+def make_alone(recipe: str, mesh: str, rank: int) -> Made:
+    """In a process of its own, so that the peak memory is of this alone."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(make, recipe, mesh, rank).result()
+
+
+@pytest.mark.slow
+@every_mesh
+@every_recipe
+def test_first_middle_and_last_rank_are_sharded_as_planned(mesh, recipe):
+    for rank in (0, RANKS // 2 + 5, RANKS - 1):
+        planned, made = plan_of(recipe, MESHES[mesh], rank, layers=2), make(recipe, mesh, rank, layers=2).report
+        assert without_optimizer(planned.rows) == list(made.rows)
+        assert planned.warnings == made.warnings
+
+
+@pytest.mark.slow
+@every_mesh
+def test_all_layers_are_sharded_as_planned(mesh):
+    """Nothing of the 141 GB is allocated: the process stays below 1 GiB, of which PyTorch itself is a quarter."""
+    rank = RANKS // 2 + 5
+    made = make_alone("mxfp8", mesh, rank)
+    assert without_optimizer(plan_of("mxfp8", MESHES[mesh], rank).rows) == list(made.report.rows)
+    assert made.peak_mib < 1024
+    seconds = f"fully_shard {made.shard_seconds:.1f} s, explain {made.explain_seconds:.3f} s"
+    print(f"\n{mesh}: {seconds}, {made.peak_mib:.0f} MiB")
+
+
+# --------------------------------------------------------------------------------------------------------- the limits
+
+
+@every_recipe
+def test_a_plan_takes_well_under_a_second(recipe):
+    model = model_of(recipe)
+    assert sum(param.numel() for param in model.parameters()) == 70_553_706_496
+    for mesh in MESHES.values():
+        start = time.process_time()
+        plan_of(recipe, mesh, rank=1)
+        assert time.process_time() - start < 1
+
+
+@every_mesh
+@every_recipe
+def test_half_of_bf16_where_blocks_are_whole(mesh, recipe):
+    """A weight of which no block straddles takes what its row says an element takes, in memory and in an all-gather.
+
+    The design's half of BF16 is for one copy, and for its codes: the scales of the smallest blocks here, E8M0 for 32
+    codes of one byte, come to 1/32 on top; those of a whole tensor to a few bytes on every rank.
+    """
+    fmt = format_of(recipe)
+    of_tensor = sum(c.encoding.storage.itemsize for c in fmt.components if ALL in c.covers)
+    half = 0.5 * (1 + 1 / 32)
+    for row in quantized(plan_of(recipe, MESHES[mesh])):
+        if row.straddling_blocks == 0:
+            assert row.bytes == fmt.bytes_per_element * (row.bf16_bytes // 2) + of_tensor
+            assert row.bytes - of_tensor <= half * len(fmt.copies) * row.bf16_bytes
+        assert row.forward_gather_bytes == row.backward_gather_bytes <= half * row.bf16_gather_bytes / 2
+
+
+@every_mesh
+@every_recipe
+def test_what_straddling_blocks_cost(mesh, recipe):
+    """Scales to codes are (bytes of a scale) / (bytes of a block's codes), times the ranks that all keep them.
+
+    All sizes here are multiples of the ranks, so this is exact. Where it passes the limit of the design there is a
+    warning, and it names the largest smaller shard axis that keeps to the limit.
+    """
+    fmt, axes = format_of(recipe), MESHES[mesh]
+    code_bytes = sum(c.encoding.bits / 8 for c in fmt.components if c.role is Role.CODES)
+    for row in quantized(plan_of(recipe, axes)):
+        rows = row.local_rows[1] - row.local_rows[0]
+        share = amaxes = 0.0
+        for part in fmt.components:
+            height, width = part.covers
+            if part.role is not Role.CODES and ALL not in part.covers and rows % height:
+                share += axes["dp_shard"] * part.encoding.storage.itemsize / (height * width * code_bytes)
+                amaxes += axes["dp_shard"] / (height * width * code_bytes)
+        of_tensor = sum(ALL in part.covers for part in fmt.components)
+        assert row.shared_scale_bytes == share * row.code_bytes + 4 * of_tensor
+        assert row.reduced_bytes == 4 * amaxes * row.code_bytes + 4 * of_tensor
+        assert bool(row.warnings) == (share > SCALES_WARNING)
+
+
+@every_recipe
+@pytest.mark.parametrize("mesh", ["FSDP 1024", "FSDP 128 x TP 8"])
+def test_the_way_out_meets_the_limit_and_no_larger_axis_does(mesh, recipe):
+    axes = MESHES[mesh]
+    planned = {row.name: row for row in quantized(plan_of(recipe, axes))}
+    warned = {name: row for name, row in planned.items() if row.warnings}
+    expected = {"FSDP 1024": {"block", "mxfp8", "nvfp4", "mxfp8 two copies"}}.get(
+        mesh, {*RECIPES} - {"delayed", "current", "block"}
+    )
+    assert bool(warned) == (recipe in expected)
+    proposed = {name: int(re.search(r"over (\d+) ranks", row.warnings[0])[1]) for name, row in warned.items()}
+    for size in set(proposed.values()):
+        smaller, larger = ({**hsdp(axes, n)} for n in (size, 2 * size))
+        calm = {row.name for row in plan_of(recipe, smaller).rows if not row.warnings}
+        loud = {row.name for row in plan_of(recipe, larger).rows if row.warnings}
+        assert {name for name, proposal in proposed.items() if proposal == size} <= calm & loud
+
+
+def hsdp(axes: Mapping[str, int], shards: int) -> dict[str, int]:
+    return {"dp_replicate": axes["dp_shard"] // shards, **axes, "dp_shard": shards}
+
+
+def test_hsdp_of_64_needs_no_way_out():
+    for recipe in RECIPES:
+        assert plan_of(recipe, MESHES["HSDP 16 x 64"]).warnings == ()
+
+
+# -------------------------------------------------------------------------------------------------------- the document
+
+
+def cells(mesh: str, recipe: str) -> list[str]:
+    """What docs/scale.md says of one mesh and recipe, of the quantized weights of rank 0."""
+    report = plan_of(recipe, MESHES[mesh])
+    rows = quantized(report)
+    codes, scales, bf16, reduced = (
+        sum(getattr(row, name) for row in rows) for name in ("code_bytes", "scale_bytes", "bf16_bytes", "reduced_bytes")
+    )
+    layer = sum(row.forward_gather_bytes for row in rows) / LAYERS
+    bf16_layer = sum(row.bf16_gather_bytes for row in rows) / LAYERS / 2
+    warned = sum(bool(row.warnings) for row in rows)
+    return [
+        mesh, recipe, f"{codes / 2**20:.1f}", f"{scales / 2**20:.2f}", f"{scales / codes:.2%}",
+        f"{(codes + scales) / bf16:.3f}", f"{layer / 2**20:.3f}", f"{layer / bf16_layer:.3f}", f"{reduced / 2**10:.1f}",
+        f"{warned} of {len(rows)}",
+    ]  # fmt: skip
+
+
+def line(texts: list[str]) -> str:
+    return "| " + " | ".join(texts) + " |"
+
+
+@every_mesh
+@every_recipe
+def test_the_document_says_what_is_planned(mesh, recipe):
+    assert "\n" + line(cells(mesh, recipe)) in DOCUMENT.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for mesh in MESHES:
+        for recipe in RECIPES:
+            started = time.perf_counter()
+            texts = cells(mesh, recipe)
+            planned = time.perf_counter() - started
+            made = make_alone(recipe, mesh, RANKS // 2 + 5)
+            seconds = [
+                f"{planned:.2f}",
+                f"{made.shard_seconds:.1f}",
+                f"{made.explain_seconds:.3f}",
+                f"{made.peak_mib:.0f}",
+            ]
+            print(line([*texts, *seconds]), flush=True)
