@@ -135,6 +135,15 @@ def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     A value may be a DTensor like the live one, or a plain tensor: the local part or the whole component.
 
     Raises:
+        CheckpointError: the values are of another format or shape; nothing was written.
+    """
+    write(param, fitting(param, values, name))
+
+
+def fitting(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tuple[Tensor, Tensor]]:
+    """What `load` would copy: pairs of the live local tensor and its new values.
+
+    Raises:
         CheckpointError: the values are of another format or shape.
     """
     storage = storage_of(param)
@@ -153,12 +162,21 @@ def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     if pairs and lacking:
         raise CheckpointError(
             f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
-            "nothing without their scales, so load all or none"
+            "nothing without their scales, so load all or none (broadcast_from_rank0 leaves some out: give every rank "
+            "the whole state dict)"
         )
-    for target, source in pairs:  # only now, when everything fits
+    return pairs
+
+
+@torch.no_grad()
+def write(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy what was found to fit into a parameter, quantized or not."""
+    for target, source in pairs:
         target.copy_(source)
-    storage.version += 1
-    storage.high_precision = None  # what was kept are no longer this weight's values
+    local = quantized(param)
+    if local is not None and pairs:
+        local._storage.version += 1
+        local._storage.high_precision = None  # what was kept are no longer this weight's values
 
 
 def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:

@@ -275,23 +275,44 @@ class QuantizedModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         rest = dict(state_dict)
-        taken: list[str] = []
+        ready = []
         for name in self._weights:
             keys = self._state_keys(name)
             found = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
-            taken += [prefix + name + suffix for suffix in found]
+            self._drop_placeholders(name, found)
             is_quantized = components.quantized(getattr(self, name)) is not None
-            missing_keys += [prefix + name + s for s in keys if s not in found and (is_quantized or s == "")]
             try:
-                self._load_weight(name, found, prefix, is_quantized)
+                ready.append((name, self._fitting(name, found, prefix, is_quantized)))
             except CheckpointError as error:
                 error_msgs.append(str(error))
+                continue
+            missing_keys += [prefix + name + s for s in keys if s not in found and (is_quantized or s == "")]
+        if len(ready) < len(self._weights):
+            return  # a module whose weights do not fit keeps its biases and histories too
+        for name, pairs in ready:
+            components.write(getattr(self, name), pairs)
         others: list[str] = []
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
         missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
 
-    @torch.no_grad()
-    def _load_weight(self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool) -> None:
+    def _drop_placeholders(self, name: str, found: dict[str, Tensor]) -> None:
+        """Leave out of `found` what torch.distributed.checkpoint.state_dict has in place of a missing weight.
+
+        With `full_state_dict` it fills in the live parameter; `ignore_frozen_params` drops the codes alone.
+        """
+        local = components.quantized(getattr(self, name))
+        if local is None:
+            return
+        given = components.quantized(found.get(""))
+        if given is not None and given._storage is local._storage:
+            del found[""]
+        if "" not in found and not getattr(self, name).requires_grad:
+            found.clear()
+
+    def _fitting(
+        self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What to copy where for one weight; nothing is written yet."""
         param = getattr(self, name)
         assert param is not None
         if param.is_meta and found:
@@ -300,23 +321,20 @@ class QuantizedModule(nn.Module):
                 "to_empty() first"
             )
         if is_quantized:
-            components.load(param, found, prefix + name)
-            return
-        tag = found.get(components.FORMAT_SUFFIX)
-        value = found.pop("", None)
-        if value is not None:
-            if not value.is_floating_point() or tag is not None:
+            return components.fitting(param, found, prefix + name)
+        live = self._state_keys(name)
+        for suffix, value in found.items():
+            if suffix == "" and not value.is_floating_point():
                 raise CheckpointError(
                     f"{prefix}{name}: the state dict holds quantized codes ({value.dtype}), but this model's weight is "
                     "in high precision; build the model under quantized_model_init with the checkpoint's recipe"
                 )
-            if value.shape != param.shape:
+            if value.shape != live[suffix].shape:
                 raise CheckpointError(
-                    f"{prefix}{name}: shape {tuple(value.shape)} in the state dict, {tuple(param.shape)} in this model"
+                    f"{prefix}{name}{suffix}: shape {tuple(value.shape)} in the state dict, "
+                    f"{tuple(live[suffix].shape)} in this model"
                 )
-            param.copy_(value)
-        for suffix, state in found.items():
-            self._plain_states[name][suffix[1:]].copy_(state)
+        return [(live[suffix], value) for suffix, value in found.items()]
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -209,7 +209,7 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
         """
-        groups = state_dict["param_groups"]
+        groups, states = state_dict["param_groups"], state_dict["state"]  # dcp_to_torch_save makes strings of numbers
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise CheckpointError(
                 f"the optimizer state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
@@ -218,7 +218,7 @@ class FusedAdam(torch.optim.Optimizer):
         for saved, own in zip(groups, self.param_groups, strict=True):
             _check_names(saved.get("param_names"), own.get("param_names"))
         pairs = [
-            (param, state_dict["state"].get(index, {}))
+            (param, states.get(index, states.get(str(index), {})))
             for saved, own in zip(groups, self.param_groups, strict=True)
             for index, param in zip(saved["params"], own["params"], strict=True)
         ]
@@ -229,7 +229,9 @@ class FusedAdam(torch.optim.Optimizer):
             for key, live in self.state[param].items():
                 private_torch.local_tensor(live).copy_(private_torch.local_tensor(loaded[key]))
         for saved, own in zip(groups, self.param_groups, strict=True):
-            own.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+            kept = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+            # set_optimizer_state_dict(full_state_dict=True) makes lists of tuples
+            own.update({k: tuple(v) if isinstance(own.get(k), tuple) else v for k, v in kept.items()})
 
     def _check_loadable(self, param: Tensor, loaded: dict[str, Tensor]) -> None:
         live, name = self.state.get(param, {}), self._names[param]
