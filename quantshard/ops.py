@@ -118,8 +118,9 @@ def _slice(
 def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
         raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded through load_state_dict, with "
-            "their scales; broadcast_from_rank0 cannot do it, so use dcp.load, or give all ranks the full state dict"
+            f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded with their scales, through "
+            "load_state_dict. set_model_state_dict(broadcast_from_rank0=True) sends parameters and buffers, so codes "
+            "without scales: give every rank the whole state dict, with full_state_dict=True alone, or use dcp.load"
         )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(

@@ -220,6 +220,23 @@ def test_loading_drops_kept_initial_values():
     assert loaded.weight.get_high_precision_init_val() is None
 
 
+def test_loading_nothing_leaves_the_kept_initial_values():
+    layer = linear("mxfp8", preserve_high_precision_init_val=True)
+    kept, version = layer.weight.get_high_precision_init_val(), layer.weight._storage.version
+    layer.load_state_dict({}, strict=False)
+    assert layer.weight.get_high_precision_init_val() is kept and layer.weight._storage.version == version
+
+
+def test_a_refused_module_keeps_its_biases_too():
+    for recipe in ("current", "mxfp8", "nvfp4"):
+        layer, state = linear(recipe, seed=1), linear("block", seed=2).state_dict()
+        before = bits(layer)
+        state["bias"].add_(1)
+        with pytest.raises(RuntimeError, match="'fp8_128x128'"):
+            layer.load_state_dict(state)
+        assert not differing(before, bits(layer))
+
+
 @pytest.mark.parametrize("recipe", [None, "current"])
 def test_plain_weights_round_trip(recipe):
     saved, loaded = plain_linear(recipe, seed=1), plain_linear(recipe, seed=2)

@@ -8,332 +8,67 @@ different one each time, then trains on beside the saved model.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
-from torch.distributed.checkpoint.stateful import Stateful
 
-from quantshard import checkpoints, private_torch
-from quantshard.optimizers import FusedAdam
-from tests.distributed.models import RECIPES, Case, bits, build, optimizer_of, sha, train
+from quantshard import Linear, quantized_model_init
+from quantshard.errors import QuantshardError
+from tests.distributed.models import RECIPES, Case, bits
 from tests.distributed.pool import run_ranks
+from tests.distributed.saving import (
+    FLAT,
+    FULL,
+    ON_RANK_0,
+    SHAPES,
+    WAYS,
+    Load,
+    load_named,
+    load_ours,
+    load_plain,
+    load_torch,
+    new_run,
+    on_rank_0,
+    save_named,
+    save_ours,
+    save_plain,
+    save_torch,
+    save_torch_to_dcp,
+)
 
 pytestmark = pytest.mark.distributed
 
 MESHES: dict[str, tuple[int, ...] | None] = {
     "alone": None,
     "FSDP2 x1": (1,),
-    "FSDP2 x2": (2,),
     "FSDP2 x3": (3,),
+    "FSDP2 x2": (2,),
     "HSDP 2x2": (2, 2),
-}
-FULL = StateDictOptions(full_state_dict=True)
-ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-@dataclass
-class Run:
-    """A model in training, and a folder that all ranks share."""
-
-    case: Case
-    model: nn.Sequential
-    optimizer: FusedAdam
-    folder: Path
-
-    def train(self, steps: int) -> list[float]:
-        first = self.optimizer.param_groups[0]["step"]
-        return train(self.model, self.optimizer, self.case, first, first + steps)
-
-    def state(self) -> dict[str, Any]:
-        """The plain idiom's."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def named_state(self, options: StateDictOptions | None = None) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optimizer": optimizer}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def load_named(self, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
-        result = set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=options,
-        )
-        assert not result.missing_keys and not result.unexpected_keys
-
-    def held(self) -> dict[str, str]:
-        """Hashes of all that this rank holds, and what no tensor says."""
-        tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        for index, entries in self.optimizer.state_dict()["state"].items():
-            tensors.update({f"optimizer.{index}.{name}": value for name, value in entries.items()})
-        found = {name: sha(private_torch.local_tensor(value)) for name, value in tensors.items()}
-        for index, group in enumerate(self.optimizer.param_groups):
-            found.update({f"group {index}.{name}": repr(value) for name, value in group.items() if name != "params"})
-        return found | {"torch's generator": sha(torch.get_rng_state())}
-
-
-def new_run(case: Case, folder: str) -> Run:
-    model = build(case)
-    return Run(case, model, optimizer_of(model, case), Path(folder))
-
-
-def to_all(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    held = [value]
-    dist.broadcast_object_list(held)
-    return held[0]
-
-
-def on_rank_0(function: Callable[..., object], *args: object) -> None:
-    if dist.get_rank() == 0:
-        function(*args)
-    dist.barrier()
-
-
-# Ways to save and load -------------------------------------------------------------------------------------------------
-# `save` returns what `load` gets; both run on every rank.
-
-Save = Callable[[Run, Path], Any]
-Load = Callable[[Run, Any], None]
-
-
-def get(options: StateDictOptions | None = None) -> Save:
-    return lambda run, path: run.named_state(options)
-
-
-def set_(options: StateDictOptions | None = None) -> Load:
-    return lambda run, state: run.load_named(state, options)
-
-
-def get_apart(run: Run, path: Path) -> Any:
-    return get_model_state_dict(run.model), get_optimizer_state_dict(run.model, run.optimizer)
-
-
-def set_apart(run: Run, state: Any) -> None:
-    set_model_state_dict(run.model, state[0])
-    set_optimizer_state_dict(run.model, run.optimizer, state[1])
-
-
-def broadcast_optimizer(run: Run, state: dict[str, Any]) -> None:
-    assert bool(state["model"]) == (dist.get_rank() == 0)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(run.model, to_all(state["model"]), options=FULL)
-    set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=options)
-
-
-def get_loosely(run: Run, path: Path) -> Any:
-    state = run.named_state()
-    state["model"]["0.unknown"] = torch.ones(3)
-    return state
-
-
-def set_loosely(run: Run, state: dict[str, Any]) -> None:
-    """A layer is missing and a key is unknown; then the layer comes."""
-    last = {key: state["model"].pop(key) for key in list(state["model"]) if key.startswith("4.")}
-    loosely = StateDictOptions(strict=False)
-    result = set_model_state_dict(run.model, state["model"], options=loosely)
-    assert sorted(result.missing_keys) == sorted(last) and result.unexpected_keys == ["0.unknown"]
-    assert not set_model_state_dict(run.model, last, options=loosely).unexpected_keys
-    set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=loosely)
-
-
-class AppState(Stateful):
-    """As PyTorch's tutorial on distributed checkpoints has it."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.run.named_state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.run.load_named(state_dict)
-
-
-def save_app(run: Run, path: Path) -> Path:
-    dcp.save({"app": AppState(run)}, checkpoint_id=path)
-    return path
-
-
-def load_app(run: Run, path: Path) -> None:
-    dcp.load({"app": AppState(run)}, checkpoint_id=path)
-
-
-def save_plain(run: Run, path: Path) -> Path:
-    dcp.save(run.state(), checkpoint_id=path)
-    return path
-
-
-def load_plain(run: Run, path: Path) -> None:
-    state = run.state()
-    dcp.load(state, checkpoint_id=path)
-    run.load(state)
-
-
-def save_named(options: StateDictOptions | None = None) -> Save:
-    def save(run: Run, path: Path) -> Path:
-        dcp.save(run.named_state(options), checkpoint_id=path)
-        return path
-
-    return save
-
-
-def load_named(options: StateDictOptions | None = None) -> Load:
-    def load(run: Run, path: Path) -> None:
-        state = run.named_state(options)
-        dcp.load(state, checkpoint_id=path)
-        run.load_named(state, options)
-
-    return load
-
-
-def save_ours(run: Run, path: Path) -> Path:
-    checkpoints.save(path, run.model, run.optimizer)
-    return path
-
-
-def load_ours(run: Run, path: Path) -> None:
-    checkpoints.load(path, run.model, run.optimizer)
-
-
-def save_async(with_writer: bool) -> Save:
-    """Nothing is written before the weights have changed."""
-
-    def save(run: Run, path: Path) -> Path:
-        trained, write = threading.Event(), FileSystemWriter.write_data
-        waited = []
-
-        def wait_and_write(*args: Any) -> Any:
-            waited.append(trained.wait(60))
-            return write(*args)
-
-        with mock.patch.object(FileSystemWriter, "write_data", wait_and_write):
-            where = {"storage_writer": FileSystemWriter(path)} if with_writer else {"checkpoint_id": path}
-            future = dcp.async_save(run.state(), process_group=dist.new_group(backend="gloo"), **where)
-            before = run.held()
-            run.train(1)
-            assert before.items() - run.held().items()
-            trained.set()
-            future.result()
-        assert waited == [True]
-        return path
-
-    return save
-
-
-def save_torch(run: Run, path: Path) -> Path:
-    """One file, by rank 0, of numbered optimizer states where there is one process, else of named ones."""
-    state = run.state() if run.case.mesh is None else run.named_state(ON_RANK_0)
-    on_rank_0(torch.save, state, path)
-    return path
-
-
-def load_torch(mmap: bool, assign: bool = False) -> Load:
-    def load(run: Run, path: Path) -> None:
-        state = torch.load(path, weights_only=True, mmap=mmap)
-        if run.case.mesh is not None:
-            run.load_named(state, FULL)
-            return
-        run.model.load_state_dict(state["model"], assign=assign)
-        run.optimizer.load_state_dict(state["optimizer"])
-
-    return load
-
-
-def save_safetensors(run: Run, path: Path) -> Any:
-    safetensors = pytest.importorskip("safetensors.torch")
-    state = run.named_state(ON_RANK_0)
-    on_rank_0(safetensors.save_file, state["model"], path)
-    return path, to_all(state["optimizer"])
-
-
-def load_safetensors(run: Run, saved: Any) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=safetensors.load_file(saved[0]),
-        optim_state_dict=saved[1],
-        options=FULL,
-    )
-
-
-def save_dcp_to_torch(run: Run, path: Path) -> Path:
-    dcp.save(run.state() if run.case.mesh is None else run.named_state(), checkpoint_id=path)
-    file = path.with_suffix(".pt")
-    on_rank_0(dcp_to_torch_save, path, file)
-    return file
-
-
-def save_torch_to_dcp(run: Run, path: Path) -> Path:
-    file = path.with_suffix(".pt")
-    on_rank_0(torch.save, run.named_state(ON_RANK_0), file)
-    on_rank_0(torch_save_to_dcp, file, path)
-    return path
-
-
-WAYS: dict[str, tuple[Save, Load]] = {
-    "get_state_dict, set_state_dict": (get(), set_()),
-    "  the model and the optimizer apart": (get_apart, set_apart),
-    "  cpu_offload": (get(StateDictOptions(cpu_offload=True)), set_(StateDictOptions(cpu_offload=True))),
-    "  full_state_dict": (get(FULL), set_(FULL)),
-    "  full_state_dict, cpu_offload: on rank 0": (get(ON_RANK_0), lambda run, state: run.load_named(to_all(state), FULL)),
-    "  optimizer: broadcast_from_rank0": (get(ON_RANK_0), broadcast_optimizer),
-    "  flatten_optimizer_state_dict": (get(FLAT), set_(FLAT)),
-    "  flattened and full": (get(replace(FULL, flatten_optimizer_state_dict=True)), set_(FULL)),
-    "  strict=False": (get_loosely, set_loosely),
-    "dcp.save, dcp.load: state_dict()": (save_plain, load_plain),
-    "  get_state_dict": (save_named(), load_named()),
-    "  flattened": (save_named(FLAT), load_named(FLAT)),
-    "  a Stateful": (save_app, load_app),
-    "checkpoints.save, load": (save_ours, load_ours),
-    "torch.save, torch.load": (save_torch, load_torch(mmap=False)),
-    "  mmap": (save_torch, load_torch(mmap=True)),
-    "  assign": (save_torch, load_torch(mmap=False, assign=True)),
-    "safetensors (the model)": (save_safetensors, load_safetensors),
-    "dcp_to_torch_save": (save_dcp_to_torch, load_torch(mmap=False)),
-    "torch_save_to_dcp": (save_torch_to_dcp, load_named()),
-    "dcp.async_save while training": (save_async(with_writer=False), load_plain),
-    "  with a FileSystemWriter": (save_async(with_writer=True), load_plain),
 }
 TRAINS = {"dcp.async_save while training", "  with a FileSystemWriter"}
 WITHOUT_FSDP2_ONLY = {"  assign"}  # FSDP2 keeps the tensors it has
+THIRDS = {"FSDP2 x2", "HSDP 2x2"}
+"""Where each recipe takes a third of the ways, for the sake of time."""
 
 
-def column(case: Case, folder: str, trained: int) -> list[str]:
-    """What each way does, for one recipe and mesh. `trained`: the index of the one that trains on."""
-    source, words = new_run(case, folder), []
+def column(case: Case, folder: str, chosen: list[str], trained: str) -> dict[str, str]:
+    """What each of the chosen ways does, for one recipe and mesh. `trained`: the one that trains on."""
+    source, words = new_run(case, folder), {}
     source.train(1)
-    for index, (name, (save, load)) in enumerate(WAYS.items()):
-        if case.mesh is not None and name in WITHOUT_FSDP2_ONLY:
-            words.append("-")
-            continue
+    for index, name in enumerate(chosen):
+        save, load = WAYS[name]
         before = source.held()
         saved = save(source, source.folder / str(index))
         kept = name in TRAINS or source.held() == before
@@ -342,39 +77,205 @@ def column(case: Case, folder: str, trained: int) -> list[str]:
         born = target.held()
         assert len([key for key in born if born[key] != before[key]]) > len(born) // 4, "nothing was left to load"
         load(target, saved)
-        found = target.held()
-        same = found == before
-        if same and index == trained and name not in TRAINS:
+        same = target.held() == before
+        if same and name == trained:
             same = source.train(1) == target.train(1) and source.held() == target.held()
-        words.append("equal" if kept and same else "DIFFER")
+        words[name] = "equal" if kept and same else "DIFFER"
     return words
 
 
-def table(mesh: tuple[int, ...] | None, folder: str, recipes: list[str]) -> dict[str, list[str]]:
+def table(mesh: str, folder: str) -> dict[str, dict[str, str]]:
     columns = {}
-    for index, recipe in enumerate(recipes):
+    number = list(MESHES).index(mesh)
+    for index, recipe in enumerate(RECIPES):
         # FP8 moments on every other recipe
-        case = Case(recipe, mesh, moments=torch.uint8 if index % 2 else torch.float32)
+        case = Case(recipe, MESHES[mesh], moments=torch.uint8 if index % 2 else torch.float32, shapes=SHAPES)
+        chosen = [name for name in WAYS if case.mesh is None or name not in WITHOUT_FSDP2_ONLY]
+        if mesh in THIRDS:
+            chosen = chosen[(index + number) % 3 :: 3]
+        may_train = [name for name in chosen if name not in TRAINS]
         inner = f"{folder}/{recipe}"
         on_rank_0(Path(inner).mkdir)
-        columns[recipe] = column(case, inner, (index + 5 * case.ranks) % len(WAYS))
+        columns[recipe] = column(case, inner, chosen, may_train[(index + 6 * number) % len(may_train)])
     return columns
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_table(mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = MESHES[mesh]
-    ranks = Case("current", shape).ranks
-    by_rank = run_ranks(ranks, table, shape, str(tmp_path), list(RECIPES))
+    """1 to 4 ranks."""
+    by_rank = run_ranks(Case("current", MESHES[mesh]).ranks, table, mesh, str(tmp_path))
     rows = [f"{mesh:<42}" + "  ".join(RECIPES)]
     wrong = False
-    for index, way in enumerate(WAYS):
-        words = []
+    for way in WAYS:
+        row = f"{way:<42}"
         for recipe in RECIPES:
-            [*found] = {columns[recipe][index] for columns in by_rank}
-            words.append(f"{found[0] if len(found) == 1 else 'DIFFER':<{len(recipe)}}")
-        wrong = wrong or any("DIFFER" in word for word in words)
-        rows.append(f"{way:<42}" + "  ".join(words))
+            found = {columns[recipe].get(way, "-") for columns in by_rank}
+            wrong = wrong or not found <= {"equal", "-"} or len(found) > 1
+            row += f"{found.pop() if len(found) == 1 else 'DIFFER':<{len(recipe) + 2}}"
+        rows.append(row.rstrip())
     with capsys.disabled():
         print("\n" + "\n".join(rows))
     assert not wrong, "\n".join(rows)
+
+
+# Parts, and other meshes ----------------------------------------------------------------------------------------------
+
+
+def saved_everywhere(case: Case, folder: str) -> dict[str, str]:
+    """One model, saved in five ways; the last from a run that had one parameter frozen."""
+    run = new_run(case, folder)
+    run.train(1)
+    save_plain(run, run.folder / "plain")
+    save_ours(run, run.folder / "ours")
+    save_named()(run, run.folder / "named")
+    save_named(FLAT)(run, run.folder / "flat")
+    save_torch(run, run.folder / "file.pt")
+    save_torch_to_dcp(run, run.folder / "from file")
+    on_rank_0(dcp_to_torch_save, run.folder / "named", run.folder / "from dcp.pt")
+    return bits(run.model, run.optimizer)
+
+
+CROSSINGS: dict[str, tuple[Load, str]] = {
+    "dcp.load of checkpoints.save's": (load_plain, "ours"),
+    "checkpoints.load of dcp.save's": (load_ours, "plain"),
+    "a Stateful's": (load_named(), "named"),
+    "flattened": (load_named(FLAT), "flat"),
+    "a file of torch.save": (load_torch(mmap=True), "file.pt"),
+    "a checkpoint made from it": (load_named(), "from file"),
+    "a file made from a checkpoint": (load_torch(mmap=False), "from dcp.pt"),
+}
+
+
+def loaded_everywhere(case: Case, folder: str) -> dict[str, dict[str, str]]:
+    found = {}
+    for name, (load, saved) in CROSSINGS.items():
+        run = new_run(case, folder)
+        load(run, run.folder / saved)
+        found[name] = bits(run.model, run.optimizer)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block", "nvfp4"])
+def test_saved_in_one_way_and_loaded_in_another(recipe: str, tmp_path: Path) -> None:
+    """Saved on 3 ranks, loaded on 2."""
+    saved = run_ranks(3, saved_everywhere, Case(recipe, (3,), shapes=SHAPES, moments=torch.uint8), str(tmp_path))[0]
+    target = Case(recipe, (2,), shapes=SHAPES, moments=torch.uint8, seed=99)
+    for found in run_ranks(2, loaded_everywhere, target, str(tmp_path)):
+        assert found == dict.fromkeys(CROSSINGS, saved)
+
+
+def parts(case: Case, folder: str) -> list[str]:
+    """What is wrong with loading only the model, only the optimizer, and all but a frozen weight."""
+    source = new_run(case, folder)
+    source.train(1)
+    whole, wrong = source.held(), []
+    for options in (None, FULL):
+        state = source.named_state(options)
+        model_only, optimizer_only = (new_run(replace(case, seed=99), folder) for _ in range(2))
+        born = model_only.held()
+        set_model_state_dict(model_only.model, state["model"], options=options)
+        set_optimizer_state_dict(optimizer_only.model, optimizer_only.optimizer, state["optimizer"], options=options)
+        for run, loaded in ((model_only, "model."), (optimizer_only, ("optimizer.", "group "))):
+            expected = {key: (whole if key.startswith(loaded) else born)[key] for key in whole}
+            wrong += [f"{loaded}: {key}" for key, value in run.held().items() if value != expected[key]]
+        try:
+            model_only.train(1)
+        except QuantshardError as error:
+            wrong += [] if "reseed_masters" in str(error) else [str(error)]
+        else:
+            wrong.append("masters of other weights were not noticed")
+    for options in (StateDictOptions(ignore_frozen_params=True), replace(FULL, ignore_frozen_params=True)):
+        frozen, target = (new_run(replace(case, seed=seed), folder) for seed in (case.seed, 99))
+        for run in (frozen, target):
+            run.model[1].weight.requires_grad_(False)
+        before, expected = target.held(), frozen.held()
+        state = get_model_state_dict(frozen.model, options=options)
+        set_model_state_dict(target.model, state, options=replace(options, strict=False))
+        for key, value in target.held().items():
+            if key.startswith("model.") and value != (before if "model.1.weight" in key else expected)[key]:
+                wrong.append(f"{options}: {key}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_only_the_model_only_the_optimizer_and_frozen_weights(ranks: int, tmp_path: Path) -> None:
+    """1 and 3 ranks."""
+    for recipe in ("mxfp8", "nvfp4"):
+        assert run_ranks(ranks, parts, Case(recipe, (ranks,), shapes=SHAPES), str(tmp_path)) == [[]] * ranks
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def build_on_meta(case: Case) -> nn.Sequential:
+    with quantized_model_init(recipe=RECIPES[case.recipe]):
+        return nn.Sequential(*[Linear(a, b, params_dtype=torch.bfloat16, device="meta") for a, b in case.shapes])
+
+
+def refusals(case: Case, folder: str) -> dict[str, str]:
+    """The message of each refused load; every bit is as it was after it."""
+    source, other = new_run(case, folder), new_run(replace(case, recipe="block"), folder)
+    source.train(1)
+    other.train(1)
+    target, described = new_run(replace(case, seed=99), folder), build_on_meta(case)
+    found, before = {}, target.held()
+
+    def attempt(name: str, load: Callable[[], object]) -> None:
+        try:
+            load()
+            found[name] = "nothing was raised"
+        except RuntimeError as error:
+            found[name] = str(error)
+        changed = [key for key, value in target.held().items() if value != before[key]]
+        found[name] += f" CHANGED {changed}" if changed else ""
+
+    for options in (None, FULL):
+        kind = "sharded" if options is None else "full"
+        loosely = replace(options or StateDictOptions(), strict=False)
+        state = source.named_state(options)
+
+        def set_model(state: dict[str, Any], options: StateDictOptions | None = options) -> None:
+            set_model_state_dict(target.model, state, options=options)
+
+        def set_optimizer(state: dict[str, Any], options: StateDictOptions | None = options) -> None:
+            set_optimizer_state_dict(target.model, target.optimizer, state, options=options)
+
+        foreign = get_model_state_dict(other.model, options=options)
+        high_precision = {name: torch.zeros(param.shape) for name, param in target.model.named_parameters()}
+        first = {key: value for key, value in state["model"].items() if key.startswith("0.")}
+        moments = {key: value for key, value in state["optimizer"]["state"].items() if key != "1.bias"}
+        attempt(f"{kind}, another recipe", lambda: set_model(foreign))  # noqa: B023
+        attempt(f"{kind}, high precision", lambda: set_model(high_precision))  # noqa: B023
+        for lacking in ("0.weight", "0.weight_scale_inv"):
+            short = {key: value for key, value in first.items() if key != lacking}
+            attempt(f"{kind}, without {lacking}", lambda: set_model(short, loosely))  # noqa: B023
+        attempt(f"{kind}, without 1.bias", lambda: set_optimizer({**state["optimizer"], "state": moments}))  # noqa: B023
+    on_rank_0_alone = source.named_state(ON_RANK_0)["model"]
+    broadcast = replace(FULL, broadcast_from_rank0=True)
+    attempt("broadcast", lambda: set_model_state_dict(target.model, on_rank_0_alone, options=broadcast))
+    whole = source.named_state(FULL)["model"]
+    attempt("meta", lambda: set_model_state_dict(described, whole, options=FULL))
+    return found
+
+
+REFUSED = {
+    "another recipe": ("0.weight: the state dict holds 'fp8_128x128'", "is 'mxfp8_32x32'", "2.weight:"),
+    "high precision": ("0.weight: a float32 tensor", "call quantshard.checkpoints.load_high_precision(", "2.weight:"),
+    "without 0.weight": ("some of this weight's components but not 0.weight;", "load all or none"),
+    "without 0.weight_scale_inv": ("components but not 0.weight_scale_inv;", "load all or none"),
+    "without 1.bias": ("Missing optimizer state for parameter '1.bias'",),
+    "broadcast": ("broadcast_from_rank0", "every rank the whole state dict", "full_state_dict=True"),
+    "meta": ("0.weight is on the meta device", "reset_parameters()"),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_refused_on_every_rank_and_nothing_changed(ranks: int, tmp_path: Path) -> None:
+    """1 and 3 ranks."""
+    by_rank = run_ranks(ranks, refusals, Case("mxfp8", (ranks,), shapes=SHAPES), str(tmp_path))
+    assert len(by_rank[0]) == 2 * 5 + 2
+    for found in by_rank:
+        for name, message in found.items():
+            assert "CHANGED" not in message, (name, message)
+            for part in REFUSED[name.split(", ")[-1]]:
+                assert part in message, (name, message)
