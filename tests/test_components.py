@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from quantshard import Linear, components, numerics, quantized_model_init
+from quantshard import LayerNormMLP, Linear, components, numerics, quantized_model_init
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.formats import FORMATS
 from quantshard.sharding import whole
@@ -235,6 +235,17 @@ def test_a_refused_module_keeps_its_biases_too():
         with pytest.raises(RuntimeError, match="'fp8_128x128'"):
             layer.load_state_dict(state)
         assert not differing(before, bits(layer))
+
+
+def test_a_module_of_two_weights_loads_both_or_none():
+    torch.manual_seed(1)
+    with quantized_model_init(recipe="mxfp8"):
+        mlp, other = LayerNormMLP(32, 64), LayerNormMLP(32, 64)
+    before, state = bits(mlp), other.state_dict()
+    del state["fc2_weight_scale_inv"]
+    with pytest.raises(RuntimeError, match="not fc2_weight_scale_inv"):
+        mlp.load_state_dict(state)
+    assert not differing(before, bits(mlp))
 
 
 @pytest.mark.parametrize("recipe", [None, "current"])

@@ -279,3 +279,51 @@ def test_refused_on_every_rank_and_nothing_changed(ranks: int, tmp_path: Path) -
             assert "CHANGED" not in message, (name, message)
             for part in REFUSED[name.split(", ")[-1]]:
                 assert part in message, (name, message)
+
+
+def without_a_layer(case: Case, folder: str) -> list[tuple[str, list[str]]]:
+    """For a strict load of a state dict without the last layer: the message, and what is neither old nor loaded."""
+    source, found = new_run(case, folder), []
+    source.train(1)
+    whole = source.held()
+    for options in (None, FULL):
+        target = new_run(replace(case, seed=99), folder)
+        born = target.held()
+        state = get_model_state_dict(source.model, options=options)
+        short = {key: value for key, value in state.items() if not key.startswith("2.")}
+        try:
+            set_model_state_dict(target.model, short, options=options)
+            message = "nothing was raised"
+        except RuntimeError as error:
+            message = str(error)
+        loaded = ("model.0.", "model.1.")
+        half = [k for k, v in target.held().items() if v != (whole if k.startswith(loaded) else born)[k]]
+        found.append((message, half))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_missing_layer_is_an_error_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    """1 and 3 ranks: and the others are loaded whole. PyTorch itself fills in what a full state dict lacks."""
+    for found in run_ranks(ranks, without_a_layer, Case("nvfp4", (ranks,), shapes=SHAPES), str(tmp_path)):
+        for message, half in found:
+            assert "Missing key(s)" in message and '"2.weight", "2.weight_scale_inv"' in message
+            assert not half
+
+
+def broadcast_to_replicas(case: Case, folder: str) -> str:
+    source, target = (new_run(replace(case, seed=seed), folder) for seed in (1, 2))
+    state = source.named_state(ON_RANK_0)["model"]
+    try:
+        set_model_state_dict(target.model, state, options=replace(FULL, broadcast_from_rank0=True))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_broadcast_to_unsharded_replicas(tmp_path: Path) -> None:
+    """3 ranks: rank 0 has all it needs; the others got codes without scales, and say so."""
+    first, *others = run_ranks(3, broadcast_to_replicas, Case("block", None, shapes=SHAPES), str(tmp_path))
+    assert first == "nothing was raised"
+    for message in others:
+        assert "broadcast_from_rank0 leaves some out: give every rank the whole state dict" in message
