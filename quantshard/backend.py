@@ -73,16 +73,18 @@ def _values(operand: Operand, wanted: Copy) -> Tensor:
     return operand.dequantize(which)
 
 
-def fallbacks(stored: QuantizedStorage | None, recipe: Recipe, device: torch.device) -> tuple[str, ...]:
-    """Which of `limits.FALLBACKS` the GEMMs of one linear layer take under a recipe.
+def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
+    """Which of `limits.FALLBACKS` the GEMMs of one linear layer take.
 
-    `stored`: the weight, None where it is stored in high precision.
+    `stored`: the weight, None where it is stored in high precision. `recipe`: of autocast; None if it is not known, and
+    taken to be one that fits the weight.
     """
-    if not recipe.table:
+    if recipe is not None and not recipe.table:
         return () if stored is None else ("dequantized",)
-    taken = ["emulated"] if gemm_path(recipe.weight, device)[0] == "emulated" else []
+    cell = stored.cell if stored is not None else recipe.weight if recipe is not None else None
+    taken = ["emulated"] if gemm_path(cell, device)[0] == "emulated" else []
     if stored is None:
-        return (*taken, "quantized each forward") if recipe.weight is not None else tuple(taken)
+        return (*taken, "quantized each forward") if cell is not None else ()
     fmt = stored.cell.format
     if not fmt.transposable and Copy.COLUMNWISE not in fmt.copies:
         taken.append("turned")

@@ -73,6 +73,61 @@ FALLBACKS: Final[dict[str, Limit]] = {
 }
 """Right numbers by a slower or larger path, by name."""
 
+REFUSALS: Final[dict[str, Limit]] = {
+    "several sharding axes": Limit(
+        "a quantized weight that is sharded over several mesh axes is not written",
+        "tensor parallelism is not there yet",
+        "shard it with fully_shard alone",
+    ),
+    "reshard to fewer ranks": Limit(
+        "fully_shard(reshard_after_forward=<int>) is not supported",
+        "FSDP2 can do this for plain tensors only",
+        "use True or False",
+    ),
+    "other placements": Limit(
+        "only dim 0 is sharded by FSDP2",
+        "FSDP2 gathers the tensors of a subclass along dim 0 only",
+        "leave shard_placement_fn at Shard(0)",
+    ),
+    "changed plan": Limit(
+        "whether FSDP2 frees a weight of two copies between passes cannot change after its first gather",
+        "each pass then gathers the copy that it needs, in buffers of fixed sizes",
+        "call set_reshard_after_forward and set_reshard_after_backward before the first forward, or use a recipe whose "
+        "weights keep one copy",
+    ),
+    "second derivative": Limit(
+        "create_graph=True through a quantized layer is not supported",
+        "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",
+        "for a gradient penalty build this layer in high precision, outside of autocast",
+    ),
+    "unknown first forward": Limit(
+        "a layer that runs again in backward, outside of torch.utils.checkpoint, is not computed",
+        "the recipe and scales of its first forward are not known",
+        "recompute with quantshard.checkpoint or torch.utils.checkpoint",
+    ),
+    "new data": Limit(
+        "assigning .data of a quantized tensor is not supported",
+        "the handle would change, and no code",
+        "use quantize_() or quantshard.requantize_() for new values",
+    ),
+    "pickle": Limit(
+        "a quantized tensor is not pickled",
+        "a checkpoint holds its plain components",
+        "save module.state_dict() instead of the tensor, the parameter or the module",
+    ),
+    "shared memory": Limit(
+        "share_memory_ of a quantized tensor is not supported",
+        "it has no storage of its own that could be shared",
+        "share the tensors of module.state_dict() instead",
+    ),
+}
+"""What raises, by name."""
+
+
+def refusal(name: str, subject: object) -> str:
+    """The message of the error that refuses something, about `subject`, e.g. a tensor."""
+    return f"{subject}: {REFUSALS[name]}"
+
 
 def fallback_error(name: str, subject: str) -> FallbackError:
     """What strict raises for a fallback of `subject`, a parameter."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from quantshard import modules, recipe
+import pytest
+
+from quantshard import limits, modules, recipe
 from quantshard.modules import unsupported
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -51,10 +53,34 @@ def rendered() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_transformer_engine_page_is_what_the_code_does() -> None:
-    path = DOCS / "transformer-engine.md"
-    assert path.read_text(encoding="utf-8") == rendered(), "run: python -m tests.test_docs"
+LIMITS_HEAD = """# Limits
+
+Made from the tables in `quantshard/limits.py`, from which the errors and `explain` are made too.
+
+A *fallback* gives the right numbers by a slower or larger path than the native one. `explain(model, optimizer, recipe)`
+names those that each parameter takes; `explain(..., strict=True)` and, for what a layer's forward can see,
+`autocast(strict=True)` raise instead. What is *refused* always raises, with this sentence and the tensor's name.
+Arguments of TransformerEngine that are refused are listed in [transformer-engine.md](transformer-engine.md).
+"""
+
+
+def limits_page() -> str:
+    lines = [LIMITS_HEAD]
+    for title, table in (("Fallbacks", limits.FALLBACKS), ("Refused", limits.REFUSALS)):
+        lines += [f"## {title}", "", "| name | what happens | because | instead |", "|---|---|---|---|"]
+        lines += [f"| {name} | {at.happens} | {at.because} | {at.instead} |" for name, at in table.items()]
+        lines += [""]
+    return "\n".join(lines)
+
+
+PAGES = {"transformer-engine.md": rendered, "limits.md": limits_page}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_what_the_code_does(page: str) -> None:
+    assert (DOCS / page).read_text(encoding="utf-8") == PAGES[page](), "run: python -m tests.test_docs"
 
 
 if __name__ == "__main__":
-    (DOCS / "transformer-engine.md").write_text(rendered(), encoding="utf-8")
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")

@@ -13,7 +13,7 @@ slots that the all-gather is made of (`sharding.gather_slots`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import backend, components, private_torch
 from quantshard import recipe as recipes
+from quantshard.errors import FallbackError
 from quantshard.formats import Role
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, Shared
@@ -35,7 +36,11 @@ _SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint
 
 
 def explain(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, recipe: str | Recipe | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    recipe: str | Recipe | None = None,
+    *,
+    strict: bool = False,
 ) -> Report:
     """What each parameter of a model costs on this rank, and how it is computed with.
 
@@ -44,6 +49,10 @@ def explain(
         optimizer: whose state to describe: `FusedAdam`, or any other that keeps tensors in `optimizer.state`.
         recipe: what autocast will run with. Without it, weights in high precision are taken to be computed with as
             they are, and quantized ones by their own format.
+        strict: raise if anything falls back.
+
+    Raises:
+        FallbackError: under `strict`, naming every fallback, with the first parameter that takes it.
     """
     chosen = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
@@ -58,7 +67,10 @@ def explain(
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 rows.append(_row(name, leaf, module, param, found, states, chosen))
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
-    return Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+    if strict and report.fallbacks:
+        raise FallbackError("strict: " + "\n".join(report.fallbacks))
+    return report
 
 
 def _row(
@@ -75,7 +87,7 @@ def _row(
     storage = None if quantized is None else quantized._storage
     codes, scales = _resident(local, storage, gathers)
     forward, backward = _wire(storage, local, gathers)
-    gemm, reason = gemm_of(leaf, module, param, storage, chosen)
+    gemm = gemm_of(leaf, module, param, storage, chosen)
     mesh, placements = _placed(param)
     shared = Shared() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
     return Row(
@@ -92,13 +104,14 @@ def _row(
         backward_gather_bytes=backward,
         bf16_gather_bytes=_bf16_wire(storage, local, gathers),
         reduced_bytes=shared.reduced_bytes,
-        gemm=gemm,
-        gemm_reason=reason,
+        gemm=gemm.path,
+        gemm_reason=gemm.reason,
         optimizer=states.formats(param),
         optimizer_bytes=states.bytes(param),
         mesh=mesh,
         placements=placements,
         local_rows=_local_rows(param, storage),
+        fallbacks=fallbacks_of(gemm, shared, states.note(param)),
         notes=tuple(filter(None, (shared.note, states.note(param)))),
         warnings=tuple(filter(None, (shared.warning, _mismatch(storage, chosen)))),
     )
@@ -138,26 +151,41 @@ def _bf16_wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGat
     return _held_numel(storage, local, gathers) * BF16_BYTES * (2 if gathers.in_backward else 1)
 
 
+class Gemm(NamedTuple):
+    """How a parameter's GEMMs run: "native", "emulated" or "" if it has none, why, and which fallbacks they take."""
+
+    path: str = ""
+    reason: str = ""
+    fallbacks: tuple[str, ...] = ()
+
+
 def gemm_of(
     leaf: str, module: nn.Module, param: Tensor, storage: QuantizedStorage | None, chosen: Recipe | None = None
-) -> tuple[str, str]:
-    """ "native", "emulated" or "", and why, for one parameter `leaf` of a module under the recipe `chosen`."""
+) -> Gemm:
+    """How the GEMMs of one parameter `leaf` of a module run under the recipe `chosen`."""
     # fully_shard makes a module's class anew: FSDPLinear(FSDPModule, Linear)
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     ours = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
     if param.ndim != 2 or "Embedding" in kind.__name__ or (ours and leaf not in getattr(module, "_weights", ())):
-        return "", ""
+        return Gemm()
     device = _device(param)
     if storage is not None:
-        return backend.gemm_path(storage.cell, device)
+        return Gemm(*backend.gemm_path(storage.cell, device), backend.fallbacks(storage, chosen, device))
     if not ours:
         path, reason = backend.gemm_path(None, device)
-        return path, f"{reason}: {kind.__name__} is not one of quantshard's modules"
+        taken = ("not ours",) if chosen is not None and chosen.table else ()
+        return Gemm(path, f"{reason}: {kind.__name__} is not one of quantshard's modules", taken)
     cell = None if chosen is None else chosen.weight
     path, reason = backend.gemm_path(cell, device)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
-    return path, reason
+    return Gemm(path, reason, backend.fallbacks(None, chosen, device))
+
+
+def fallbacks_of(gemm: Gemm, shared: Shared, moments_note: str) -> tuple[str, ...]:
+    """Names in `limits.FALLBACKS` of all that one parameter takes."""
+    thin, moments = bool(shared.warning), bool(moments_note)
+    return (*gemm.fallbacks, *["thin shards"] * thin, *["float32 moments"] * moments)
 
 
 def _device(param: Tensor) -> torch.device:

@@ -19,7 +19,7 @@ from quantshard import components, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, Shared
-from quantshard.observe.explain import dtype_name, gemm_of
+from quantshard.observe.explain import dtype_name, fallbacks_of, gemm_of
 from quantshard.observe.table import Report, Row
 from quantshard.recipe import FP8_STATE
 from quantshard.sharding import Shard
@@ -180,7 +180,7 @@ def _row(
         bf16_forward = held * BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
     states, state_bytes, note = _optimizer(param, storage, shard, moments)
-    gemm, reason = gemm_of(leaf, module, param, storage)
+    gemm = gemm_of(leaf, module, param, storage)
     row = Row(
         name=name,
         shape=tuple(param.shape),
@@ -195,13 +195,14 @@ def _row(
         backward_gather_bytes=forward if gathered_again else 0,
         bf16_gather_bytes=bf16_forward * (2 if gathered_again else 1),
         reduced_bytes=shared.reduced_bytes,
-        gemm=gemm,
-        gemm_reason=reason,
+        gemm=gemm.path,
+        gemm_reason=gemm.reason,
         optimizer=states,
         optimizer_bytes=state_bytes,
         mesh=mesh,
         placements=tuple(placements.values()),
         local_rows=shard.extents[0],
+        fallbacks=fallbacks_of(gemm, shared, note),
         notes=tuple(filter(None, (shared.note, note))),
         warnings=tuple(filter(None, (shared.warning,))),
     )

@@ -14,6 +14,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from quantshard.limits import FALLBACKS
+
 WEIGHTS = "weights"
 GATHERED = "given to all-gathers, forward and backward"
 """How the lines of the totals begin that compare weights and traffic with BF16."""
@@ -45,7 +47,7 @@ class Row:
     one forward and one backward, padding included. `reduced_bytes`: its part of a step's amax reduction. `gemm`:
     "native", "emulated" or "" for a parameter that is no operand of a matrix product. `optimizer`: state -> format.
     `mesh`: mesh axis -> size, with one entry of `placements` each. `local_rows`: first and one past the last global row
-    held here.
+    held here. `fallbacks`: names in `limits.FALLBACKS`.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Row:
     mesh: dict[str, int]
     placements: tuple[str, ...]
     local_rows: tuple[int, int]
+    fallbacks: tuple[str, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -125,11 +128,19 @@ class Report:
         """What should be changed, each with the parameters that it is about."""
         return tuple(_merged((row.name, text) for row in self.rows for text in row.warnings))
 
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """What takes a slower or larger path than its native one, why, and what to do; each with its parameters."""
+        return tuple(_merged((row.name, f"{name}: {FALLBACKS[name]}") for row in self.rows for name in row.fallbacks))
+
     def to_json(self) -> str:
         """The rows and totals as JSON."""
         rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
-        return json.dumps({"rows": rows, "totals": totals, "warnings": list(self.warnings)}, indent=2)
+        return json.dumps(
+            {"rows": rows, "totals": totals, "fallbacks": list(self.fallbacks), "warnings": list(self.warnings)},
+            indent=2,
+        )
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -153,6 +164,7 @@ def _render(report: Report) -> Group:
     told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
     told += [(row.name, text) for row in report.rows for text in row.notes]
     parts += [Text(text) for text in _merged(told)]
+    parts += [Text(f"fallback: {text}") for text in report.fallbacks]
     parts += [Text(f"warning: {text}", style="bold") for text in report.warnings]
     return Group(*parts)
 

@@ -1,0 +1,131 @@
+"""Fallbacks: each is named where it is taken, by `explain` and as an error under strict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quantshard as qs
+from quantshard import backend, limits
+from quantshard.errors import FallbackError
+from quantshard.formats import FORMATS, Copy
+from quantshard.recipe import Cell, Recipe, resolve
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with a native path for every GEMM."""
+    monkeypatch.setattr(backend, "gemm_path", lambda cell, device: ("native", "tried"))
+
+
+def linear(recipe: str | Recipe = "current", **options: Any) -> qs.Linear:
+    with qs.quantized_model_init(recipe=recipe, **options):
+        return qs.Linear(96, 57)
+
+
+def forward(layer: nn.Module, recipe: str | Recipe = "current", enabled: bool = True) -> None:
+    with qs.autocast(enabled, recipe=recipe, strict=True):
+        layer(torch.ones(2, 96))
+
+
+def late_history() -> None:
+    layer = linear("delayed")
+    del layer.input_amax_history
+    forward(layer, "delayed")
+
+
+def fetched() -> None:
+    layer = linear(qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
+    storage = layer.weight._storage
+    storage.gathered = True
+    for part in [name for name, c in storage.cell.format.by_name.items() if c.copy is Copy.ROWWISE]:
+        del storage.components[part]
+    forward(layer, qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
+
+
+TAKEN: dict[str, Callable[[], None]] = {
+    "quantized each forward": lambda: forward(linear(enabled=False)),
+    "dequantized": lambda: forward(linear(), enabled=False),
+    "fetched": fetched,
+    "late history": late_history,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.usefixtures("native")
+def test_strict_autocast_raises(name: str) -> None:
+    with pytest.raises(FallbackError) as error:
+        TAKEN[name]()
+    assert str(limits.FALLBACKS[name]) in str(error.value)
+    assert "Linear." in str(error.value)
+
+
+def test_emulation_is_a_fallback() -> None:
+    with pytest.raises(FallbackError, match=r"strict: Linear.weight: its GEMMs dequantize both operands"):
+        forward(linear())
+
+
+@pytest.mark.usefixtures("native")
+def test_strict_passes_where_nothing_falls_back() -> None:
+    forward(linear())
+    forward(linear(enabled=False), "bf16")
+    assert qs.explain(linear(), recipe="current", strict=True).fallbacks == ()
+
+
+def test_not_strict_raises_nothing_and_gives_the_same_bits() -> None:
+    layer = linear()
+    with qs.autocast(recipe="current"):
+        layer(torch.ones(2, 96))
+
+
+def test_recomputation_stays_strict() -> None:
+    """The second forward runs after autocast was left."""
+    layer, x = linear(), torch.ones(2, 96, requires_grad=True)
+    gemm_path = backend.gemm_path
+    try:
+        backend.gemm_path = lambda cell, device: ("native", "tried")  # type: ignore[assignment]
+        with qs.autocast(recipe="current", strict=True):
+            out = qs.checkpoint(layer, x)
+    finally:
+        backend.gemm_path = gemm_path
+    with pytest.raises(FallbackError):
+        out.sum().backward()
+
+
+def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
+    cells = [Cell(fmt) for fmt in FORMATS.values() if not fmt.transposable and len(fmt.copies) == 1]
+    assert cells
+    for cell in cells:
+        storage = backend.quantize(torch.ones(32, 96), cell)
+        assert "turned" in backend.fallbacks(storage, None, torch.device("cpu"))
+
+
+def test_explain_names_them_and_strict_raises() -> None:
+    model = nn.ModuleDict({"ours": linear(), "plain": nn.Linear(4, 4)})
+    report = qs.explain(model, recipe="current")
+    assert {row.name: row.fallbacks for row in report.rows if row.fallbacks} == {
+        "ours.weight": ("emulated",), "plain.weight": ("not ours",),
+    }  # fmt: skip
+    assert "fallback: plain.weight: not ours: its GEMMs run in high precision, because" in str(report)
+    with pytest.raises(FallbackError, match=r"ours.weight: emulated: .*\n.*plain.weight: not ours"):
+        qs.explain(model, recipe="current", strict=True)
+    assert qs.explain(model, recipe="bf16").rows[-2].fallbacks == ()
+
+
+def test_explain_names_moments_that_stay_float32() -> None:
+    model = linear()
+    optimizer = qs.optimizers.FusedAdam(model.parameters(), exp_avg_dtype=torch.uint8)
+    (weight, bias) = qs.explain(model, optimizer).rows
+    assert "float32 moments" not in weight.fallbacks
+    assert bias.fallbacks == ("float32 moments",)
+
+
+def test_every_recipe_is_as_the_table_says() -> None:
+    for name in ("delayed", "current", "block", "mxfp8", "nvfp4"):
+        cell = resolve(name).weight
+        assert cell is not None
+        assert "turned" not in backend.fallbacks(linear(name).weight._storage, resolve(name), torch.device("cpu"))
