@@ -1,7 +1,8 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
+from quantshard import arithmetic as _arithmetic  # fills the table of ATen rules, with ops
 from quantshard import checkpoints, errors, optimizers, recipe
-from quantshard import ops as _ops  # fills the table of ATen rules
+from quantshard import ops as _ops
 from quantshard.amax import requantize_
 from quantshard.modules import (
     DotProductAttention,
@@ -43,4 +44,4 @@ __all__ = [
     "requantize_",
 ]
 
-del _ops
+del _arithmetic, _ops

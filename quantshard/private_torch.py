@@ -7,7 +7,7 @@ import math
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,24 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
     return FsdpPlan()
 
 
+def sharded_parameters() -> Iterator[tuple[DTensor, str | None]]:
+    """FSDP2's sharded parameters in this process, each with its name (None before the first forward).
+
+    Within an operation's dispatch only the local tensor is known, and no public record leads from it to its DTensor.
+    """
+    for reference in list(_module_state_mapping.values()):
+        for group in _param_groups(reference()):
+            for fsdp_param in group.fsdp_params:
+                yield _sharded_param(fsdp_param), fsdp_param._param_fqn
+
+
+def _sharded_param(fsdp_param: Any) -> Any:
+    """The parameter that the optimizer has; FSDP2 learns of one that replaced its own in the first forward only."""
+    info = fsdp_param._module_info
+    sharded = fsdp_param.sharded_state.name == "SHARDED"
+    return getattr(info.module, info.param_name) if sharded else fsdp_param.sharded_param
+
+
 @dataclass(frozen=True)
 class FsdpGather:
     """How FSDP2 gathers one parameter: over how many ranks, in backward too or not, and a plain one as what."""
@@ -184,8 +202,7 @@ def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
         for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 info = fsdp_param._module_info
-                sharded = fsdp_param.sharded_state.name == "SHARDED"
-                param = getattr(info.module, info.param_name) if sharded else fsdp_param.sharded_param
+                param = _sharded_param(fsdp_param)
                 dtype = group.mp_policy.param_dtype if param.is_floating_point() else None
                 gather = FsdpGather(
                     param,

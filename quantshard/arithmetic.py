@@ -1,0 +1,352 @@
+"""In-place arithmetic on quantized weights: what `torch.optim`'s optimizers and users' loops do to parameters.
+
+A weight is dequantized, the arithmetic done in float32, and the result rounded stochastically to new codes (small
+updates would vanish in rounding to nearest). All ranks that hold pieces of the weights must make the same calls in step:
+each call is one flat reduction over them, however many weights its lists hold. In it go the amaxes of shared blocks and
+what all ranks must decide alike: a result equal to the present values leaves codes, draws and amax history as they are
+(a hidden `step()` with lr = 0 changes no bit); one that is infinite or NaN anywhere is written nowhere, and raises.
+
+A weight may also be read, as what is added to a plain tensor of its shape while autograd is off: weight decay of the
+L2 kind does `grad.add(param, alpha=weight_decay)`. Nothing else dequantizes, so no forward pass does so in silence.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from quantshard import amax, private_torch
+from quantshard import storage as storages
+from quantshard.amax import FlatMax, Group, Requantization
+from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
+from quantshard.ops import rule
+from quantshard.storage import DRAWS, KEY, QuantizedStorage
+from quantshard.tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+Formula = Callable[..., Tensor]
+
+# Formulas: of one weight's values x and operands, tensors in float32 or numbers. Each operation is rounded by itself,
+# in torch's order, so that every shard gets the same bits (torch's own kernels may fuse some elements, and not others).
+
+
+def _add(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    return x + alpha * other
+
+
+def _sub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    return x - alpha * other
+
+
+def _mul(x: Tensor, other: Any) -> Tensor:
+    return x * other
+
+
+def _div(x: Tensor, other: Any) -> Tensor:
+    return x / torch.as_tensor(other, dtype=x.dtype, device=x.device)  # GPUs multiply by a number's inverse
+
+
+def _addcmul(x: Tensor, first: Tensor, second: Tensor, value: Any = 1) -> Tensor:
+    return x + value * first * second
+
+
+def _addcdiv(x: Tensor, first: Tensor, second: Tensor, value: Any = 1) -> Tensor:
+    return x + value * first / second
+
+
+def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return x + weight * (end - x)
+
+
+IN_PLACE: dict[Formula, Sequence[Any]] = {
+    _add: [aten.add_.Tensor, aten.add_.Scalar],
+    _sub: [aten.sub_.Tensor, aten.sub_.Scalar],
+    _mul: [aten.mul_.Tensor, aten.mul_.Scalar],
+    _div: [aten.div_.Tensor, aten.div_.Scalar],
+    _addcmul: [aten.addcmul_.default],
+    _addcdiv: [aten.addcdiv_.default],
+    _lerp: [aten.lerp_.Scalar, aten.lerp_.Tensor],
+}
+
+IN_PLACE_LISTS: dict[Formula, Any] = {
+    _add: aten._foreach_add_,
+    _sub: aten._foreach_sub_,
+    _mul: aten._foreach_mul_,
+    _div: aten._foreach_div_,
+    _addcmul: aten._foreach_addcmul_,
+    _addcdiv: aten._foreach_addcdiv_,
+    _lerp: aten._foreach_lerp_,
+}
+
+
+def _register() -> None:
+    for formula, operations in IN_PLACE.items():
+        for operation in operations:
+            rule(operation, needed_by="torch.optim with foreach=False, users' loops")(_one(operation, formula))
+    for formula, packet in IN_PLACE_LISTS.items():
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                operation = getattr(packet, overload)
+                rule(operation, needed_by="torch.optim with foreach=True")(_many(operation, formula))
+
+
+def _one(operation: Any, formula: Formula) -> Callable[..., Tensor]:
+    def in_place(target: Tensor, *operands: Any, **options: Any) -> Tensor:
+        if isinstance(target, QuantizedTensor):
+            _update([target], [_result(formula, target, operands, options)], str(operation))
+            return target
+        return operation(target, *_read(formula, [target], operands), **options)
+
+    return in_place
+
+
+def _many(operation: Any, formula: Formula) -> Callable[..., None]:
+    def in_place(targets: Sequence[Tensor], *operands: Any, **options: Any) -> None:
+        quantized = [i for i, target in enumerate(targets) if isinstance(target, QuantizedTensor)]
+        plain = [i for i in range(len(targets)) if i not in set(quantized)]
+        others = [targets[i] for i in plain]
+        others_operands = _read(formula, others, [_pick(operand, plain) for operand in operands])
+        weights: list[Any] = [targets[i] for i in quantized]
+        results = [
+            _result(formula, targets[i], [_entry(operand, i) for operand in operands], options) for i in quantized
+        ]
+        if weights:
+            _update(weights, results, str(operation))  # may raise; then the plain ones are left alone too
+        if others:
+            operation(others, *others_operands, **options)
+
+    return in_place
+
+
+def _is_list(operand: Any) -> bool:
+    """True for an operand with an entry for each target: a list, or a tensor [targets] of scalars."""
+    return isinstance(operand, (list, tuple)) or (isinstance(operand, Tensor) and operand.ndim == 1)
+
+
+def _entry(operand: Any, index: int) -> Any:
+    return operand[index] if _is_list(operand) else operand
+
+
+def _pick(operand: Any, indices: list[int]) -> Any:
+    if isinstance(operand, Tensor) and operand.ndim == 1:
+        return operand[indices]
+    return [operand[i] for i in indices] if isinstance(operand, (list, tuple)) else operand
+
+
+def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dict[str, Any]) -> Tensor:
+    """What the weight's values would become, float32, of the shape of its rectangle."""
+    _check_writable(target)
+    shape = target._storage.shard.shape
+    x = target._storage.dequantize().reshape(target.shape)
+    result = formula(x, *map(_operand, operands), **options)
+    if result.shape != x.shape:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {target!r}: the operands broadcast to shape {tuple(result.shape)}"
+        )
+    return result.float().reshape(shape)
+
+
+def _operand(operand: Any) -> Any:
+    if isinstance(operand, QuantizedTensor):
+        return operand.dequantize(dtype=torch.float32)
+    return operand.float() if isinstance(operand, Tensor) else operand
+
+
+def _check_writable(target: QuantizedTensor) -> None:
+    target._check_filled("in-place arithmetic")
+    if target._storage.gathered:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {target!r}, the copy that FSDP gathered: what is written to it is lost; call "
+            "reshard() on the FSDP-wrapped module first, and change its sharded parameter"
+        )
+    if target.is_meta:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {target!r}, which has no values yet; call reset_parameters() on its module first"
+        )
+
+
+def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
+    """Give weights new values, rounded stochastically; all of them or, if any is not finite on any rank, none."""
+    by_group: dict[Group, list[int]] = {}
+    for index, weight in enumerate(weights):
+        by_group.setdefault(_group_of(weight), []).append(index)
+    reduction = FlatMax()
+    begun: dict[int, Requantization] = {}
+    flags: dict[Group, Tensor] = {}
+    for group, members in by_group.items():
+        flags[group] = _flags([weights[i]._storage for i in members], [results[i] for i in members], operation)
+        reduction.add(flags[group], group)
+        for i in members:
+            begun[i] = Requantization(weights[i]._storage, results[i], group, reduction)
+        reduction.add(_padding(flags[group], [begun[i] for i in members]), group)
+    reduction.reduce()
+    changed = [
+        i
+        for group, members in by_group.items()
+        for i in _changed([weights[j] for j in members], members, flags[group], operation)
+    ]
+    for i in changed:
+        begun[i].commit(results[i], storages.rounding_words(weights[i]._storage))
+        torch.autograd.graph.increment_version(weights[i])
+
+
+_DIGEST, _SMALLEST = 0xFFFFFF, 1024  # a float32 holds integers of 24 bits exactly; 4 KiB cost what 4 bytes cost
+
+
+def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
+    """Float32 [2 + 2 n]: what ranks must agree on, and of each of n weights: does it change, is it not finite.
+
+    The first two are a digest of the operation and the weights, and its complement: after MAX they still add up only if
+    all ranks gave the same.
+    """
+    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
+    digest = zlib.crc32(repr(identity).encode()) & _DIGEST
+    change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
+    non_finite = [~torch.isfinite(result).all() for result in results]
+    agreed = torch.tensor([digest, _DIGEST - digest], dtype=torch.float32, device=results[0].device)
+    return torch.cat([agreed, torch.stack([*change, *non_finite]).float()])
+
+
+def _padding(flags: Tensor, begun: Iterable[Requantization]) -> Tensor:
+    """Zeros that fill a group's part of the reduction up to a power of two.
+
+    So ranks that are out of step mostly meet in a collective of one size, and learn of it from the digest.
+    """
+    used = flags.numel()
+    for item in begun:
+        shard, by_name = item.storage.shard, item.storage.cell.format.by_name
+        used += sum(grid.numel() for name, grid in item.amaxes.items() if shard.shares_blocks(by_name[name]))
+    return flags.new_zeros(max(_SMALLEST, 2 ** math.ceil(math.log2(used))) - used)
+
+
+def _changed(weights: Sequence[QuantizedTensor], members: list[int], flags: Tensor, operation: str) -> list[int]:
+    """Those of the `members` whose values change."""
+    highest, lowest, *each = flags.tolist()
+    if highest + lowest != _DIGEST:
+        raise RankMismatchError(
+            f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most often "
+            "a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the weights' "
+            "random keys differ: seed torch alike on all ranks before the model is built"
+        )
+    change, non_finite = each[: len(weights)], each[len(weights) :]
+    for weight, bad in zip(weights, non_finite, strict=True):
+        if bad:
+            raise NonFiniteGradientError(
+                f"{operation} would give {_name(weight)} infinite or NaN values, so it changed no weight. The optimizer's "
+                "own states may hold them already: load a checkpoint, and look at the gradients before step() "
+                "(torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); optimizers.MasterWeights and "
+                "optimizers.FusedAdam skip such a step by themselves"
+            )
+    return [i for i, changes in zip(members, change, strict=True) if changes]
+
+
+# Which ranks hold the other pieces of a weight. Inside a dispatch only the local tensor is known, and FSDP2 tells it
+# nothing; its own record of sharded parameters does.
+
+_parameters: WeakKeyDictionary[QuantizedStorage, weakref.ReferenceType[Tensor]] = WeakKeyDictionary()
+
+
+def _group_of(weight: QuantizedTensor) -> Group:
+    storage = weight._storage
+    if storage.shard.cut is None:
+        return None
+    if storage not in _parameters:
+        for parameter, _ in private_torch.sharded_parameters():
+            local: Any = private_torch.local_tensor(parameter)
+            if isinstance(local, QuantizedTensor):
+                _parameters[local._storage] = weakref.ref(parameter)
+    parameter = _parameters[storage]() if storage in _parameters else None
+    if parameter is None:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed module: "
+            "nothing tells which ranks hold the others; change the module's own parameter"
+        )
+    return amax.sharding_group(parameter)
+
+
+def _name(weight: QuantizedTensor) -> str:
+    """The parameter's name where FSDP2 knows it, and what it is."""
+    for parameter, name in private_torch.sharded_parameters():
+        local: Any = private_torch.local_tensor(parameter)
+        if name is not None and isinstance(local, QuantizedTensor) and local._storage is weight._storage:
+            return f"{name}, {weight!r},"
+    return repr(weight)
+
+
+# Reading
+
+
+def _read(formula: Formula, targets: Sequence[Tensor], operands: Sequence[Any]) -> list[Any]:
+    """Operands of arithmetic on plain tensors, quantized ones dequantized where they may be."""
+    return [
+        [_read_one(formula, target, entry) for target, entry in zip(targets, operand, strict=True)]
+        if isinstance(operand, (list, tuple))
+        else _read_one(formula, targets[0] if len(targets) == 1 else None, operand)
+        for operand in operands
+    ]
+
+
+def _read_one(formula: Formula, target: Tensor | None, operand: Any) -> Any:
+    if not isinstance(operand, QuantizedTensor):
+        return operand
+    operand._check_filled("reading")
+    if formula is not _add or target is None or target.shape != operand.shape or torch.is_grad_enabled():
+        raise UnsupportedOperationError(
+            f"arithmetic of a plain tensor with {operand!r} would dequantize it unasked; use .dequantize() for its values"
+        )
+    if operand._storage.gathered:
+        raise UnsupportedOperationError(
+            f"adding {operand!r}, the copy that FSDP gathered, to a plain tensor would dequantize it unasked; use "
+            ".dequantize() for its values"
+        )
+    return operand.dequantize()
+
+
+@rule(aten.add.Tensor, needed_by="torch.optim: weight decay of the L2 kind, grad.add(param, alpha=weight_decay)")
+def _add_to_plain(plain: Any, weight: Any, alpha: float = 1) -> Tensor:
+    if isinstance(plain, QuantizedTensor) or not isinstance(plain, Tensor):
+        raise UnsupportedOperationError(
+            f"add on {plain if isinstance(plain, QuantizedTensor) else weight!r} would dequantize it unasked; use "
+            ".dequantize() for its values"
+        )
+    return aten.add.Tensor(plain, _read_one(_add, plain, weight), alpha=alpha)
+
+
+@rule(aten._foreach_add.List, needed_by="torch.optim with foreach=True: weight decay of the L2 kind")
+def _foreach_add_to_plain(plain: Sequence[Tensor], weights: Sequence[Any], alpha: float = 1) -> list[Tensor]:
+    return [
+        _add_to_plain(one, other, alpha) if isinstance(one, QuantizedTensor) or isinstance(other, QuantizedTensor)
+        else aten.add.Tensor(one, other, alpha=alpha)
+        for one, other in zip(plain, weights, strict=True)
+    ]  # fmt: skip
+
+
+@rule(aten.full_like.default, needed_by="torch.optim.Adagrad's state")
+def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
+    like = {"dtype": weight.dtype, "device": weight.device} | {k: v for k, v in options.items() if v is not None}
+    like.pop("memory_format", None)
+    return torch.full(weight.shape, value, **like)
+
+
+# Refused by name
+
+
+def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:
+    weight = next(target for target in targets if isinstance(target, QuantizedTensor))
+    raise UnsupportedOperationError(
+        f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True or "
+        "foreach=False, or quantshard.optimizers.FusedAdam, or fused=True within quantshard.optimizers.MasterWeights"
+    )
+
+
+for _packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_):
+    rule(_packet.default, _packet.tensor_lr, needed_by="a clear refusal of torch.optim's fused=True")(_refuse_fused)
+_register()
