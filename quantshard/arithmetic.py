@@ -1,10 +1,11 @@
 """In-place arithmetic on quantized weights: what `torch.optim`'s optimizers and users' loops do to parameters.
 
 A weight is dequantized, the arithmetic done in float32, and the result rounded stochastically to new codes (small
-updates would vanish in rounding to nearest). All ranks that hold pieces of the weights must make the same calls in step:
-each call is one flat reduction over them, however many weights its lists hold. In it go the amaxes of shared blocks and
-what all ranks must decide alike: a result equal to the present values leaves codes, draws and amax history as they are
-(a hidden `step()` with lr = 0 changes no bit); one that is infinite or NaN anywhere is written nowhere, and raises.
+updates would vanish in rounding to nearest). All ranks that hold pieces of the weights must make the same calls in
+step: each call is one flat reduction over them, however many weights its lists hold. In it go the amaxes of shared
+blocks and what all ranks must decide alike: a result equal to the present values leaves codes, draws and amax history
+as they are (a hidden `step()` with lr = 0 changes no bit); one that is infinite or NaN anywhere is written nowhere, and
+raises.
 
 A weight may also be read, as what is added to a plain tensor of its shape while autograd is off: weight decay of the
 L2 kind does `grad.add(param, alpha=weight_decay)`. Nothing else dequantizes, so no forward pass does so in silence.
@@ -103,7 +104,7 @@ def _one(operation: Any, formula: Formula) -> Callable[..., Tensor]:
         if isinstance(target, QuantizedTensor):
             _update([target], [_result(formula, target, operands, options)], str(operation))
             return target
-        return operation(target, *_read(formula, [target], operands), **options)
+        return operation(target, *[_read(formula, target, operand) for operand in operands], **options)
 
     return in_place
 
@@ -113,7 +114,7 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
         quantized = [i for i, target in enumerate(targets) if isinstance(target, QuantizedTensor)]
         plain = [i for i in range(len(targets)) if i not in set(quantized)]
         others = [targets[i] for i in plain]
-        others_operands = _read(formula, others, [_pick(operand, plain) for operand in operands])
+        read = [_read_list(formula, others, _pick(operand, plain)) for operand in operands] if others else []
         weights: list[Any] = [targets[i] for i in quantized]
         results = [
             _result(formula, targets[i], [_entry(operand, i) for operand in operands], options) for i in quantized
@@ -121,7 +122,7 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
         if weights:
             _update(weights, results, str(operation))  # may raise; then the plain ones are left alone too
         if others:
-            operation(others, *others_operands, **options)
+            operation(others, *read, **options)
 
     return in_place
 
@@ -232,17 +233,17 @@ def _changed(weights: Sequence[QuantizedTensor], members: list[int], flags: Tens
     highest, lowest, *each = flags.tolist()
     if highest + lowest != _DIGEST:
         raise RankMismatchError(
-            f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most often "
-            "a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the weights' "
-            "random keys differ: seed torch alike on all ranks before the model is built"
+            f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most "
+            "often a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the "
+            "weights' random keys differ: seed torch alike on all ranks before the model is built"
         )
     change, non_finite = each[: len(weights)], each[len(weights) :]
     for weight, bad in zip(weights, non_finite, strict=True):
         if bad:
             raise NonFiniteGradientError(
-                f"{operation} would give {_name(weight)} infinite or NaN values, so it changed no weight. The optimizer's "
-                "own states may hold them already: load a checkpoint, and look at the gradients before step() "
-                "(torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); optimizers.MasterWeights and "
+                f"{operation} would give {_name(weight)} infinite or NaN values, so it changed no weight. The "
+                "optimizer's own states may hold them already: load a checkpoint, and look at the gradients before "
+                "step() (torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); optimizers.MasterWeights and "
                 "optimizers.FusedAdam skip such a step by themselves"
             )
     return [i for i, changes in zip(members, change, strict=True) if changes]
@@ -263,13 +264,13 @@ def _group_of(weight: QuantizedTensor) -> Group:
             local: Any = private_torch.local_tensor(parameter)
             if isinstance(local, QuantizedTensor):
                 _parameters[local._storage] = weakref.ref(parameter)
-    parameter = _parameters[storage]() if storage in _parameters else None
-    if parameter is None:
+    owner = _parameters[storage]() if storage in _parameters else None
+    if owner is None:
         raise UnsupportedOperationError(
-            f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed module: "
-            "nothing tells which ranks hold the others; change the module's own parameter"
+            f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "
+            "module: nothing tells which ranks hold the others; change the module's own parameter"
         )
-    return amax.sharding_group(parameter)
+    return amax.sharding_group(owner)
 
 
 def _name(weight: QuantizedTensor) -> str:
@@ -284,56 +285,51 @@ def _name(weight: QuantizedTensor) -> str:
 # Reading
 
 
-def _read(formula: Formula, targets: Sequence[Tensor], operands: Sequence[Any]) -> list[Any]:
-    """Operands of arithmetic on plain tensors, quantized ones dequantized where they may be."""
-    return [
-        [_read_one(formula, target, entry) for target, entry in zip(targets, operand, strict=True)]
-        if isinstance(operand, (list, tuple))
-        else _read_one(formula, targets[0] if len(targets) == 1 else None, operand)
-        for operand in operands
-    ]
+def _read_list(formula: Formula, targets: Sequence[Tensor], operand: Any) -> Any:
+    if isinstance(operand, (list, tuple)):
+        return [_read(formula, target, entry) for target, entry in zip(targets, operand, strict=True)]
+    return _read(formula, targets[0], operand)
 
 
-def _read_one(formula: Formula, target: Tensor | None, operand: Any) -> Any:
+def _read(formula: Formula, target: Tensor, operand: Any) -> Any:
+    """An operand of arithmetic on a plain tensor; a quantized one dequantized, where that may be."""
     if not isinstance(operand, QuantizedTensor):
         return operand
-    operand._check_filled("reading")
-    if formula is not _add or target is None or target.shape != operand.shape or torch.is_grad_enabled():
+    allowed = formula is _add and target.shape == operand.shape and not operand._storage.gathered
+    if not allowed or torch.is_grad_enabled():
         raise UnsupportedOperationError(
-            f"arithmetic of a plain tensor with {operand!r} would dequantize it unasked; use .dequantize() for its values"
-        )
-    if operand._storage.gathered:
-        raise UnsupportedOperationError(
-            f"adding {operand!r}, the copy that FSDP gathered, to a plain tensor would dequantize it unasked; use "
-            ".dequantize() for its values"
+            f"arithmetic of a plain tensor with {operand!r} would dequantize it unasked; use .dequantize() for its "
+            "values. What optimizers may do, under no_grad and to sharded weights, is plain.add(weight)"
         )
     return operand.dequantize()
 
 
 @rule(aten.add.Tensor, needed_by="torch.optim: weight decay of the L2 kind, grad.add(param, alpha=weight_decay)")
 def _add_to_plain(plain: Any, weight: Any, alpha: float = 1) -> Tensor:
-    if isinstance(plain, QuantizedTensor) or not isinstance(plain, Tensor):
+    if not isinstance(plain, Tensor) or isinstance(plain, QuantizedTensor):
+        quantized = plain if isinstance(plain, QuantizedTensor) else weight
         raise UnsupportedOperationError(
-            f"add on {plain if isinstance(plain, QuantizedTensor) else weight!r} would dequantize it unasked; use "
-            ".dequantize() for its values"
+            f"add on {quantized!r} would dequantize it unasked; use .dequantize() for its values, or add_ to change it"
         )
-    return aten.add.Tensor(plain, _read_one(_add, plain, weight), alpha=alpha)
+    return plain.add(_read(_add, plain, weight), alpha=alpha)
 
 
 @rule(aten._foreach_add.List, needed_by="torch.optim with foreach=True: weight decay of the L2 kind")
-def _foreach_add_to_plain(plain: Sequence[Tensor], weights: Sequence[Any], alpha: float = 1) -> list[Tensor]:
-    return [
-        _add_to_plain(one, other, alpha) if isinstance(one, QuantizedTensor) or isinstance(other, QuantizedTensor)
-        else aten.add.Tensor(one, other, alpha=alpha)
-        for one, other in zip(plain, weights, strict=True)
-    ]  # fmt: skip
+def _foreach_add_to_plain(plain: Sequence[Any], weights: Sequence[Any], alpha: float = 1) -> list[Tensor]:
+    return [_add_to_plain(one, other, alpha) for one, other in zip(plain, weights, strict=True)]
 
 
 @rule(aten.full_like.default, needed_by="torch.optim.Adagrad's state")
-def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
-    like = {"dtype": weight.dtype, "device": weight.device} | {k: v for k, v in options.items() if v is not None}
-    like.pop("memory_format", None)
-    return torch.full(weight.shape, value, **like)
+def _full_like(
+    weight: QuantizedTensor,
+    value: float,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: Any = None,
+) -> Tensor:
+    return torch.full(weight.shape, value, dtype=dtype or weight.dtype, device=device or weight.device)
 
 
 # Refused by name
@@ -342,8 +338,8 @@ def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
 def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:
     weight = next(target for target in targets if isinstance(target, QuantizedTensor))
     raise UnsupportedOperationError(
-        f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True or "
-        "foreach=False, or quantshard.optimizers.FusedAdam, or fused=True within quantshard.optimizers.MasterWeights"
+        f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True "
+        "or foreach=False, or quantshard.optimizers.FusedAdam, or fused=True within optimizers.MasterWeights"
     )
 
 

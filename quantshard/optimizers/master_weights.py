@@ -1,0 +1,322 @@
+"""MasterWeights: any `torch.optim` optimizer, run on float32 masters of a model's quantized weights.
+
+A step is: one small collective (is any gradient missing or not finite), the inner optimizer's own step on the masters,
+and one flat collective (the amaxes of blocks that ranks share) after which every weight becomes the nearest
+quantization of its master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import amax, components, private_torch
+from quantshard.amax import FlatMax
+from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.optimizers import guards
+
+MASTER, UPDATES = "master_param", "updates"
+OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
+"""What a group holds besides the inner optimizer's entries."""
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Runs an optimizer on float32 masters, and gives the weights of the model their nearest quantization.
+
+        optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3, weight_decay=0.1)
+
+    It is an optimizer over the model's parameters: `param_groups` are those of the inner optimizer, so LR schedulers
+    and `group["lr"] = ...` reach it, and `state[parameter]` is the inner optimizer's state of its master together with
+    `master_param` (float32) and `updates` (how many it had; float32 scalar). Masters and states are DTensors where
+    parameters are. All parameters that are neither float32 nor float64 have a master, seeded from
+    `get_high_precision_init_val` where that was kept, else from the (dequantized) parameter; the others are given to
+    the inner optimizer as they are. During its step float32 copies of all gradients are held too.
+
+    States are allocated here, so that a new process can load them: with zeros, of the kinds that a step of the inner
+    optimizer on zeros makes. They mean nothing before the first update, which starts from what the inner optimizer
+    itself makes. Entries that it makes only in later steps cannot be loaded.
+
+    A step whose gradients are not all finite is skipped on all ranks: no master, weight, scale or state changes, and
+    `skipped_steps` counts it.
+
+    Args:
+        optimizer_class: a `torch.optim.Optimizer` class, or a function that returns such an optimizer for
+            `(groups, **options)`. Its `step()` must work without a closure.
+        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device.
+        max_skipped_in_a_row: raise after this many skipped steps in a row.
+        options: those of `optimizer_class`, e.g. lr and weight_decay; `fused=True` and `foreach=True` are fine.
+
+    Raises:
+        ConfigurationError: a parameter is on the meta device, or the inner optimizer needs a closure.
+        RankMismatchError: ranks have different random keys for one weight.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any],
+        *,
+        max_skipped_in_a_row: int = 10,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, {})  # the inner optimizer fills in its defaults
+        self._make = lambda groups: optimizer_class(groups, **options)
+        self._max_skipped_in_a_row = max_skipped_in_a_row
+        self._masters: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._names: dict[Tensor, str] = {}
+        groups = self.param_groups
+        for group in groups:
+            self._adopt(group)
+        self._inner = self._make([self._inner_group(group) for group in groups])
+        self.param_groups = self._inner.param_groups  # one list of one set of dicts
+        self.defaults = self._inner.defaults
+        for group, model_group in zip(self.param_groups, groups, strict=True):
+            self._complete(group, model_group["params"])
+        guards.check_keys((name, param) for param, name in self._names.items())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its masters and states are allocated at once."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_inner"):  # not from the base class's constructor
+            group = self.param_groups.pop()
+            self._adopt(group)
+            self._inner.add_param_group(self._inner_group(group))
+            self._complete(self.param_groups[-1], group["params"])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far because a gradient was not finite."""
+        return int(self.param_groups[0]["skipped_steps"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
+        raise UnsupportedOperationError(
+            "a MasterWeights is not copied: its states belong to its parameters; build another one over the copied "
+            "model and load this one's state_dict() into it"
+        )
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        """Give a group's parameters names and masters."""
+        names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            self._names[param] = name
+            if param.requires_grad:
+                self._masters[param] = self._new_master(param)
+                self._versions[param] = guards.weight_version(param)
+
+    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._masters.get(param, param) for param in group["params"]]}
+
+    def _complete(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Make a group that the inner optimizer filled in one of the model's parameters, with their blank states."""
+        group.update({"params": params, **OWN_ENTRIES})
+        for param in params:
+            if param in self._masters:
+                self._inner.state.pop(self._masters[param], None)  # made again before the first update
+                self.state[param] = self._blank_state(param, group)
+
+    @torch.no_grad()
+    def _new_master(self, param: Tensor) -> Tensor:
+        if param.is_meta:
+            raise ConfigurationError(
+                f"MasterWeights: {self._names[param]} is on the meta device; call reset_parameters() on the modules "
+                "first"
+            )
+        if components.quantized(param) is None and param.dtype in (torch.float32, torch.float64):
+            return param
+        master = guards.initial_master(param)
+        if isinstance(param, DTensor):
+            master = components.as_dtensor(master, param, list(param.placements), tuple(param.shape))
+        return nn.Parameter(master)
+
+    @torch.no_grad()
+    def initialize_state(self, param: Tensor) -> None:
+        """Allocate the master and the states of a parameter that was frozen when this optimizer was built."""
+        group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
+        self._masters[param] = self._new_master(param)
+        self._versions[param] = guards.weight_version(param)
+        self.state[param] = self._blank_state(param, group)
+
+    def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """A new inner optimizer for one tensor, with a group's settings."""
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names", *OWN_ENTRIES)}
+        return self._make([{**settings, "params": [tensor]}])
+
+    def _blank_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The entries that one step of the inner optimizer makes for such a parameter, zero."""
+        probe = nn.Parameter(torch.zeros_like(self._masters[param]))
+        probe.grad = torch.zeros_like(probe)
+        optimizer = self._alone(probe, group)
+        try:
+            optimizer.step()
+        except TypeError as error:
+            raise ConfigurationError(
+                f"MasterWeights: {type(optimizer).__name__}.step() does not work without arguments ({error}); an "
+                "optimizer that calls a closure itself would see the model's weights unchanged between its calls"
+            ) from error
+        state = optimizer.state.get(probe, {})
+        for value in state.values():
+            if isinstance(value, Tensor):
+                private_torch.local_tensor(value).zero_()
+        return self._with_own(param, state, torch.zeros(()))
+
+    def _with_own(self, param: Tensor, state: dict[str, Any], updates: Tensor) -> dict[str, Any]:
+        """An inner state, completed in place."""
+        if self._masters[param] is not param:
+            state[MASTER] = self._masters[param].detach()
+        state[UPDATES] = updates
+        return state
+
+    @torch.no_grad()
+    def reseed_masters(self) -> None:
+        """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
+        for param, master in self._masters.items():
+            if master is not param:
+                private_torch.local_tensor(master).copy_(guards.initial_master(param))
+            self._versions[param] = guards.weight_version(param)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state dict of this class into the states, without casting any.
+
+        Raises:
+            CheckpointError: it is of other parameters or another inner optimizer; the message names the first
+                difference.
+        """
+        saved_groups = state_dict["param_groups"]
+        guards.check_groups(saved_groups, self.param_groups)
+        pairs = [
+            (param, state_dict["state"].get(index, {}))
+            for saved, own in zip(saved_groups, self.param_groups, strict=True)
+            for index, param in zip(saved["params"], own["params"], strict=True)
+        ]
+        for param, loaded in pairs:
+            self._check_loadable(param, loaded)
+        for param, loaded in pairs:
+            self._versions.pop(param, None)  # the model may be loaded before or after
+            for key, value in loaded.items():
+                live = self.state[param][key]
+                if isinstance(live, Tensor):
+                    private_torch.local_tensor(live).copy_(private_torch.local_tensor(value))
+                else:
+                    self.state[param][key] = value
+        for saved, own in zip(saved_groups, self.param_groups, strict=True):
+            own.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+
+    def _check_loadable(self, param: Tensor, loaded: dict[str, Any]) -> None:
+        live, name = self.state.get(param, {}), self._names[param]
+        if loaded.keys() != live.keys():
+            raise CheckpointError(
+                f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; construct it with "
+                "the inner optimizer and the options that it was saved with"
+            )
+        for key, value in loaded.items():
+            own, new = _kind(live[key]), _kind(value)
+            if own != new:
+                raise CheckpointError(
+                    f"{name}: optimizer state {key} is {new}, this optimizer's is {own}; construct it over the same "
+                    "model and mesh, with the same inner optimizer"
+                )
+
+    # Step ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update masters and weights from the gradients; returns what `closure` returned.
+
+        Raises:
+            RankMismatchError: a gradient is missing on some ranks only.
+            NonFiniteGradientError: this was one skipped step too many in a row.
+            ConfigurationError: a parameter that was frozen has a gradient, or one was given new values by others.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_ours()
+        reduction = FlatMax()
+        flags = guards.GradientFlags(((self._names[param], param) for param in self._masters), reduction)
+        reduction.reduce()
+        flags.check_missing()
+        bad = flags.first_non_finite()
+        if bad is not None:
+            guards.count_skipped(self.param_groups, bad, self._max_skipped_in_a_row)
+            return loss
+        with self._inner_step():
+            self._inner.step()
+        self._write_weights()
+        for group in self.param_groups:
+            group["skipped_in_a_row"] = 0
+        return loss
+
+    def _check_ours(self) -> None:
+        """Check that the parameters are as this optimizer left them."""
+        for param, name in self._names.items():
+            if param not in self._masters:
+                if param.grad is not None:
+                    raise ConfigurationError(
+                        f"{name} was frozen when this MasterWeights was built and has a gradient now; call "
+                        "initialize_state(parameter) when you unfreeze it"
+                    )
+                continue
+            if param.grad is not None:
+                guards.check_alike(param, param.grad, name, "gradient")
+            if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
+                raise ConfigurationError(
+                    f"{name} was given new values after this MasterWeights was built, and the next step would "
+                    "overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
+                )
+
+    @contextmanager
+    def _inner_step(self) -> Iterator[None]:
+        """Give the inner optimizer masters with float32 gradients and their states; put all back afterwards."""
+        params = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                for param in self._updated(group["params"]):
+                    master, state = self._masters[param], self.state[param]
+                    master.grad = param.grad if master is param else param.grad.float()  # type: ignore[union-attr]
+                    if state[UPDATES] == 0:
+                        self._inner.state.pop(master, None)
+                        state = self._alone(master, group).state.get(master)
+                    if state is not None:
+                        self._inner.state[master] = state
+                group["params"] = self._inner_group(group)["params"]
+            yield
+            for param in self._updated(self._masters):
+                updates = self.state[param][UPDATES] + 1
+                self.state[param] = self._with_own(param, self._inner.state[self._masters[param]], updates)
+        finally:
+            for group, own in zip(self.param_groups, params, strict=True):
+                group["params"] = own
+            for param, master in self._masters.items():
+                if master is not param:
+                    master.grad = None
+
+    def _updated(self, params: Iterable[Tensor]) -> list[Tensor]:
+        return [param for param in params if param in self._masters and param.grad is not None]
+
+    def _write_weights(self) -> None:
+        """Round masters to the nearest values that the parameters can hold."""
+        written = [param for param in self._updated(self._masters) if self._masters[param] is not param]
+        values = {param: private_torch.local_tensor(self._masters[param]) for param in written}
+        amax.requantize_((param, values[param]) for param in written if components.quantized(param) is not None)
+        for param in written:
+            if components.quantized(param) is None:
+                private_torch.local_tensor(param).copy_(values[param])
+            self._versions[param] = guards.weight_version(param)
+
+
+def _kind(value: Any) -> str:
+    """For comparison and messages: what an entry of a state is."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    local = private_torch.local_tensor(value)
+    return f"{local.dtype} {tuple(local.shape)}"
