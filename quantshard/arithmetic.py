@@ -274,10 +274,10 @@ def _group_of(weight: QuantizedTensor) -> Group:
 
 
 def _name(weight: QuantizedTensor) -> str:
-    """The parameter's name where FSDP2 knows it, and what it is."""
+    """What a weight is, for messages; with its name where FSDP2 knows it."""
     for parameter, name in private_torch.sharded_parameters():
         local: Any = private_torch.local_tensor(parameter)
-        if name is not None and isinstance(local, QuantizedTensor) and local._storage is weight._storage:
+        if isinstance(local, QuantizedTensor) and local._storage is weight._storage:
             return f"{name}, {weight!r},"
     return repr(weight)
 

@@ -1,6 +1,7 @@
 """The ATen operations that a quantized tensor allows; each rule says who needs it.
 
-Anything that is not here raises (see `QuantizedTensor.__torch_dispatch__`). No rule dequantizes, and none communicates.
+Anything that is neither here nor in `arithmetic` raises (see `QuantizedTensor.__torch_dispatch__`). No rule here
+dequantizes, and none communicates.
 """
 
 from __future__ import annotations

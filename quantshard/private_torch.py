@@ -154,15 +154,18 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
     return FsdpPlan()
 
 
-def sharded_parameters() -> Iterator[tuple[DTensor, str | None]]:
-    """FSDP2's sharded parameters in this process, each with its name (None before the first forward).
+def sharded_parameters() -> Iterator[tuple[DTensor, str]]:
+    """FSDP2's sharded parameters in this process, each with its name, or where FSDP2 does not know it with its module's
+    class: it looks for names in the first forward, and then not for those of parameters that replaced its own.
 
     Within an operation's dispatch only the local tensor is known, and no public record leads from it to its DTensor.
     """
     for reference in list(_module_state_mapping.values()):
         for group in _param_groups(reference()):
             for fsdp_param in group.fsdp_params:
-                yield _sharded_param(fsdp_param), fsdp_param._param_fqn
+                info = fsdp_param._module_info
+                name = fsdp_param._param_fqn or f"{info.param_name} of a {type(info.module).__name__}"
+                yield _sharded_param(fsdp_param), name
 
 
 def _sharded_param(fsdp_param: Any) -> Any:

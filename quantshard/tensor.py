@@ -3,7 +3,7 @@
 A `QuantizedTensor` looks to PyTorch like a bf16 (or fp32, fp16) tensor of the weight's shape and holds only codes and
 scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
 the same storage, so nothing that only looks at a weight ever dequantizes it. Which ATen operations are allowed, and who
-needs each, stands in `ops`; every other operation raises instead of dequantizing in silence.
+needs each, stands in `ops` and `arithmetic`; every other operation raises instead of dequantizing in silence.
 
 FSDP2 cuts, pads, gathers and frees weights through the operations in `ops` and the two hooks at the end of this file.
 What it does to a subclass, in order: `split` into chunks; `new_zeros` of the padded chunk, of which a `narrow` is
@@ -31,7 +31,7 @@ from quantshard.storage import QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""ATen operation -> what it does to a quantized tensor. Filled by `ops`."""
+"""ATen operation -> what it does to a quantized tensor. Filled by `ops` and `arithmetic`."""
 
 _COMPONENT, _STATE = "component_", "state_"  # attribute names that __tensor_flatten__ hands to torch.compile
 
@@ -118,11 +118,13 @@ class QuantizedTensor(Tensor):
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
-        """A handle to the same storage, detached; as for any tensor. It cannot be assigned to."""
+        """A handle to the same storage, detached; as for any tensor. Nothing else can be assigned to it."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if isinstance(value, QuantizedTensor) and value._storage is self._storage:
+            return  # `weight.data -= update` ends with it
         raise UnsupportedOperationError(
             f"assigning .data of {self!r}: the handle would change, and no code; use quantize_() or "
             "quantshard.requantize_() for new values"

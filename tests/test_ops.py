@@ -432,12 +432,6 @@ REFUSED = [
     ("mm", lambda t: torch.mm(t, PLAIN.t())),
     ("mm", lambda t: PLAIN.t() @ t),
     ("eq", lambda t: t == weight(MXFP8, seed=1)),
-    ("add_", lambda t: t.add_(1)),
-    ("add_", lambda t: t.add_(PLAIN)),
-    ("sub_", lambda t: t.data.sub_(PLAIN)),
-    ("mul_", lambda t: t.mul_(2)),
-    ("lerp_", lambda t: t.lerp_(PLAIN, 0.5)),
-    ("addcdiv_", lambda t: t.addcdiv_(PLAIN, PLAIN)),
     ("zero_", lambda t: t.zero_()),
     ("fill_", lambda t: t.fill_(0)),
     ("normal_", lambda t: nn.init.normal_(t)),
@@ -456,12 +450,13 @@ REFUSED = [
     ("mean", lambda t: t.mean()),
     ("vector_norm", lambda t: t.norm()),
     ("abs", lambda t: torch.isfinite(t)),
+    ("pow_", lambda t: t.pow_(2)),
+    ("_foreach_sqrt_", lambda t: torch._foreach_sqrt_([t])),
     ("equal", lambda t: torch.equal(t, t)),
     ("allclose", lambda t: torch.allclose(t, t)),
     ("cat", lambda t: torch.cat([t, t])),
     ("stack", lambda t: torch.stack([t, t])),
-    ("_foreach_mul_", lambda t: torch._foreach_mul_([t], 2.0)),
-    ("_foreach_add", lambda t: torch._foreach_add([t], [PLAIN])),
+    ("add", lambda t: torch._foreach_add([t], [PLAIN])),
     ("mul.out", lambda t: torch.mul(PLAIN, 2, out=t)),
     ("rand_like", lambda t: torch.rand_like(t)),
     ("new_full", lambda t: t.new_full((2,), 1.0)),
@@ -501,16 +496,7 @@ def test_assigning_data_raises(values):
     parameter = nn.Parameter(weight(MXFP8))
     with raises("data"):
         parameter.data = values
-
-
-def test_stock_optimizers_raise():
-    parameter = nn.Parameter(weight(MXFP8))
-    parameter.grad = torch.ones(48, 40)
-    before = contents(parameter)
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
-        with raises("QuantizedTensor"):
-            kind([parameter], lr=0.1).step()
-    assert not differing(before, contents(parameter))
+    parameter.data = parameter.data  # what `parameter.data -= update` ends with
 
 
 def test_rules_say_who_needs_them():

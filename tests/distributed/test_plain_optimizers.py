@@ -1,0 +1,429 @@
+"""Stock optimizers, and MasterWeights around them, over FSDP2: one step's bits are those of every other mesh.
+
+Each test names its rank count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import quantshard as qs
+from quantshard import components
+from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
+from quantshard.optimizers import MasterWeights
+from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, sha, train
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+STOCK: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}),
+    "AdamW foreach": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}),
+    "Adam": ("Adam", {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}),
+    "Adam foreach": ("Adam", {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}),
+    "SGD": ("SGD", {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+    "SGD foreach": ("SGD", {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW amsgrad": ("AdamW", {"amsgrad": True}),
+    "SGD nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "NAdam": ("NAdam", {}),
+    "RAdam": ("RAdam", {"foreach": True}),
+    "RMSprop": ("RMSprop", {}),
+    "Adagrad": ("Adagrad", {}),
+    "Adamax": ("Adamax", {}),
+    "Adadelta": ("Adadelta", {"foreach": True}),
+}
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {"AdamW fused": ("AdamW", {"lr": 1e-2, "fused": True})}
+"""On CPUs PyTorch's own kernel rounds the last elements of a tensor otherwise, so bits depend on the mesh."""
+
+ON_MASTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **STOCK,
+    "SGD plain": ("SGD", {"lr": 0.1}),
+    "Adagrad": ("Adagrad", {}),
+}
+SHAPES = ((96, 150), (150, 67), (67, 3), (3, 1))
+"""(in, out) of each layer: blocks are cut, and some ranks hold nothing of the last two."""
+
+MESHES = (None, (1,), (2,), (3,), (2, 2))
+"""No FSDP2, 1, 2 and 3 ranks, and HSDP on 4."""
+
+
+def make(model: nn.Module, name: str, masters: bool) -> torch.optim.Optimizer:
+    kind, options = {**STOCK, **OTHERS, **FUSED, **ON_MASTERS}[name]
+    cls = getattr(torch.optim, kind)
+    if masters:
+        return MasterWeights(cls, model.named_parameters(), **options)
+    return cls(model.named_parameters(), **options)
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """The same global gradients on every mesh."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in model.parameters():
+        whole = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if isinstance(param, DTensor):
+            whole = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = whole
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    found = bits(model)
+    for index, entries in optimizer.state_dict()["state"].items():
+        found.update({f"{index}.{key}": sha(value if value.ndim else value.view(1)) for key, value in entries.items()})
+    return found
+
+
+def born(case: Case, dtype: torch.dtype) -> nn.Sequential:
+    """`models.build` with another dtype."""
+    if dtype is torch.bfloat16:
+        return build(case)
+    torch.manual_seed(case.seed)
+    with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
+        model = nn.Sequential(*[qs.Linear(a, b, params_dtype=dtype, device="cpu") for a, b in case.shapes])
+    if case.mesh is not None:
+        for layer in [*model, model]:
+            fully_shard(layer, mesh=mesh_of(case))
+    return model
+
+
+def steps(case: Case, names: list[str], masters: bool, dtype: torch.dtype) -> dict[str, dict[str, str]]:
+    """Bits after two steps with each optimizer."""
+    found = {}
+    for name in names:
+        model = born(case, dtype)
+        optimizer = make(model, name, masters)
+        for step in range(2):
+            set_gradients(model, step)
+            optimizer.step()
+        found[name] = everything(model, optimizer)
+    return found
+
+
+def on_every_mesh(recipe: str, names: list[str], masters: bool, dtype: torch.dtype) -> dict[str, list[str]]:
+    """For each optimizer, which meshes gave other bits than one process without FSDP2, and of what."""
+    wanted: dict[str, dict[str, str]] = {}
+    wrong: dict[str, list[str]] = {}
+    for mesh in MESHES:
+        case = Case(recipe, mesh, shapes=SHAPES)
+        for rank, found in enumerate(run_ranks(case.ranks, steps, case, names, masters, dtype)):
+            wanted = wanted or found
+            for name in names:
+                keys = [key for key in wanted[name] if wanted[name][key] != found[name].get(key)]
+                if keys or found[name].keys() != wanted[name].keys():
+                    wrong.setdefault(name, []).append(f"{mesh} rank {rank}: {keys[:4]}")
+    return wrong
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_stock_optimizers_on_every_mesh(recipe: str) -> None:
+    """1, 2, 3 ranks and HSDP on 4: weights, draws and states after two steps, from the same gradients."""
+    wrong = on_every_mesh(recipe, list(STOCK), masters=False, dtype=torch.float32)
+    print(f"\n{recipe:18}", *(f"{name}: {'differs' if name in wrong else 'same bits'}" for name in STOCK), sep=" | ")
+    assert not wrong
+
+
+def test_other_stock_optimizers_on_every_mesh() -> None:
+    """1, 2, 3 ranks and HSDP on 4: the rest of torch.optim, but for those that DTensor or the op table refuse."""
+    assert not on_every_mesh("block", list(OTHERS), masters=False, dtype=torch.float32)
+
+
+def test_stock_optimizers_of_bfloat16_models_on_every_mesh() -> None:
+    """1, 2, 3 ranks and HSDP on 4. AdamW alone: the others add bfloat16 tensors with alpha, and on CPUs PyTorch's own
+    kernel rounds the last elements of a tensor otherwise; biases differ too."""
+    assert not on_every_mesh("current", ["AdamW", "AdamW foreach"], masters=False, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_on_every_mesh(recipe: str) -> None:
+    """1, 2, 3 ranks and HSDP on 4: weights, masters and states after two steps, from the same gradients."""
+    names = list(ON_MASTERS) if recipe == "mxfp8" else ["AdamW", "SGD foreach"]
+    wrong = on_every_mesh(recipe, names, masters=True, dtype=torch.bfloat16)
+    print(f"\n{recipe:18}", *(f"{name}: {'differs' if name in wrong else 'same bits'}" for name in names), sep=" | ")
+    assert not wrong
+
+
+# What a step sends
+
+
+def reductions(case: Case, name: str, masters: bool) -> list[int]:
+    """Bytes of each all-reduce in a step."""
+    model = build(case)
+    optimizer = make(model, name, masters)
+    set_gradients(model, 0)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as seen:
+        optimizer.step()
+    return [call.args[0].nbytes for call in seen.call_args_list]
+
+
+def test_collectives() -> None:
+    """3 ranks: one collective for a list, one for a weight; MasterWeights: flags, and one for all amaxes."""
+    case = Case("mxfp8", (3,), shapes=SHAPES)
+    updates = 2  # weight decay, and the step itself
+    assert run_ranks(3, reductions, case, "AdamW foreach", False) == [[4096] * updates] * 3
+    assert run_ranks(3, reductions, case, "AdamW", False) == [[4096] * updates * len(SHAPES)] * 3
+    for flags, _ in run_ranks(3, reductions, case, "AdamW", True):
+        assert flags == 4 * 3 * 2 * len(SHAPES), "three for each weight and bias"
+
+
+# Training, saving, resuming
+
+
+def fit(case: Case, name: str, masters: bool) -> list[float]:
+    model = build(case)
+    optimizer = make(model, name, masters)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
+    losses: list[float] = []
+    for step in range(30):
+        losses += train(model, optimizer, case, step % 2, step % 2 + 1)  # type: ignore[arg-type]
+        scheduler.step()
+    return losses
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_training_lowers_the_loss(masters: bool) -> None:
+    """3 ranks: on two batches seen again and again."""
+    case = Case("mxfp8", (3,), shapes=((96, 70), (70, 33)))
+    for name in ("AdamW foreach", "SGD", *(["AdamW fused"] if masters else [])):
+        for losses in run_ranks(3, fit, case, name, masters):
+            assert sum(losses[-4:]) < 0.6 * sum(losses[:4]), (name, losses)
+
+
+def save(case: Case, path: str, name: str, masters: bool, flatten: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Bits when saved, and after two more steps."""
+    model = build(case)
+    optimizer = make(model, name, masters)
+    for step in range(2):
+        set_gradients(model, step)
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 3e-3
+    optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    saved = everything(model, optimizer)
+    for step in range(2, 4):
+        set_gradients(model, step)
+        optimizer.step()
+    return saved, everything(model, optimizer)
+
+
+def resume(case: Case, path: str, name: str, masters: bool, flatten: bool) -> tuple[dict[str, str], dict[str, str]]:
+    model = build(replace(case, seed=9))
+    optimizer = make(model, name, masters)
+    before = bits(model)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    assert bits(model) == before, "get_state_dict changes no bit"
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
+    )  # fmt: skip
+    assert optimizer.param_groups[0]["lr"] == 3e-3
+    loaded = everything(model, optimizer)
+    for step in range(2, 4):
+        set_gradients(model, step)
+        optimizer.step()
+    return loaded, everything(model, optimizer)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "name", "masters"),
+    [
+        ("current", "AdamW", False),
+        ("mxfp8", "AdamW foreach", False),
+        ("nvfp4", "AdamW", False),
+        ("delayed", "AdamW", True),
+        ("mxfp8", "AdamW foreach", True),
+        ("nvfp4", "SGD foreach", True),
+        ("block", "SGD plain", True),
+    ],
+)
+def test_resume(recipe: str, name: str, masters: bool, flatten: bool, tmp_path: Path) -> None:
+    """2 ranks save; a fresh 1, 3 and HSDP on 4 load, and go on with the same bits as those that never stopped."""
+    path = str(tmp_path / "c")
+    wanted = run_ranks(2, save, Case(recipe, (2,), shapes=SHAPES), path, name, masters, flatten)[0]
+    for mesh in ((1,), (3,), (2, 2)):
+        case = Case(recipe, mesh, shapes=SHAPES)
+        for found in run_ranks(case.ranks, resume, case, path, name, masters, flatten):
+            assert found == wanted
+
+
+def plain_idiom(case: Case, path: str) -> bool:
+    """dcp.save and dcp.load of `state_dict()`s, before the first step and after."""
+    for updates in (0, 2):
+        model = build(case)
+        optimizer = make(model, "SGD", True)
+        for step in range(updates):
+            set_gradients(model, step)
+            optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=f"{path}{updates}")
+        other = build(replace(case, seed=9))
+        other_optimizer = make(other, "SGD", True)
+        state = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=f"{path}{updates}")
+        other.load_state_dict(state["model"])
+        other_optimizer.load_state_dict(state["optimizer"])
+        for step in range(updates, updates + 2):
+            for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+                set_gradients(each, step)
+                its_optimizer.step()
+        if everything(model, optimizer) != everything(other, other_optimizer):
+            return False
+    return True
+
+
+def test_plain_idiom(tmp_path: Path) -> None:
+    """1 and 3 ranks: MasterWeights, whose momentum begins as the first gradient in both."""
+    for ranks in (1, 3):
+        assert all(run_ranks(ranks, plain_idiom, Case("block", (ranks,), shapes=SHAPES), str(tmp_path / str(ranks))))
+
+
+# What cannot be done in step
+
+
+def message_of(function: Any) -> str:
+    try:
+        function()
+    except (NonFiniteGradientError, RankMismatchError, UnsupportedOperationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def missing(case: Case, name: str, masters: bool, layer: int) -> str:
+    model = build(case)
+    optimizer = make(model, name, masters)
+    set_gradients(model, 0)
+    if dist.get_rank() == 1:
+        model[layer].weight.grad = None
+    return message_of(optimizer.step)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD"])
+def test_a_gradient_missing_on_one_rank(name: str, masters: bool) -> None:
+    """3 ranks: all raise; none hangs."""
+    for recipe in ("current", "mxfp8"):
+        for message in run_ranks(3, missing, Case(recipe, (3,), shapes=SHAPES), name, masters, 1):
+            assert message.startswith("RankMismatchError")
+            assert "on some ranks only" in message
+
+
+def poison(case: Case, name: str, value: float) -> tuple[str, bool, bool]:
+    model = build(case)
+    train(model, make(model, "SGD", False), case, 0, 1)  # type: ignore[arg-type]  # FSDP2 learns names in a forward
+    optimizer = make(model, name, False)
+    set_gradients(model, 0)
+    if dist.get_rank() == 2:
+        model[1].weight.grad._local_tensor.view(-1)[5] = value
+    before = bits(model)
+    message = message_of(optimizer.step)
+    after = bits(model)
+    return message, before["1.weight"] == after["1.weight"], before == after
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_non_finite_gradient_reaches_no_weight(value: float) -> None:
+    """3 ranks: one bad element on one rank; all raise with the parameter's name, and with a list nothing is written."""
+    case = Case("mxfp8", (3,), init="direct", shapes=SHAPES)
+    for name in ("SGD", "SGD foreach"):
+        for message, same, all_same in run_ranks(3, poison, case, name, value):
+            assert message.startswith("NonFiniteGradientError")
+            assert "1.weight" in message
+            assert same
+            assert all_same or name == "SGD", "one by one, the weights before it have moved"
+
+
+def skipped(case: Case) -> tuple[int, bool, bool]:
+    model = build(case)
+    optimizer = make(model, "AdamW", True)
+    set_gradients(model, 0)
+    optimizer.step()
+    before = everything(model, optimizer)
+    set_gradients(model, 1)
+    if dist.get_rank() == 2:
+        model[1].weight.grad._local_tensor.view(-1)[5] = float("nan")
+    optimizer.step()
+    same = everything(model, optimizer) == before
+    set_gradients(model, 1)
+    optimizer.step()
+    return optimizer.skipped_steps, same, everything(model, optimizer) != before  # type: ignore[attr-defined]
+
+
+def test_masters_skip_non_finite_gradients() -> None:
+    """3 ranks: one bad element on one rank; nothing changes anywhere, and the next step does."""
+    assert run_ranks(3, skipped, Case("mxfp8", (3,), shapes=SHAPES)) == [(1, True, True)] * 3
+
+
+def refused(case: Case) -> list[str]:
+    found = []
+    model = build(case)
+    set_gradients(model, 0)
+    found.append(message_of(torch.optim.AdamW(model.parameters(), fused=True).step))
+    with torch.no_grad():
+        clone = model[0].weight.detach().clone()
+        found.append(message_of(lambda: clone.mul_(0.5)))
+        found.append(message_of(lambda: torch.zeros_like(model[0].weight).mul_(model[0].weight)))
+        model[0].unshard()
+        found.append(message_of(lambda: model[0].weight.mul_(0.5)))
+        model[0].reshard()
+    torch.manual_seed(dist.get_rank())
+    with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
+        other = fully_shard(qs.Linear(96, 96, device="cpu"), mesh=mesh_of(case))
+    set_gradients(other, 0)
+    found.append(message_of(torch.optim.SGD(other.parameters()).step))
+    return found
+
+
+def test_refused_on_every_rank() -> None:
+    """1 and 3 ranks: a sentence with the way out, on each."""
+    ways_out = ["FusedAdam", "fully_shard-ed module", ".dequantize()", "reshard()", "seed torch alike"]
+    for ranks in (1, 3):
+        for messages in run_ranks(ranks, refused, Case("current", (ranks,), shapes=SHAPES)):
+            for message, way_out in zip(messages, ways_out, strict=True):
+                assert way_out in message or (ranks == 1 and way_out == "seed torch alike"), messages
+
+
+def nearest(case: Case) -> bool:
+    """After steps, every weight is the nearest quantization of its master, bit for bit."""
+    model = build(case)
+    optimizer = make(model, "AdamW", True)
+    for step in range(3):
+        set_gradients(model, step)
+        optimizer.step()
+    twin = build(replace(case, seed=9))
+    pairs = []
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        master = optimizer.state[param]["master_param"]
+        if components.quantized(other) is not None:
+            pairs.append((other, master._local_tensor))
+        elif not torch.equal(param.full_tensor(), master.full_tensor().bfloat16()):
+            return False
+    qs.requantize_(pairs)
+    return all(
+        sha(value) == sha(twin.state_dict()[key])
+        for key, value in model.state_dict().items()
+        if not key.endswith(("_key", "_draws", "bias"))
+    )
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
+def test_weights_are_the_nearest_to_their_masters(recipe: str) -> None:
+    """1 and 3 ranks. Not under delayed scaling, whose scales are of the past."""
+    for ranks in (1, 3):
+        assert all(run_ranks(ranks, nearest, Case(recipe, (ranks,), shapes=SHAPES)))

@@ -1,0 +1,451 @@
+"""In-place arithmetic on quantized weights, in one process: stock optimizers move them, and nothing else reads them."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from quantshard import Linear, arithmetic, quantized_model_init
+from quantshard import storage as storages
+from quantshard.amax import FlatMax, Requantization
+from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from tests.test_tensor import MXFP8, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
+
+SHAPE = (48, 40)
+A, B = random(*SHAPE, seed=11) * 1e-2, random(*SHAPE, seed=12).abs() + 0.5
+
+SINGLE = {
+    # the operation, and the same in float32 on the values
+    "add_": (lambda w: w.add_(A, alpha=-0.3), lambda x: x + -0.3 * A),
+    "add_ number": (lambda w: w.add_(0.25), lambda x: x + 0.25),
+    "sub_": (lambda w: w.sub_(A, alpha=0.3), lambda x: x - 0.3 * A),
+    "-=": (lambda w: w.__isub__(0.1 * A), lambda x: x - 0.1 * A),
+    "mul_": (lambda w: w.mul_(0.99), lambda x: x * 0.99),
+    "mul_ scalar tensor": (lambda w: w.mul_(torch.tensor(0.99)), lambda x: x * 0.99),
+    "mul_ tensor": (lambda w: w.mul_(B), lambda x: x * B),
+    "div_": (lambda w: w.div_(3), lambda x: x / torch.tensor(3.0)),
+    "div_ tensor": (lambda w: w.div_(B), lambda x: x / B),
+    "addcmul_": (lambda w: w.addcmul_(A, B, value=-0.3), lambda x: x + -0.3 * A * B),
+    "addcdiv_": (lambda w: w.addcdiv_(A, B, value=-0.3), lambda x: x + -0.3 * A / B),
+    "lerp_": (lambda w: w.lerp_(A, 0.3), lambda x: x + 0.3 * (A - x)),
+    "lerp_ tensor": (lambda w: w.lerp_(A, torch.tensor(0.3)), lambda x: x + 0.3 * (A - x)),
+    "flat handle": (lambda w: w.view(-1).add_(A.view(-1)), lambda x: x + A),
+    "a row": (lambda w: w.add_(A[0]), lambda x: x + A[0]),
+    "bf16": (lambda w: w.add_(A.bfloat16(), alpha=-0.3), lambda x: x + -0.3 * A.bfloat16().float()),
+    "another weight": (lambda w: w.add_(weight(MXFP8, seed=9)), lambda x: x + weight(MXFP8, seed=9).dequantize()),
+}
+LISTS = {
+    "add_ list": (lambda ws: torch._foreach_add_(ws, [A, A], alpha=-0.3), SINGLE["add_"][0]),
+    "add_ number": (lambda ws: torch._foreach_add_(ws, 0.25), SINGLE["add_ number"][0]),
+    "sub_ list": (lambda ws: torch._foreach_sub_(ws, [A, A], alpha=0.3), SINGLE["sub_"][0]),
+    "mul_ number": (lambda ws: torch._foreach_mul_(ws, 0.99), SINGLE["mul_"][0]),
+    "mul_ numbers": (lambda ws: torch._foreach_mul_(ws, [0.99, 0.99]), SINGLE["mul_"][0]),
+    "mul_ scalar tensor": (lambda ws: torch._foreach_mul_(ws, torch.tensor(0.99)), SINGLE["mul_"][0]),
+    "mul_ list": (lambda ws: torch._foreach_mul_(ws, [B, B]), SINGLE["mul_ tensor"][0]),
+    "div_ number": (lambda ws: torch._foreach_div_(ws, 3), SINGLE["div_"][0]),
+    "div_ list": (lambda ws: torch._foreach_div_(ws, [B, B]), SINGLE["div_ tensor"][0]),
+    "addcmul_": (lambda ws: torch._foreach_addcmul_(ws, [A, A], [B, B], value=-0.3), SINGLE["addcmul_"][0]),
+    "addcdiv_": (lambda ws: torch._foreach_addcdiv_(ws, [A, A], [B, B], value=-0.3), SINGLE["addcdiv_"][0]),
+    "addcdiv_ numbers": (
+        lambda ws: torch._foreach_addcdiv_(ws, [A, A], [B, B], [-0.3, -0.3]),
+        SINGLE["addcdiv_"][0],
+    ),
+    "addcdiv_ tensor": (
+        lambda ws: torch._foreach_addcdiv_(ws, [A, A], [B, B], torch.tensor([-0.3, -0.3])),
+        SINGLE["addcdiv_"][0],
+    ),
+    "lerp_": (lambda ws: torch._foreach_lerp_(ws, [A, A], 0.3), SINGLE["lerp_"][0]),
+}
+
+NOTHING = {
+    "mul_": lambda w: w.mul_(1.0),
+    "add_": lambda w: w.add_(A, alpha=0.0),
+    "addcdiv_": lambda w: w.addcdiv_(A, B, value=-0.0),
+    "lists": lambda w: torch._foreach_addcdiv_([w], [A], [B], value=0.0),
+    "smaller than float32 sees": lambda w: w.mul_(1 + 2**-30),
+}
+
+
+def raises(message):
+    return pytest.raises(UnsupportedOperationError, match=message)
+
+
+def rounded(tensor, values):
+    """A copy of a weight after `values` were rounded stochastically into it."""
+    copied = tensor.detach().clone()
+    storage = copied._storage
+    Requantization(storage, values, None, FlatMax()).commit(values, storages.rounding_words(storage))
+    return copied
+
+
+# ------------------------------------------------------------------------------------------------------ what it does
+
+
+@every_cell
+@pytest.mark.parametrize("name", SINGLE)
+def test_is_the_rounded_float32_result(cell, name):
+    operation, formula = SINGLE[name]
+    tensor = weight(cell, dtype=torch.bfloat16)
+    expected = rounded(tensor, formula(tensor.dequantize(dtype=torch.float32)))
+    version, written = tensor._version, tensor._storage.version
+    operation(tensor)
+    assert not differing(contents(tensor), contents(expected))
+    assert tensor._version > version, "autograd must notice"
+    assert tensor._storage.version == written + 1, "and so must optimizers with masters"
+
+
+@every_cell
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_are_one_by_one(cell, name):
+    lists, single = LISTS[name]
+    weights = [weight(cell, seed=seed, dtype=torch.bfloat16) for seed in (0, 1)]
+    expected = [single(w.detach().clone()) for w in weights]
+    lists(weights)
+    for found, alone in zip(weights, expected, strict=True):
+        assert not differing(contents(found), contents(alone))
+
+
+@every_cell
+@pytest.mark.parametrize("name", NOTHING)
+def test_an_equal_result_changes_nothing(cell, name):
+    tensor = weight(cell, dtype=torch.bfloat16)
+    before, written = contents(tensor), tensor._storage.version
+    NOTHING[name](tensor)
+    assert not differing(contents(tensor), before)
+    assert tensor._storage.version == written
+
+
+def test_only_changed_weights_of_a_list_draw():
+    weights = [weight(MXFP8, seed=seed) for seed in (0, 1)]
+    torch._foreach_mul_(weights, [1.0, 0.5])
+    assert [int(w._storage.state[DRAWS]) for w in weights] == [0, 1]
+
+
+def test_lists_may_mix_quantized_and_plain():
+    quantized, plain = weight(MXFP8), random(5, 3)
+    expected = plain * 0.5 + 1 * torch.ones(5, 3)
+    torch._foreach_mul_([plain, quantized], 0.5)
+    torch._foreach_add_([quantized, plain], [A, torch.ones(5, 3)])
+    assert torch.equal(plain, expected)
+    assert int(quantized._storage.state[DRAWS]) == 2
+
+
+@every_cell
+def test_rounding_is_right_on_average(cell):
+    """Each result is one of two neighbours of the exact one, and their mean over many keys is the exact one.
+
+    A rounding has variance at most (step / 2)**2 for two neighbours a step apart; the bound is 5 standard deviations.
+    """
+    tensor = weight(cell, dtype=torch.bfloat16)
+    tensor._storage.state.pop(AMAX_HISTORY, None)  # delayed scaling would clip at a scale of the past
+    factors = 1 - 0.1 * torch.rand(SHAPE)
+    exact = tensor.dequantize(dtype=torch.float32) * factors
+    found = []
+    for key in range(40):
+        one = tensor.detach().clone()
+        one._storage.state[KEY].fill_(key)
+        found.append(one.mul_(factors).dequantize(dtype=torch.float32))
+    found = torch.stack(found)
+    low, high = found.amin(0), found.amax(0)
+    rows = exact.abs().amax(1, keepdim=True).clamp(min=1e-6 * exact.abs().max())  # tiny rows are zeros in some formats
+    slack = 1e-5 * exact.abs().amax()  # the scale of a block is not exact in float32
+    either = (low <= exact + slack) & (exact <= high + slack)
+    assert (either | (low == high)).all(), "an unlikely neighbour may not have been drawn in 40 times"
+    error, step = ((found.mean(0) - exact) / rows).mean(), ((high - low) / rows).square().mean().sqrt()
+    assert step > 0
+    assert error.abs() <= 5 * (step / 2) / (40 * exact.numel()) ** 0.5 + 1e-5
+
+
+@every_cell
+def test_small_updates_do_not_vanish(cell):
+    """Updates far below a code's step move a weight as far as float32 would, on average, and not at all if rounded."""
+    tensor = weight(cell, dtype=torch.bfloat16)
+    start = tensor.dequantize(dtype=torch.float32).clone()
+    size = start.abs().amax() * 1e-3
+    tensor.quantize_(torch.ones(SHAPE) * size * 300)
+    start = tensor.dequantize(dtype=torch.float32).clone()
+    for _ in range(20):
+        tensor.sub_(torch.full(SHAPE, float(size)))
+    moved = (start - tensor.dequantize(dtype=torch.float32)).mean() / size
+    # a random walk of 1920 elements: 20 steps of at most (300 / 4 / 2)**2 variance each
+    assert moved == pytest.approx(20, abs=5 * 37.5 * (20 / start.numel()) ** 0.5)
+
+
+def test_delayed_scaling_uses_past_amaxes_and_records_this_one():
+    tensor = weight(RECIPES["delayed"].weight)
+    scale, history = tensor._storage.components["scale_inv"].clone(), tensor._storage.state[AMAX_HISTORY]
+    amax = float(tensor.dequantize().abs().max())
+    tensor.mul_(0.5)
+    assert torch.equal(tensor._storage.components["scale_inv"], scale), "of the amax before"
+    assert history[-1] == amax * 0.5
+    before = contents(tensor)
+    tensor.mul_(1.0)
+    assert not differing(contents(tensor), before)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_non_finite_result_is_written_nowhere(value):
+    weights, plain = [weight(MXFP8, seed=seed) for seed in (0, 1)], random(5, 3)
+    before, plain_before = [contents(w) for w in weights], plain.clone()
+    bad = A.clone()
+    bad[47, 39] = value
+    with pytest.raises(NonFiniteGradientError, match=r"QuantizedTensor\(mxfp8.*MasterWeights"):
+        torch._foreach_add_([weights[0], plain, weights[1]], [A, torch.ones(5, 3), bad])
+    for found, old in zip(weights, before, strict=True):
+        assert not differing(contents(found), old)
+    assert torch.equal(plain, plain_before)
+
+
+READS = {
+    "weight + x": lambda w: w + A,
+    "weight + number": lambda w: w + 1.0,
+    "x * weight": lambda w: A * w,
+    "x - weight": lambda w: A - w,
+    "x.mul_(weight)": lambda w: A.clone().mul_(w),
+    "x.copy_(weight)": lambda w: A.clone().copy_(w),
+    "another shape": lambda w: A.view(1, *SHAPE).add(w),
+    "0-dim": lambda w: torch.tensor(1.0).add(w),
+    "list": lambda w: torch._foreach_mul([A], [w]),
+    "weights first": lambda w: torch._foreach_add([w], [A]),
+    "in a list": lambda w: torch._foreach_sub_([A.clone()], [w]),
+    "for a list": lambda w: torch._foreach_add_([A.clone()], w),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_raises(name):
+    tensor = weight(MXFP8)
+    with torch.no_grad(), pytest.raises((UnsupportedOperationError, RuntimeError), match=r"dequantize|0 dim"):
+        READS[name](tensor)
+
+
+@pytest.mark.parametrize("add", [lambda w: A.add(w), lambda w: A + w, lambda w: torch._foreach_add([A], [w])])
+def test_no_forward_pass_reads_in_silence(add):
+    tensor = weight(MXFP8)
+    with raises("dequantize it unasked"):
+        add(tensor)
+    tensor._storage.gathered = True  # what FSDP2 gives to a forward pass
+    with torch.no_grad(), raises("dequantize it unasked"):
+        add(tensor)
+
+
+@every_cell
+@torch.no_grad()
+def test_weight_decay_reads_the_weight(cell):
+    tensor = weight(cell, dtype=torch.bfloat16)
+    before, grad = contents(tensor), A.bfloat16()
+    expected = grad.add(tensor.dequantize(), alpha=0.1)
+    in_place = grad.clone()
+    assert torch.equal(grad.add(tensor, alpha=0.1), expected)
+    [found] = torch._foreach_add([grad], [tensor], alpha=0.1)
+    torch._foreach_add_([in_place], [tensor], alpha=0.1)
+    assert torch.equal(found, expected)
+    assert torch.equal(in_place, expected)
+    assert not differing(contents(tensor), before)
+
+
+def test_refused_targets():
+    gathered = weight(MXFP8)
+    gathered._storage.gathered = True
+    with raises("copy that FSDP gathered"):
+        gathered.mul_(0.5)
+    with raises("placeholder"):
+        weight(MXFP8).new_zeros(SHAPE).mul_(0.5)
+    with raises("no values yet"):
+        weight(MXFP8).to("meta").mul_(0.5)
+    with raises("broadcast"):
+        weight(MXFP8).add_(torch.ones(1, *SHAPE))
+    with raises("not a parameter of a fully_shard-ed module"):
+        cut(weight(MXFP8), [(0, 3)])[0].mul_(0.5)
+    with raises("would dequantize or change it"):
+        weight(MXFP8).pow_(2)
+
+
+def test_autograd_guards_leaves():
+    param = nn.Parameter(weight(MXFP8))
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        param.mul_(0.5)
+
+
+# ---------------------------------------------------------------------------------------------------- torch.optim
+
+
+def model_of(recipe, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=recipe):
+        return nn.Sequential(
+            Linear(40, 48, params_dtype=dtype, device="cpu"), Linear(48, 5, params_dtype=dtype, device="cpu")
+        )
+
+
+def everything(model):
+    return {
+        f"{i} {key}": value
+        for i, param in enumerate(model.parameters())
+        for key, value in (
+            contents(param).items() if hasattr(param, "_storage") else [("", param.detach().clone())]
+        )
+    }  # fmt: skip
+
+
+def run(model, optimizer, steps=3):
+    for step in range(steps):
+        for index, param in enumerate(model.parameters()):
+            grad = random(1, param.numel(), seed=100 * step + index)
+            param.grad = grad.view(param.shape).to(param.dtype)
+        optimizer.step()
+    return everything(model)
+
+
+WORK = {
+    "AdamW": {"weight_decay": 0.1},
+    "AdamW amsgrad": {"amsgrad": True},
+    "Adam": {"weight_decay": 0.1},
+    "Adam maximize": {"weight_decay": 0.1, "maximize": True},
+    "SGD": {"lr": 0.1},
+    "SGD momentum": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    "SGD nesterov": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "NAdam": {"weight_decay": 0.1},
+    "RAdam": {"weight_decay": 0.1},
+    "RMSprop": {"lr": 1e-3, "momentum": 0.9, "centered": True, "weight_decay": 0.1},
+    "Adagrad": {"weight_decay": 0.1},
+    "Adamax": {"weight_decay": 0.1},
+    "Adadelta": {"weight_decay": 0.1},
+    "Rprop": {},
+}
+"""Every optimizer of torch.optim that moves quantized weights, with `foreach` and without."""
+
+SAME_ORDER = ("AdamW", "Adam", "SGD", "Adamax", "Rprop")
+"""Those whose foreach form does the same operations in the same order (the others differ on plain tensors too)."""
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_torch_optim_moves_weights(name):
+    """As far as float32 weights with the same gradients would move, but for rounding; also where codes are few."""
+    found = {}
+    for foreach in (False, True):
+        for recipe in (RECIPES["mxfp8"], RECIPES["nvfp4"]):
+            model = model_of(recipe, torch.float32)
+            before = [param.dequantize().detach() for param in model.parameters() if hasattr(param, "_storage")]
+            twins = nn.ParameterList(
+                [p.dequantize().detach() if hasattr(p, "_storage") else p.detach().clone() for p in model.parameters()]
+            )
+            make = getattr(torch.optim, name.split()[0])
+            run(twins, make(twins.parameters(), foreach=foreach, **WORK[name]))
+            found[foreach, recipe.name] = run(model, make(model.parameters(), foreach=foreach, **WORK[name]))
+            weights = [param for param in model.parameters() if hasattr(param, "_storage")]
+            for old, twin, new in zip(before, [p for p in twins if p.ndim == 2], weights, strict=True):
+                moved, wanted = new.dequantize().detach() - old, twin.detach() - old
+                assert moved.abs().sum() > 0
+                along = (moved * wanted).sum() / (wanted * wanted).sum()
+                # moved = wanted + rounding noise of zero mean: its projection on wanted has this deviation
+                noise = (moved - wanted).square().mean().sqrt() / wanted.square().sum().sqrt()
+                assert along == pytest.approx(1, abs=float(5 * noise) + 0.02), (foreach, recipe.name)
+    if name.split()[0] in SAME_ORDER:
+        for recipe in ("mxfp8", "nvfp4"):
+            assert not differing(found[False, recipe], found[True, recipe])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.Muon(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2))]
+)
+def test_others_move_weights(make):
+    """Muon, which takes matrices only, and an lr that is a tensor."""
+    model = model_of(RECIPES["mxfp8"])
+    before = [param.dequantize().detach().clone() for param in model.parameters() if param.ndim == 2]
+    run(model, make([param for param in model.parameters() if param.ndim == 2]))
+    for old, layer in zip(before, model, strict=True):
+        assert (layer.weight.dequantize() - old).abs().mean() > 1e-4
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
+def test_torch_optim_that_reads_more_raises(name, foreach):
+    model = model_of(RECIPES["mxfp8"])
+    with raises("dequantize"):
+        run(model, getattr(torch.optim, name)(model.parameters(), foreach=foreach))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)], ids=["number", "tensor"])
+def test_fused_is_refused(name, lr):
+    model = model_of(RECIPES["mxfp8"])
+    before = everything(model)
+    if name == "Adagrad" and isinstance(lr, torch.Tensor):
+        pytest.skip("torch's own fused Adagrad takes no tensor here")
+    with raises(r"fused=True.*FusedAdam.*MasterWeights"):
+        run(model, getattr(torch.optim, name)(model.parameters(), lr=lr, fused=True))
+    assert not differing(everything(model), before)
+
+
+@every_recipe
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_hidden_step_of_get_state_dict_changes_no_bit(recipe, make, foreach):
+    model = model_of(recipe)
+    optimizer = make(model.parameters(), weight_decay=0.1, foreach=foreach)
+    before = everything(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"]["0.weight"]["exp_avg"].shape == (48, 40)
+    assert not differing(everything(model), before)
+
+
+def test_states_are_plain():
+    model = model_of(RECIPES["mxfp8"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    run(model, optimizer, 1)
+    for param in model.parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert type(optimizer.state[param][key]) is torch.Tensor
+            assert optimizer.state[param][key].dtype == torch.bfloat16
+
+
+def test_clipping_and_loss_scaling():
+    models = [model_of(RECIPES["mxfp8"]) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for model, scale in zip(models, (1.0, 4.0), strict=True):
+        for index, param in enumerate(model.parameters()):
+            param.grad = random(1, param.numel(), seed=index).view(param.shape).to(param.dtype) * scale
+    torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1.0)
+    optimizers[0].step()
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizers[1])
+    torch.nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
+    scaler.step(optimizers[1])
+    assert not differing(everything(models[0]), everything(models[1]))
+    before = everything(models[1])
+    scaler.update()
+    for param in models[1].parameters():
+        param.grad = torch.full_like(param, float("inf")) if param.ndim == 1 else torch.zeros(param.shape).to(param)
+    scaler.unscale_(optimizers[1])
+    scaler.step(optimizers[1])
+    assert not differing(everything(models[1]), before), "the scaler skips the step itself"
+
+
+def test_users_loops():
+    """Sign descent, written out."""
+    model = model_of(RECIPES["nvfp4"])
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= 1e-2 * torch.ones(param.shape).sign()
+            param *= 0.999
+            param.data -= 1e-3
+    for old, new in zip(before.parameters(), model.parameters(), strict=True):
+        if hasattr(new, "_storage"):
+            moved = (new.dequantize() - old.dequantize()).detach().float().mean()
+            assert moved == pytest.approx(-1.1e-2, rel=0.1)
+
+
+def test_every_formula_has_both_forms():
+    assert arithmetic.IN_PLACE.keys() == arithmetic.IN_PLACE_LISTS.keys()
