@@ -7,7 +7,7 @@
      |-- FallbackError (also a RuntimeError)        strict was asked for, and something would take a slower path
      |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
      |-- RankMismatchError (also a RuntimeError)    ranks disagree on something that must be equal
-     `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients: too many steps in a row, or unskippable
+     `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients, too often or unskippable
 
 Each message says what happened, to which tensor, with which numbers, and what to do next.
 """

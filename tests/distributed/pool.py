@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MAX_RANKS = 4
 TIMEOUT_SECONDS = 240
@@ -91,6 +92,8 @@ def _serve(rank: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # DTensor would give the next case's parameters meshes that are equal and have the groups of this one
+            _clear_sharding_prop_cache()
         pipe.send(reply)
 
 

@@ -160,12 +160,15 @@ def test_masters_on_every_mesh(recipe: str) -> None:
 
 
 def reductions(case: Case, name: str, masters: bool) -> list[int]:
-    """Bytes of each all-reduce in a step."""
+    """Bytes of each all-reduce in a step, which autograd notices too."""
     model = build(case)
     optimizer = make(model, name, masters)
     set_gradients(model, 0)
+    locals_ = [layer.weight._local_tensor for layer in model]
+    versions = [local._version for local in locals_]
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as seen:
         optimizer.step()
+    assert all(local._version > version for local, version in zip(locals_, versions, strict=True))
     return [call.args[0].nbytes for call in seen.call_args_list]
 
 
