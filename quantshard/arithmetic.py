@@ -112,7 +112,7 @@ def _one(operation: Any, formula: Formula) -> Callable[..., Tensor]:
 def _many(operation: Any, formula: Formula) -> Callable[..., None]:
     def in_place(targets: Sequence[Tensor], *operands: Any, **options: Any) -> None:
         quantized = [i for i, target in enumerate(targets) if isinstance(target, QuantizedTensor)]
-        plain = [i for i in range(len(targets)) if i not in set(quantized)]
+        plain = [i for i, target in enumerate(targets) if not isinstance(target, QuantizedTensor)]
         others = [targets[i] for i in plain]
         read = [_read_list(formula, others, _pick(operand, plain)) for operand in operands] if others else []
         weights: list[Any] = [targets[i] for i in quantized]
@@ -175,7 +175,10 @@ def _check_writable(target: QuantizedTensor) -> None:
 
 
 def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
-    """Give weights new values, rounded stochastically; all of them or, if any is not finite on any rank, none."""
+    """Give weights new values, rounded stochastically; all of them or, if any is not finite on any rank, none.
+
+    The new values of a whole list are held until the reduction is done: float32, as long as the call lasts.
+    """
     by_group: dict[Group, list[int]] = {}
     for index, weight in enumerate(weights):
         by_group.setdefault(_group_of(weight), []).append(index)
