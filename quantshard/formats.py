@@ -7,7 +7,7 @@ oracle (`numerics`), the recipe tables and a kernel that specialises on a row na
 more call of `_row` at the end of this file.
 
 Sources of the element encodings: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Formats v1.0
-(E2M1, E8M0).
+(E2M1, E8M0), IEEE 754 (FP16, FP32).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ E4M3: Final = Encoding("E4M3", 8, 4, 3, 7, 448.0, torch.uint8, torch.float8_e4m3
 E5M2: Final = Encoding("E5M2", 8, 5, 2, 15, 57344.0, torch.uint8, torch.float8_e5m2)
 E2M1: Final = Encoding("E2M1", 4, 2, 1, 1, 6.0, torch.uint8, None)
 E8M0: Final = Encoding("E8M0", 8, 8, 0, 127, 2.0**127, torch.uint8, torch.float8_e8m0fnu)
+FP16: Final = Encoding("FP16", 16, 5, 10, 15, 65504.0, torch.float16, torch.float16)
 FP32: Final = Encoding("FP32", 32, 8, 23, 127, torch.finfo(torch.float32).max, torch.float32, torch.float32)
 
 
@@ -144,7 +145,7 @@ FORMATS: Final[dict[str, Format]] = {}
 def _copy(which: Copy, element: Encoding, scale: Encoding, block: tuple[int, int]) -> tuple[Component, Component]:
     prefix = "" if which is Copy.ROWWISE else f"{which.value}_"
     codes_name = "codes" if which is Copy.ROWWISE else which.value
-    packed = 8 // element.bits  # codes are always packed along dim 1, so that dim 0 can be cut anywhere
+    packed = max(1, 8 // element.bits)  # codes are always packed along dim 1, so that dim 0 can be cut anywhere
     return (
         Component(codes_name, which, Role.CODES, element, (1, packed)),
         Component(prefix + _SCALE_NAME, which, Role.SCALE, scale, block),
@@ -169,6 +170,7 @@ FP8_E4M3: Final = _row("fp8_e4m3", E4M3, FP32, (ALL, ALL))
 FP8_E5M2: Final = _row("fp8_e5m2", E5M2, FP32, (ALL, ALL))
 FP8_128X128: Final = _row("fp8_128x128", E4M3, FP32, (128, 128))
 FP8_1X128: Final = _row("fp8_1x128", E4M3, FP32, (1, 128))
+FP16_1X128: Final = _row("fp16_1x128", FP16, FP32, (1, 128))
 MXFP8_1X32: Final = _row("mxfp8_1x32", E4M3, E8M0, (1, 32))
 MXFP8_32X1: Final = _row("mxfp8_32x1", E4M3, E8M0, (32, 1))
 MXFP8_32X32: Final = _row("mxfp8_32x32", E4M3, E8M0, (32, 32))

@@ -60,7 +60,7 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, encoding: Encoding) -> Tensor:
-    """Encode `x` (any float dtype, any shape) as uint8, one code per byte; for FP32 return it as float32.
+    """Encode `x` (any float dtype, any shape) as uint8, one code per byte; FP16 as float16; return FP32 as float32.
 
     Rounds to nearest, ties to even, of the float32 value; saturates at +-max, infinities too. NaN becomes the positive
     NaN code, whatever its sign; E2M1 has none, and NaN becomes +max as CUDA's `__nv_cvt_float_to_fp4` does. Equal to
@@ -70,7 +70,7 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
         return x.float()
     if encoding == E8M0:
         return encode_e8m0_round_up(x)
-    if encoding.native is None:
+    if encoding.native is None or encoding.bits > 8:
         return _in_chunks(lambda v: _round(v, encoding, None), x)
     codes = x.float().clamp(-encoding.max, encoding.max).to(encoding.native).view(torch.uint8)
     return codes - ((codes == 0xFF).to(torch.uint8) << 7)  # 0xFF is only NaN here: infinities were clamped
@@ -105,7 +105,8 @@ def _round(x: Tensor, encoding: Encoding, words: Tensor | None) -> Tensor:
         steps = below.to(torch.int32).add_(up)
     code = steps.add_(k.sub_(lowest).bitwise_left_shift_(mantissa))
     code |= (x.view(torch.int32) >> 31).bitwise_and_(sign_bit)
-    return torch.where(torch.isnan(x), sign_bit - 1, code.to(torch.uint8))
+    bits = torch.uint8 if encoding.bits <= 8 else torch.int16
+    return torch.where(torch.isnan(x), sign_bit - 1, code).to(bits).view(encoding.storage)
 
 
 def encode_e8m0_round_up(x: Tensor) -> Tensor:
@@ -121,9 +122,9 @@ def encode_e8m0_round_up(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Decode uint8 codes, one per byte, to float32 of the same shape, exactly; FP32 entries are returned unchanged."""
-    if encoding == FP32:
-        return codes
+    """Decode codes, uint8 (one per byte) or float16, to float32 of the same shape, exactly; FP32 returns unchanged."""
+    if encoding.bits > 8:
+        return codes.float()
     every = torch.arange(1 << encoding.bits, dtype=torch.uint8, device=codes.device)
     if encoding.native is not None:
         values = every.view(encoding.native).float()
@@ -147,7 +148,7 @@ def pack(codes: Tensor, encoding: Encoding) -> Tensor:
     An odd last element is paired with code zero. Other encodings are stored as they are. The pairs are counted from the
     first column given, so a rectangle must start at an even global column to be a slice of the packed whole.
     """
-    if encoding.bits == 8:
+    if encoding.bits >= 8:
         return codes
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
@@ -156,7 +157,7 @@ def pack(codes: Tensor, encoding: Encoding) -> Tensor:
 
 def unpack(stored: Tensor, encoding: Encoding, num_cols: int) -> Tensor:
     """Inverse of `pack`: uint8 codes, one per byte, [..., num_cols]."""
-    if encoding.bits == 8:
+    if encoding.bits >= 8:
         return stored
     return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)[..., :num_cols]
 
@@ -392,7 +393,7 @@ def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
 
 def random_words(
     key: int,
-    draw: int,
+    draw: int | Tensor,
     stream: int,
     global_shape: Pair,
     origin: Pair = (0, 0),
@@ -403,7 +404,7 @@ def random_words(
 
     Element i (row-major, in `global_shape`) gets word i % 4 of Philox call (lo(i // 4), hi(i // 4), draw, stream) under
     the 64-bit `key`. `draw` counts the draws of a parameter, `stream` tells apart several tensors of one draw; both
-    are taken modulo 2**32. `shape` defaults to all that follows `origin`.
+    are taken modulo 2**32; `draw` may be an int64 scalar on `device`. `shape` defaults to all that follows `origin`.
     """
     rows, cols = shape if shape is not None else (global_shape[0] - origin[0], global_shape[1] - origin[1])
     if rows <= 0 or cols <= 0:
@@ -420,7 +421,7 @@ def random_words(
     return words.gather(1, (starts & 3) + torch.arange(cols, device=device))
 
 
-def _words_of_calls(calls: Tensor, key: int, draw: int, stream: int) -> Tensor:
+def _words_of_calls(calls: Tensor, key: int, draw: int | Tensor, stream: int) -> Tensor:
     return _in_chunks(lambda c: philox((c & _WORD, c >> 32, draw & _WORD, stream & _WORD), key), calls)
 
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from quantshard import formats, numerics
-from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, Component, Copy, Format, Role
+from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FORMATS, FP16, FP32, Component, Copy, Format, Role
 
-ENCODINGS = [E4M3, E5M2, E2M1, E8M0, FP32]
+ENCODINGS = [E4M3, E5M2, E2M1, E8M0, FP16, FP32]
 
 BYTES = {  # by hand, from the widths: codes + one scale per block
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
     "fp8_128x128": 1 + 4 / 16384,
     "fp8_1x128": 1 + 4 / 128,
+    "fp16_1x128": 2 + 4 / 128,
     "mxfp8_1x32": 1 + 1 / 32,
     "mxfp8_32x1": 1 + 1 / 32,
     "mxfp8_32x32": 1 + 1 / 1024,
@@ -73,7 +74,7 @@ def test_copies(fmt):
     seen = set()
     for which, copy in fmt.copies.items():
         assert copy.codes.copy is copy.scale.copy is which
-        assert copy.codes.covers == (1, 8 // copy.codes.encoding.bits)
+        assert copy.codes.covers == (1, max(1, 8 // copy.codes.encoding.bits))
         assert copy.block == copy.scale.covers
         seen |= {copy.codes, copy.scale} | ({copy.amax} if copy.amax else set())
     assert seen == set(fmt.components)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -10,17 +13,28 @@ from torch import Tensor
 from quantshard import numerics
 
 
-class Hyperparameters(NamedTuple):
-    """Of one step. `step` counts from 1; `decoupled` chooses AdamW, else weight decay is added to the gradient (L2)."""
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Of one step. `step` counts from 1; `decoupled` chooses AdamW, else weight decay is added to the gradient (L2).
 
-    step: int
-    lr: float
+    `step` (int64) and `lr` (float32) may be scalar tensors, and then no value is read back from their device.
+    """
+
+    step: int | Tensor
+    lr: float | Tensor
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
     decoupled: bool
     bias_correction: bool
+
+    @cached_property
+    def corrections(self) -> tuple[Tensor, Tensor]:
+        """1 - beta**step for both betas, or ones: float32 scalars on the device of `step`."""
+        powers = (power(_float32(beta), self.step) for beta in (self.beta1, self.beta2))
+        first, second = (torch.as_tensor(1.0 - p, dtype=torch.float32) for p in powers)
+        return (first, second) if self.bias_correction else (torch.ones_like(first), torch.ones_like(second))
 
 
 class Updated(NamedTuple):
@@ -48,13 +62,30 @@ def adam(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: H
     beta1, beta2 = _float32(h.beta1), _float32(h.beta2)
     exp_avg = beta1 * exp_avg + (1.0 - beta1) * grad
     exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
-    correction1 = master.new_tensor(1.0 - beta1**h.step if h.bias_correction else 1.0)
-    correction2 = master.new_tensor(1.0 - beta2**h.step if h.bias_correction else 1.0)
+    correction1, correction2 = (correction.to(master.device) for correction in h.corrections)
     update = (exp_avg / correction1) / (numerics.sqrt(exp_avg_sq / correction2) + h.eps)
     if h.decoupled and h.weight_decay != 0:
         update = update + h.weight_decay * master
     return Updated(master - h.lr * update, exp_avg, exp_avg_sq)
 
 
+def power(base: float, exponent: int | Tensor) -> float | Tensor:
+    """`base ** exponent` in float64 by squaring, for 0 <= exponent < 2**32; of an int64 tensor on its device.
+
+    A sequence of multiplications, whose bits are the same on every device, as those of `pow` are not.
+    """
+    result: float | Tensor = 1.0
+    if isinstance(exponent, Tensor):
+        result = torch.ones((), dtype=torch.float64, device=exponent.device)
+    for bit in range(32):
+        if isinstance(exponent, Tensor):
+            result = torch.where((exponent >> bit & 1).bool(), result * base, result)
+        elif exponent >> bit & 1:
+            result *= base
+        base *= base
+    return result
+
+
 def _float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    (rounded,) = struct.unpack("f", struct.pack("f", value))
+    return float(rounded)

@@ -1,12 +1,8 @@
-"""FusedAdam: Adam over quantized weights, with float32 masters and moments of 32 or 8 bits.
-
-A step is: one flat collective (the amaxes of blocks that ranks share, and whether any gradient is missing or not
-finite), then reading, updating and writing each parameter by itself. Parameters with shared blocks are computed twice,
-once to measure and once to write, so that no copy of the model is held between the two.
-"""
+"""FusedAdam: Adam over quantized weights, with masters and moments of 32, 16 or 8 bits, or without masters."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,31 +12,48 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
-from quantshard.amax import FlatMax, Requantization
-from quantshard.errors import (
-    CheckpointError,
-    ConfigurationError,
-    NonFiniteGradientError,
-    RankMismatchError,
-    UnsupportedOperationError,
+from quantshard.amax import FlatMax
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
+from quantshard.optimizers import loading
+from quantshard.optimizers.adam import Hyperparameters
+from quantshard.optimizers.rounding import Draw
+from quantshard.optimizers.state import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    ROLES,
+    WEIGHT,
+    State,
+    assign,
+    check_dtype,
+    initial_values,
+    make_master,
+    make_state,
+    make_weight,
 )
-from quantshard.optimizers.adam import Hyperparameters, Updated, adam
-from quantshard.optimizers.state import FloatState, State, make_state
+from quantshard.optimizers.step import Flags, Work, rounded_roles
 from quantshard.storage import KEY
 
-LARGEST_GRADIENT = 1e19
-"""The square of a larger one is infinite in float32, and would freeze its weight for good: it counts as infinite."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER = "master_param"
+COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
+SEED = "rounding_seed"
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW for models with quantized weights; on any number of ranks its states are as the parameters' are.
 
-    Every parameter that is not float32 has a float32 master, seeded from `get_high_precision_init_val` where that was
-    kept, else from the (dequantized) parameter. States are allocated here, so that a new process can load them, and
-    are DTensors exactly where parameters are.
+    Every parameter that is coarser than `master_weight_dtype` has a master, seeded from `get_high_precision_init_val`
+    where that was kept, else from the (dequantized) parameter. States are allocated here, so that a new process can
+    load them, and are DTensors exactly where parameters are.
+
+    All arithmetic is float32. A state of fewer bits is rounded stochastically when a step writes it, so that updates
+    below its precision are kept on average, and a positive second moment never becomes zero. The random words depend
+    on a seed (drawn from torch's CPU generator at construction if one is needed, part of the state dict), the step,
+    and the place in the global tensor: the bits are the same on any mesh and after any resumption.
+
+    State dtypes: `torch.float32`; `torch.bfloat16`; `torch.float16`, scaled by a power of two for 128 elements of a
+    row, for unscaled it would overflow above 65504 and lose the squares of gradients below 2e-4; `torch.uint8`, FP8
+    E4M3 with a float32 scale for 128 elements. Scaled states are for 2-D parameters; those of others stay float32.
 
     A step whose gradients are not all finite is skipped on all ranks: no weight, moment, scale or history changes, and
     `skipped_steps` counts it.
@@ -51,20 +64,30 @@ class FusedAdam(torch.optim.Optimizer):
         betas, eps, weight_decay: Adam's.
         bias_correction: divide the moments by 1 - beta**step.
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (L2).
-        master_weights: must be True where the model has parameters that are not float32.
-        exp_avg_dtype, exp_avg_sq_dtype: float32, or uint8 for FP8 (E4M3 with a scale for 128 elements of a row; the
-            moments of parameters that are not 2-D stay float32).
+        capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it
+            in `step`, so that a CUDA graph can hold one. The bits are those of `capturable=False`. A bad step is then
+            found out late: reading `skipped_steps` or `state_dict()` raises what `step` would have raised. Set the
+            rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters.
+        master_weights: False keeps no masters: weights, quantized ones too, are read, updated and rounded
+            stochastically into their own format.
+        master_weight_dtype: float32, float16 or bfloat16.
+        exp_avg_dtype, exp_avg_sq_dtype: float32, float16, bfloat16 or uint8.
+        use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
+        store_param_remainders: bfloat16 parameters keep, instead of a float32 master, the 16 bits that they lack of
+            it: the same training, bit for bit, in half of the memory. Quantized and float16 weights have no such 16
+            bits, so they keep a float32 master.
+        set_grad_none: deprecated; what `zero_grad` does if it is not told. Use `zero_grad(set_to_none=...)`.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
 
     Raises:
         ConfigurationError: an argument does not fit; the message says which.
-        RankMismatchError: ranks have different random keys for one weight.
+        RankMismatchError: ranks have different random keys for one weight, or different seeds.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -72,16 +95,29 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = True,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
         max_skipped_in_a_row: int = 10,
     ) -> None:
         if amsgrad:
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
-        if master_weight_dtype is not torch.float32:
-            raise ConfigurationError(f"FusedAdam(master_weight_dtype={master_weight_dtype}): masters are float32")
+        if set_grad_none is not None:
+            warnings.warn("set_grad_none is deprecated; call zero_grad(set_to_none=...)", DeprecationWarning, 2)
+        self._dtypes = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype, MASTER: master_weight_dtype}
+        for role, dtype in self._dtypes.items():
+            check_dtype(role, dtype)
+        self._master_weights, self._remainders = master_weights, store_param_remainders
+        if store_param_remainders:
+            self._check_remainders()
+        self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
+        self._set_to_none = set_grad_none is None or set_grad_none
+        self._max_skipped_in_a_row = max_skipped_in_a_row
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -89,30 +125,36 @@ class FusedAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode,
-            "step": 0,
-            "skipped_steps": 0,
-            "skipped_in_a_row": 0,
+            **dict.fromkeys(COUNTERS, 0),
+            SEED: None,
         }
         super().__init__(params, defaults)
-        self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
-        self._master_weights = master_weights
-        self._max_skipped_in_a_row = max_skipped_in_a_row
         self._states: dict[Tensor, dict[str, State]] = {}
+        self._weights: dict[Tensor, State] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
+        self._streams: dict[Tensor, int] = {}
+        self._last_bad: tuple[Flags, Tensor] | None = None  # of the last skipped step, if capturable
         for group in self.param_groups:
             self._adopt(group)
         self._check_keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its states are allocated at once."""
+        """Add a group; its states are allocated at once. A collective call where parameters are sharded."""
         super().add_param_group(param_group)
         if hasattr(self, "_states"):  # not from the base class's constructor
             self._adopt(self.param_groups[-1])
+            self._check_keys()
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped so far because a gradient was not finite."""
+        """Steps skipped so far because a gradient was not finite.
+
+        Raises:
+            NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
+        """
+        if self._capturable:
+            self._raise_for_bad_steps()
         return int(self.param_groups[0]["skipped_steps"])
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -120,44 +162,64 @@ class FusedAdam(torch.optim.Optimizer):
     def _adopt(self, group: dict[str, Any]) -> None:
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
+            self._streams[param] = len(self._names) * len(ROLES)
             self._names[param] = name
             if param.requires_grad:
                 self.initialize_state(param)
+        group[SEED] = self.param_groups[0][SEED]
+        if self._capturable:
+            device = private_torch.local_tensor(group["params"][0]).device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            group.update({key: torch.tensor(int(group[key]), device=device) for key in COUNTERS})
+
+    def _check_remainders(self) -> None:
+        if not self._master_weights or self._dtypes[MASTER] is not torch.float32:
+            raise ConfigurationError(
+                "FusedAdam(store_param_remainders=True): parameter and remainder are a float32 master, so leave "
+                f"master_weights=True (not {self._master_weights}) and master_weight_dtype=torch.float32 (not "
+                f"{self._dtypes[MASTER]})"
+            )
 
     @torch.no_grad()
-    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-        """Allocate a parameter's states: zero moments, and a master seeded from the parameter."""
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Allocate a parameter's states: zero moments, and a master seeded from the parameter.
+
+        `store_param_remainders`: for this parameter; default as the optimizer was constructed.
+        """
         name = self._names[param]
-        if store_param_remainders:
-            raise ConfigurationError("FusedAdam(store_param_remainders=True) is not supported; masters are float32")
+        remainders = self._remainders if store_param_remainders is None else store_param_remainders
+        if remainders:
+            self._check_remainders()
         if param.is_meta:
             raise ConfigurationError(
                 f"FusedAdam: {name} is on the meta device; call reset_parameters() on the modules first"
             )
-        states = {
-            moment: make_state(param, dtype, keep_positive=moment == "exp_avg_sq")
-            for moment, dtype in self._dtypes.items()
-        }
-        local = private_torch.local_tensor(param)
-        if local.dtype is not torch.float32 or components.quantized(param) is not None:
-            if not self._master_weights:
-                what = local.dtype if components.quantized(param) is None else repr(local)
-                raise ConfigurationError(
-                    f"FusedAdam(master_weights=False): {name} is {what}, and small updates to it would be lost; use "
-                    "master_weights=True"
-                )
-            states[MASTER] = FloatState(param)
-            states[MASTER].write(_initial_master(local), None)
-        self._states[param] = states
+        if self._capturable and not self._master_weights and components.quantized(param) is not None:
+            raise ConfigurationError(
+                f"FusedAdam(capturable=True, master_weights=False): {name} is {private_torch.local_tensor(param)!r}, "
+                "whose random draws are counted on the host, so a captured step would repeat them; use masters, or "
+                "capturable=False"
+            )
+        states = {moment: make_state(param, self._dtypes[moment], moment) for moment in MOMENTS}
+        master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
+        if master is not None:
+            assign(master, initial_values(param))
+            states[MASTER] = master
+        self._states[param], self._weights[param] = states, make_weight(param)
         self._versions[param] = _version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
+        if self.param_groups[0][SEED] is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
+            info = torch.iinfo(torch.int64)
+            seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
+            for group in self.param_groups:
+                group[SEED] = seed
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
         """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
         for param, states in self._states.items():
             if MASTER in states:
-                states[MASTER].write(_initial_master(private_torch.local_tensor(param)), None)
+                assign(states[MASTER], initial_values(param))
             self._versions[param] = _version(param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedAdam:
@@ -168,9 +230,12 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _check_keys(self) -> None:
         keys: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
+        seed = self.param_groups[0][SEED]
         for param, name in self._names.items():
             quantized, group = components.quantized(param), private_torch.mesh_group(param)
-            if quantized is not None and group is not None:
+            if group is not None and seed is not None:
+                keys.setdefault(group, {})[f"FusedAdam's {SEED}"] = torch.tensor([seed])
+            if group is not None and quantized is not None:
                 keys.setdefault(group, {})[name] = quantized._storage.state[KEY]
         for group, named in keys.items():
             amax.check_equal_on_ranks(named, group, "the random key")
@@ -184,23 +249,29 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Set a state from high-precision values of the parameter's shape, quantizing them; a DTensor where it is one.
+        """Set a state from high-precision values of the parameter's shape; a DTensor where the parameter is one.
+
+        They are rounded to nearest. Of a parameter with remainders, the master is the parameter too.
 
         Raises:
             ConfigurationError: the shape differs, or one is a DTensor and the other is not.
         """
         held = self._states[param][state_name]
         self._check_alike(param, unscaled_state, state_name)
-        if unscaled_state.shape != param.shape:
-            raise ConfigurationError(
-                f"set_scaled_state: {state_name} of {self._names[param]} has shape {tuple(param.shape)}, not "
-                f"{tuple(unscaled_state.shape)}"
-            )
-        values = private_torch.local_tensor(unscaled_state).float()
-        reduction = FlatMax()
-        begun = held.begin(values, reduction)
-        reduction.reduce()
-        held.write(values, begun)
+        assign(held, private_torch.local_tensor(unscaled_state).float())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's: entries of groups are numbers, also if `capturable`, so that either loads the other's.
+
+        Raises:
+            NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
+        """
+        state_dict = super().state_dict()
+        if self._capturable:
+            self._raise_for_bad_steps()
+            for group in state_dict["param_groups"]:
+                group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,67 +281,59 @@ class FusedAdam(torch.optim.Optimizer):
             CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
         """
         groups, states = state_dict["param_groups"], state_dict["state"]  # dcp_to_torch_save makes strings of numbers
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise CheckpointError(
-                f"the optimizer state has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
-                f"{[len(g['params']) for g in self.param_groups]}; build it over the same model"
-            )
-        for saved, own in zip(groups, self.param_groups, strict=True):
-            _check_names(saved.get("param_names"), own.get("param_names"))
+        loading.check_groups(groups, self.param_groups)
         pairs = [
             (param, states.get(index, states.get(str(index), {})))
             for saved, own in zip(groups, self.param_groups, strict=True)
             for index, param in zip(saved["params"], own["params"], strict=True)
         ]
         for param, loaded in pairs:
-            self._check_loadable(param, loaded)
+            loading.check_states(self._names[param], self.state.get(param, {}), loaded)
         for param, loaded in pairs:
             self._versions.pop(param, None)  # the model may be loaded before or after
             for key, live in self.state[param].items():
                 private_torch.local_tensor(live).copy_(private_torch.local_tensor(loaded[key]))
         for saved, own in zip(groups, self.param_groups, strict=True):
-            kept = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
-            # set_optimizer_state_dict(full_state_dict=True) makes lists of tuples
-            own.update({k: tuple(v) if isinstance(own.get(k), tuple) else v for k, v in kept.items()})
-
-    def _check_loadable(self, param: Tensor, loaded: dict[str, Tensor]) -> None:
-        live, name = self.state.get(param, {}), self._names[param]
-        if loaded.keys() != live.keys():
-            raise CheckpointError(
-                f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; construct it with "
-                "the master_weights, exp_avg_dtype and exp_avg_sq_dtype that it was saved with"
-            )
-        for key, value in loaded.items():
-            own, new = private_torch.local_tensor(live[key]), private_torch.local_tensor(value)
-            if own.dtype != new.dtype or own.shape != new.shape:
-                raise CheckpointError(
-                    f"{name}: optimizer state {key} is {new.dtype} {tuple(new.shape)}, this optimizer's is {own.dtype} "
-                    f"{tuple(own.shape)}; construct it over the same model and mesh, with the same state dtypes"
-                )
+            loading.load_group(own, saved)
 
     # Step ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
         """One optimizer step; a collective call where parameters are sharded.
+
+        `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
 
         Raises:
             ConfigurationError: a parameter is a DTensor and its gradient is not, or the reverse.
             RankMismatchError: some ranks only have a gradient for a parameter.
             NonFiniteGradientError: this was one skipped step too many in a row.
         """
+        if grad_scaler is not None:
+            raise ConfigurationError(
+                "FusedAdam.step(grad_scaler=...) is not supported; call grad_scaler.step(optimizer) instead, which "
+                "unscales the gradients first"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         reduction = FlatMax()
-        work = [_Work(self, group, param, reduction) for group, param in self._updated()]
-        flags = _Flags(work, reduction)
+        work = list(self._begin(reduction))
+        flags = Flags(work, reduction)
         reduction.reduce()
-        flags.check_missing(self._names)
-        bad = flags.first_non_finite(self._names)
-        if bad is not None:
-            self._skip(bad)
+        table, verdict = flags.gather()
+        if self._capturable:
+            self._finish_on_device(work, flags, table, verdict)
+            return loss
+        missing, non_finite = verdict.tolist()
+        if missing:
+            raise flags.missing(table, self._names)
+        if non_finite:
+            for group in self.param_groups:
+                group["skipped_steps"] += 1
+                group["skipped_in_a_row"] += 1
+            self._check_skipped(flags, table)
             return loss
         for group in self.param_groups:
             group["step"] += 1
@@ -280,34 +343,94 @@ class FusedAdam(torch.optim.Optimizer):
             self._versions[item.param] = _version(item.param)
         return loss
 
-    def _updated(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """The parameters with a state, and their groups; checked to be as this optimizer left them."""
+    def _begin(self, reduction: FlatMax) -> Iterator[Work]:
+        """The parameters with a state, checked to be as this optimizer left them."""
         for group in self.param_groups:
+            hyperparameters = self._hyperparameters(group)
             for param in group["params"]:
+                grad = self._grad_of(param)
                 if param not in self._states:
-                    if param.grad is not None:
+                    if grad is not None:
                         raise ConfigurationError(
                             f"{self._names[param]} was frozen when this FusedAdam was built and has a gradient now; "
                             "call initialize_state(parameter) when you unfreeze it"
                         )
                     continue
-                if self._versions.setdefault(param, _version(param)) != _version(param):
+                states, version = self._states[param], _version(param)
+                if self._versions.setdefault(param, version) != version and MASTER in states:
                     raise ConfigurationError(
                         f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
                         "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
                     )
-                yield group, param
+                draw = None
+                if group[SEED] is not None:
+                    draw = Draw(group[SEED], hyperparameters.step, self._streams[param])
+                yield Work(param, grad, states, self._weights[param], hyperparameters, draw, reduction)
 
-    def _skip(self, name: str) -> None:
+    def _hyperparameters(self, group: dict[str, Any]) -> Hyperparameters:
+        beta1, beta2 = group["betas"]
+        return Hyperparameters(
+            step=group["step"] + 1,
+            lr=group["lr"] if self._capturable else float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["adam_w_mode"],
+            bias_correction=group["bias_correction"],
+        )
+
+    def _grad_of(self, param: Tensor) -> Tensor | None:
+        what = "decoupled_grad" if self._use_decoupled_grad else "grad"
+        grad: Tensor | None = getattr(param, what, None)
+        if grad is not None:
+            self._check_alike(param, grad, "gradient" if what == "grad" else what)
+        return grad
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, `decoupled_grad` too where it is used: to None (the default), or to zeros."""
+        none = self._set_to_none if set_to_none is None else set_to_none
+        super().zero_grad(none)
+        if not self._use_decoupled_grad:
+            return
+        for param in self._names:
+            grad = getattr(param, "decoupled_grad", None)
+            if grad is not None:
+                param.decoupled_grad = None if none else grad.detach().zero_()  # type: ignore[attr-defined]
+
+    def _finish_on_device(self, work: list[Work], flags: Flags, table: Tensor, verdict: Tensor) -> None:
+        """What `step` does after the reduction, with nothing read back: a bad step is undone, not left out."""
+        bad = verdict.any()
+        if self._last_bad is None or self._last_bad[1].shape != table.shape:
+            self._last_bad = (flags, torch.zeros_like(table))
+        remembered = self._last_bad[1]
+        remembered.copy_(torch.where(bad, table, remembered))
+        for item in work:
+            item.finish(skip=bad)
+            self._versions[item.param] = _version(item.param)
         for group in self.param_groups:
-            group["skipped_steps"] += 1
-            group["skipped_in_a_row"] += 1
-        in_a_row = self.param_groups[0]["skipped_in_a_row"]
+            skipped = bad.to(group["step"].device).to(torch.int64)
+            group["step"].add_(1 - skipped)
+            group["skipped_steps"].add_(skipped)
+            group["skipped_in_a_row"].add_(1).mul_(skipped)
+
+    def _raise_for_bad_steps(self) -> None:
+        if self._last_bad is None:
+            return
+        flags, table = self._last_bad
+        if (table[0] * table[1]).any():
+            error = flags.missing(table, self._names)
+            table.zero_()
+            raise error
+        self._check_skipped(flags, table)
+
+    def _check_skipped(self, flags: Flags, table: Tensor) -> None:
+        in_a_row = int(self.param_groups[0]["skipped_in_a_row"])
         if in_a_row >= self._max_skipped_in_a_row:
             raise NonFiniteGradientError(
-                f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight "
-                "was changed by them. Lower the learning rate, look at the data of these steps, or load an older "
-                "checkpoint"
+                f"{in_a_row} steps in a row had infinite or NaN gradients, first in "
+                f"{flags.first_non_finite(table, self._names)}; no weight was changed by them. Lower the learning "
+                "rate, look at the data of these steps, or load an older checkpoint"
             )
 
     def _check_alike(self, param: Tensor, other: Tensor, what: str) -> None:
@@ -316,148 +439,15 @@ class FusedAdam(torch.optim.Optimizer):
             raise ConfigurationError(
                 f"{self._names[param]} is {kinds[0]} but its {what} is {kinds[1]}; both must be the same"
             )
+        shapes = [tuple(private_torch.local_tensor(t).shape) for t in (param, other)]
+        if param.shape != other.shape or shapes[0] != shapes[1]:
+            raise ConfigurationError(
+                f"{self._names[param]} has shape {tuple(param.shape)} (local {shapes[0]}), but its {what} "
+                f"{tuple(other.shape)} (local {shapes[1]}); both must be the same"
+            )
 
 
 def _version(param: Tensor) -> int:
     """How often a quantized parameter was given new values; 0 for others."""
     quantized = components.quantized(param)
     return 0 if quantized is None else quantized._storage.version
-
-
-def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
-    if saved is None or own is None:
-        return
-    for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
-        if theirs != ours:
-            raise CheckpointError(
-                f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
-                "parameters in the same order"
-            )
-
-
-def _initial_master(local: Tensor) -> Tensor:
-    quantized = components.quantized(local)
-    if quantized is None:
-        return local.float()
-    kept = quantized.get_high_precision_init_val()
-    return quantized._storage.dequantize() if kept is None else kept.float()
-
-
-class _Work:
-    """One parameter's part of a step: measured at construction, finished after the reduction."""
-
-    def __init__(self, optimizer: FusedAdam, group: dict[str, Any], param: Tensor, reduction: FlatMax) -> None:
-        self.param = param
-        self.states = optimizer._states[param]
-        beta1, beta2 = group["betas"]
-        self.hyperparameters = Hyperparameters(
-            step=group["step"] + 1,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["adam_w_mode"],
-            bias_correction=group["bias_correction"],
-        )
-        if param.grad is not None:
-            optimizer._check_alike(param, param.grad, "gradient")
-        self.grad = None if param.grad is None else private_torch.local_tensor(param.grad)
-        self.group = amax.sharding_group(param)
-        self.begun: dict[str, Requantization | None] = {}
-        if self._shares_blocks():
-            # Without a gradient, zeros hold the place: all ranks must register the same shapes.
-            self._begin(self._update(), reduction)
-
-    def _targets(self) -> dict[str, Any]:
-        quantized = components.quantized(self.param)
-        storages = {name: state.storage for name, state in self.states.items()}
-        storages["param"] = None if quantized is None else quantized._storage
-        return {name: storage for name, storage in storages.items() if storage is not None}
-
-    def _shares_blocks(self) -> bool:
-        return self.group is not None and any(
-            storage.shard.shares_blocks(component)
-            for storage in self._targets().values()
-            for component in storage.cell.format.components
-        )
-
-    def _update(self) -> Updated:
-        values = {name: state.read() for name, state in self.states.items()}
-        master = values.get(MASTER)
-        if master is None:
-            master = private_torch.local_tensor(self.param)
-        grad = torch.zeros_like(master) if self.grad is None else self.grad
-        return adam(grad, master, values["exp_avg"], values["exp_avg_sq"], self.hyperparameters)
-
-    def _begin(self, updated: Updated, reduction: FlatMax) -> None:
-        for name in MOMENTS:
-            self.begun[name] = self.states[name].begin(getattr(updated, name), reduction)
-        quantized = components.quantized(self.param)
-        if quantized is not None:
-            self.begun["param"] = Requantization(quantized._storage, updated.master, self.group, reduction)
-
-    def finish(self) -> None:
-        """Write states and parameter."""
-        if self.grad is None:
-            return
-        updated = self._update()
-        if not self.begun:
-            self._begin(updated, FlatMax())
-        for name in MOMENTS:
-            self.states[name].write(getattr(updated, name), self.begun[name])
-        if MASTER in self.states:
-            self.states[MASTER].write(updated.master, None)
-        requantization = self.begun.get("param")
-        if requantization is not None:
-            requantization.commit(updated.master)
-            torch.autograd.graph.increment_version(private_torch.local_tensor(self.param))
-        else:
-            private_torch.local_tensor(self.param).copy_(updated.master)
-
-
-class _Flags:
-    """What all ranks must know of each gradient: is it there, is it missing, is it not finite.
-
-    Float32 [3, parameters] per process group, reduced with the amaxes.
-    """
-
-    def __init__(self, work: list[_Work], reduction: FlatMax) -> None:
-        self.by_group: dict[Any, tuple[list[Tensor], Tensor]] = {}
-        for group in dict.fromkeys(item.group for item in work):
-            items = [item for item in work if item.group is group]
-            device = private_torch.local_tensor(items[0].param).device
-            columns = [_flags_of(item.grad, device) for item in items]
-            flags = torch.stack(columns, dim=1)
-            reduction.add(flags, group)
-            self.by_group[group] = ([item.param for item in items], flags)
-
-    def check_missing(self, names: dict[Tensor, str]) -> None:
-        """Raise on every rank if a gradient is missing on some."""
-        found = self._first(lambda flags: flags[0] * flags[1], names)
-        if found is not None:
-            raise RankMismatchError(
-                f"{found} has a gradient on some ranks only; all ranks must use the same parameters in every step"
-            )
-
-    def first_non_finite(self, names: dict[Tensor, str]) -> str | None:
-        """Name of the first parameter whose gradient is not finite on some rank, or None."""
-        return self._first(lambda flags: flags[2], names)
-
-    def _first(self, choose: Callable[[Tensor], Tensor], names: dict[Tensor, str]) -> str | None:
-        found = None
-        for params, flags in self.by_group.values():
-            chosen = choose(flags).nonzero()
-            if found is None and chosen.numel():
-                found = names[params[int(chosen[0])]]
-        if len(self.by_group) > 1 and amax.any_rank(found is not None, amax.world()):
-            # parameters are sharded over several groups: a rank that is not in the group must do the same
-            return found or "a parameter of other ranks"
-        return found
-
-
-def _flags_of(grad: Tensor | None, device: torch.device) -> Tensor:
-    if grad is None:
-        return torch.tensor([0.0, 1.0, 0.0], device=device)
-    non_finite = (~(grad.abs() <= LARGEST_GRADIENT).all()).float()  # NaN is not <= either
-    return torch.stack([torch.ones_like(non_finite), torch.zeros_like(non_finite), non_finite])

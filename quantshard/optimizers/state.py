@@ -1,8 +1,14 @@
-"""Optimizer states: float32 or 8-bit, allocated like their parameter, visible to checkpoints as plain (D)Tensors."""
+"""Optimizer states and parameters behind one interface: read in float32, written in what they are stored in.
+
+A state is allocated like its parameter and visible to checkpoints as plain (D)Tensors. The kinds are few: a plain
+tensor (`FloatState`), components of a format row (`QuantizedState`), and the low half of a float32 whose high half is
+the parameter (`RemainderState`). A parameter itself is read and written in the same way (`make_weight`).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,12 +18,26 @@ from quantshard import amax, components, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import ConfigurationError
-from quantshard.recipe import FP8_STATE, Cell
+from quantshard.optimizers import rounding
+from quantshard.optimizers.rounding import Draw, Place
+from quantshard.recipe import FP8_STATE, FP16_STATE, Cell
 from quantshard.sharding import Shard
-from quantshard.storage import QuantizedStorage
+from quantshard.storage import AMAX_HISTORY, QuantizedStorage
 
-STATE_CELLS: dict[torch.dtype, Cell | None] = {torch.float32: None, torch.uint8: FP8_STATE}
-"""Moment dtypes, spelled as TransformerEngine does (`torch.uint8` means FP8), and how each is stored."""
+EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = ROLES = ("exp_avg", "exp_avg_sq", "master_param", "param")
+"""What a step reads and writes of a parameter; all but the last are states, and the first part of their keys."""
+
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+STATE_CELLS: dict[torch.dtype, Cell | None] = {
+    torch.float32: None,
+    torch.bfloat16: None,
+    torch.float16: FP16_STATE,
+    torch.uint8: FP8_STATE,
+}
+"""State dtypes, spelled as TransformerEngine does (`torch.uint8` means FP8), and the row of those that are scaled."""
+
+MASTER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def shard_of(param: Tensor) -> Shard:
@@ -39,72 +59,141 @@ def shard_of(param: Tensor) -> Shard:
 
 
 class State(ABC):
-    """One state of one parameter, local to this rank: read and written in float32."""
+    """One state of one parameter, local to this rank, or the parameter itself: read and written in float32."""
 
-    storage: QuantizedStorage | None = None
-    """Where it is quantized, its components."""
+    @property
+    def storage(self) -> QuantizedStorage | None:
+        """Where it is quantized, its components."""
+        return None
+
+    @property
+    def rounds(self) -> bool:
+        """False if every float32 fits, so that writing needs no random words."""
+        return True
 
     @abstractmethod
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The state's entries in the optimizer's state dict, live."""
 
     @abstractmethod
+    def live(self) -> list[Tensor]:
+        """Every local tensor that `write` changes."""
+
+    @abstractmethod
     def read(self) -> Tensor:
         """The local values, float32."""
 
-    @abstractmethod
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         """Register what writing these values needs reduced."""
+        return None
 
     @abstractmethod
-    def write(self, values: Tensor, begun: Requantization | None) -> None:
-        """Write the local values; `begun` is what `begin` returned."""
+    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+        """Write the local values: rounded stochastically with the words of `draw`, without one to nearest.
+
+        `begun` is what `begin` returned.
+        """
 
 
 class FloatState(State):
-    """A float32 state: one tensor of the parameter's shape."""
-
-    def __init__(self, param: Tensor) -> None:
-        local = private_torch.local_tensor(param)
-        self.local = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
-        self.owner = param
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        if not isinstance(self.owner, DTensor):
-            return {name: self.local}
-        placements = list(self.owner.placements)
-        return {name: components.as_dtensor(self.local, self.owner, placements, tuple(self.owner.shape))}
-
-    def read(self) -> Tensor:
-        return self.local
-
-    def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
-        return None
-
-    def write(self, values: Tensor, begun: Requantization | None) -> None:
-        self.local.copy_(values)
-
-
-class QuantizedState(State):
-    """An 8-bit state: components of a format row, blocked by index in the global tensor.
+    """A float32 or bfloat16 state: one tensor of the parameter's shape.
 
     `keep_positive`: a positive value never becomes zero. For the second moment: a zero under the square root would
     blow up the step of an element whose first moment survived.
     """
 
-    storage: QuantizedStorage
-
-    def __init__(self, param: Tensor, cell: Cell, keep_positive: bool) -> None:
-        self.group = amax.sharding_group(param)
-        self.storage = storages.empty(cell, shard_of(param), private_torch.local_tensor(param).device)
-        self.storage = self.storage.map(torch.zero_)
+    def __init__(self, param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> None:
         self.owner = param
+        self.tensor = _zeros(param, dtype)
         self.keep_positive = keep_positive
+
+    @property
+    def local(self) -> Tensor:
+        """The tensor that is read and written."""
+        return private_torch.local_tensor(self.tensor)
+
+    @property
+    def rounds(self) -> bool:
+        return torch.finfo(self.local.dtype).eps > torch.finfo(torch.float32).eps
+
+    @cached_property
+    def place(self) -> Place:
+        """Which part of the global tensor it is."""
+        quantized = components.quantized(self.owner)
+        return Place.of(self.owner) if quantized is None else Place.of_shard(quantized._storage.shard)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {name: self.tensor}
+
+    def live(self) -> list[Tensor]:
+        return [self.local]
+
+    def read(self) -> Tensor:
+        return self.local.float()
+
+    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+        dtype = self.local.dtype
+        words = None if draw is None else draw.words(self.place, values.device)
+        new = rounding.rounded(values, dtype, words)
+        if self.keep_positive and self.rounds:
+            limits = torch.finfo(dtype)
+            new.masked_fill_((new == 0) & (values > 0), limits.smallest_normal * limits.eps)
+        self.local.copy_(new)
+
+
+class PlainWeight(FloatState):
+    """A parameter of a plain dtype."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.owner = self.tensor = param
+        self.keep_positive = False
+
+
+class RemainderState(State):
+    """The float32 master of a bfloat16 parameter: the parameter, and here the 16 bits that it lacks. It writes both."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.owner = param
+        self.low = _zeros(param, torch.int16)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {name: self.low}
+
+    @property
+    def rounds(self) -> bool:
+        return False
+
+    def live(self) -> list[Tensor]:
+        return [private_torch.local_tensor(self.owner), private_torch.local_tensor(self.low)]
+
+    def read(self) -> Tensor:
+        return rounding.join(*self.live())
+
+    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+        for target, half in zip(self.live(), rounding.split(values), strict=True):
+            target.copy_(half)
+
+
+class QuantizedState(State):
+    """A state in components of a format row, blocked by index in the global tensor. `keep_positive`: see above."""
+
+    def __init__(self, param: Tensor, cell: Cell, keep_positive: bool = False) -> None:
+        self.owner = param
+        self.group = amax.sharding_group(param)
+        self._storage = storages.empty(cell, shard_of(param), private_torch.local_tensor(param).device).map(torch.zero_)
+        self.keep_positive = keep_positive
+
+    @property
+    def storage(self) -> QuantizedStorage:
+        return self._storage
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         by_name = self.storage.cell.format.by_name
         parts = components.storage_tensors(self.storage, self.owner)
         return {name + by_name[part].key_suffix: tensor for part, tensor in parts.items()}
+
+    def live(self) -> list[Tensor]:
+        return list(self.storage.components.values())
 
     def read(self) -> Tensor:
         return self.storage.dequantize()
@@ -112,26 +201,95 @@ class QuantizedState(State):
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         return Requantization(self.storage, values, self.group, reduction)
 
-    def write(self, values: Tensor, begun: Requantization | None) -> None:
+    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
         assert begun is not None
-        begun.commit(values)
+        begun.commit(values, None if draw is None else draw.words(Place.of_shard(self.storage.shard), values.device))
         if self.keep_positive:
             for copy in self.storage.cell.format.copies.values():
                 codes = self.storage.components[copy.codes.name]
-                codes[(codes == 0) & (values > 0)] = 1  # the smallest positive code
+                bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
+                bits.masked_fill_((bits == 0) & (values > 0), 1)  # the smallest positive code
 
 
-def make_state(param: Tensor, dtype: torch.dtype, *, keep_positive: bool) -> State:
-    """A zero state for a parameter. 8-bit states are for 2-D parameters; the few others stay float32.
+class QuantizedWeight(QuantizedState):
+    """A quantized parameter. Its random words are not the optimizer's but a draw of its own key."""
 
-    Raises:
-        ConfigurationError: the dtype is not one of `STATE_CELLS`.
-    """
-    if dtype not in STATE_CELLS:
+    def __init__(self, param: Tensor) -> None:
+        self.owner = param
+        self.group = amax.sharding_group(param)
+
+    @property
+    def storage(self) -> QuantizedStorage:
+        return components.storage_of(self.owner)
+
+    def live(self) -> list[Tensor]:
+        history = self.storage.state.get(AMAX_HISTORY)
+        return [*self.storage.components.values(), *([] if history is None else [history])]
+
+    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+        assert begun is not None
+        begun.commit(values, None if draw is None else storages.rounding_words(self.storage))
+        torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
+
+
+def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of the parameter's shape; a DTensor where it is one."""
+    local = private_torch.local_tensor(param)
+    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
+    if not isinstance(param, DTensor):
+        return zeros
+    return components.as_dtensor(zeros, param, list(param.placements), tuple(param.shape))
+
+
+def check_dtype(role: str, dtype: torch.dtype) -> None:
+    """Raise ConfigurationError if states of this role cannot have the dtype."""
+    allowed = MASTER_DTYPES if role == MASTER else tuple(STATE_CELLS)
+    if dtype not in allowed:
+        option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
         raise ConfigurationError(
-            f"moments of dtype {dtype} are not supported; use one of {', '.join(map(str, STATE_CELLS))} (uint8: FP8)"
+            f"FusedAdam({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
+            + (" (uint8: FP8)" if torch.uint8 in allowed else "")
         )
-    cell = STATE_CELLS[dtype]
-    if cell is None or param.ndim != 2:
-        return FloatState(param)
-    return QuantizedState(param, cell, keep_positive)
+
+
+def make_state(param: Tensor, dtype: torch.dtype, role: str) -> State:
+    """A zero state for a parameter. Scaled states are for 2-D parameters; the few others stay float32."""
+    cell, keep_positive = STATE_CELLS[dtype], role == EXP_AVG_SQ
+    if cell is not None and param.ndim == 2:
+        return QuantizedState(param, cell, keep_positive)
+    return FloatState(param, torch.float32 if cell is not None else dtype, keep_positive)
+
+
+def make_weight(param: Tensor) -> State:
+    """A parameter, to be read and written as its states are."""
+    return PlainWeight(param) if components.quantized(param) is None else QuantizedWeight(param)
+
+
+def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> State | None:
+    """A master for a parameter that is coarser than `dtype`, holding nothing yet; None for others, which need none.
+
+    With `remainders`, that of a bfloat16 parameter is the 16 bits that the parameter lacks of a float32.
+    """
+    if components.quantized(param) is None:
+        if torch.finfo(param.dtype).eps <= torch.finfo(dtype).eps:
+            return None
+        if remainders and param.dtype is torch.bfloat16:
+            return RemainderState(param)
+    return make_state(param, dtype, MASTER)
+
+
+def assign(state: State, values: Tensor) -> None:
+    """Give a state local values, float32, rounded to nearest; a collective call where it shares blocks with ranks."""
+    reduction = FlatMax()
+    begun = state.begin(values, reduction)
+    reduction.reduce()
+    state.write(values, begun)
+
+
+def initial_values(param: Tensor) -> Tensor:
+    """What a master starts from, float32: the values that the parameter was initialized with if kept, else its own."""
+    quantized = components.quantized(param)
+    if quantized is None:
+        return private_torch.local_tensor(param).float()
+    kept = quantized.get_high_precision_init_val()
+    return quantized._storage.dequantize() if kept is None else kept.float().to(quantized.device)

@@ -1,0 +1,100 @@
+"""Rounding float32 to 16 bits: stochastically, with words of the global element, or into a bfloat16 and what it lacks.
+
+What does not fit is rounded up or down in proportion to the distance, so that small updates add up as they should on
+average; to nearest they would vanish, every one of them. The random words belong to the element of the global tensor
+and to the step, so the bits are those of any other mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics, private_torch
+from quantshard.formats import FP16
+from quantshard.sharding import Shard
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a local tensor lies in the global one: the global shape, the index of its first element, its own shape."""
+
+    global_shape: tuple[int, ...]
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(param: Tensor) -> Place:
+        """The place of the local part of a plain parameter."""
+        shape = tuple(private_torch.local_tensor(param).shape)
+        return Place(tuple(param.shape), private_torch.global_offset(param), shape)
+
+    @staticmethod
+    def of_shard(shard: Shard) -> Place:
+        """The place of a rectangle."""
+        return Place(shard.global_shape, shard.origin, shard.shape)
+
+
+class Draw(NamedTuple):
+    """Names the random words of one state in one step: the optimizer's seed, the step and the number of the state."""
+
+    seed: int
+    step: int | Tensor
+    stream: int
+
+    def words(self, place: Place, device: torch.device) -> Tensor:
+        """Int64 in [0, 2**32), of the place's shape: one for each element of the global tensor, in row-major order."""
+        if len(place.shape) == 2:
+            rectangle = (place.global_shape, place.origin, place.shape)
+            return numerics.random_words(self.seed, self.step, self.stream, *rectangle, device=device)  # type: ignore[arg-type]
+        rows, first = (place.shape[0], place.origin[0]) if place.shape else (1, 0)
+        rest = place.global_shape[1:]
+        whole = (place.global_shape[0] if place.shape else 1, math.prod(rest))
+        words = numerics.random_words(
+            self.seed, self.step, self.stream, whole, (first, 0), (rows, whole[1]), device=device
+        )
+        words = words.view(rows, *rest) if place.shape else words.view(())
+        for dim in range(1, len(place.shape)):
+            words = words.narrow(dim, place.origin[dim], place.shape[dim])
+        return words
+
+
+def rounded(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
+    """Float32 -> `dtype`, stochastically if there are words, else to nearest (bfloat16 as `split` does).
+
+    Stochastic rounding saturates at the largest finite value of the dtype. Other dtypes than bfloat16 and float16 are
+    cast.
+    """
+    if dtype is torch.bfloat16:
+        return split(values)[0] if words is None else _stochastic_bfloat16(values, words)
+    if dtype is torch.float16 and words is not None:
+        return numerics.encode_stochastic(values, FP16, words)
+    return values.to(dtype)
+
+
+def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
+    """The low 16 bits are the fraction of the way to the next bfloat16: up if 16 random bits are below it. Exact."""
+    bits = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max).view(torch.int32)
+    up = (words >> 16) < (bits & 0xFFFF)
+    return ((bits >> 16) + up).to(torch.int16).view(torch.bfloat16)
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 -> the nearest bfloat16 and the low 16 bits (int16), from which `join` makes the same float32 again.
+
+    A tie is rounded away from zero. To the even neighbour, as usual, an even bfloat16 would stand for 2**16 + 1
+    float32s, one more than 16 bits can tell apart. A NaN stays some NaN.
+    """
+    bits = values.view(torch.int32)
+    high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + (bits >> 15 & 1))
+    return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Inverse of `split`: float32."""
+    upper = high.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return (upper << 16 | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)

@@ -1,0 +1,158 @@
+"""One optimizer step: what ranks must tell each other, then each parameter read, updated and written by itself.
+
+All ranks first agree, in one flat collective, on the amaxes of blocks that they share and on whether any gradient is
+missing or not finite. Parameters with shared blocks are computed twice, once to measure and once to write, so that no
+copy of the model is held between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quantshard import amax, private_torch
+from quantshard.amax import FlatMax, Requantization
+from quantshard.errors import RankMismatchError
+from quantshard.optimizers.adam import Hyperparameters, adam
+from quantshard.optimizers.rounding import Draw
+from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, RemainderState, State
+
+LARGEST_GRADIENT = 1e19
+"""The square of a larger one is infinite in float32, and would freeze its weight for good: it counts as infinite."""
+
+
+def rounded_roles(targets: Mapping[str, State]) -> list[str]:
+    """Which of a parameter's states, and it itself, are rounded stochastically.
+
+    Small updates must add up in the master, or where there is none in the parameter; beside a master the parameter is
+    that rounded to nearest.
+    """
+    return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
+
+
+class Work:
+    """One parameter's part of a step: measured at construction, finished after the reduction.
+
+    `targets`: by role, what is written; a parameter whose master writes it is left out. `draw`: of the first role; the
+    others have the numbers that follow.
+    """
+
+    def __init__(
+        self,
+        param: Tensor,
+        grad: Tensor | None,
+        states: Mapping[str, State],
+        weight: State,
+        hyperparameters: Hyperparameters,
+        draw: Draw | None,
+        reduction: FlatMax,
+    ) -> None:
+        self.param = param
+        self.grad = None if grad is None else private_torch.local_tensor(grad)
+        self.group = amax.sharding_group(param)
+        self.hyperparameters = hyperparameters
+        self.source = states.get(MASTER, weight)
+        self.targets = dict(states)
+        if not isinstance(self.source, RemainderState):
+            self.targets[WEIGHT] = weight
+        self.draws: dict[str, Draw] = {}
+        if draw is not None:
+            roles = rounded_roles(self.targets)
+            self.draws = {role: draw._replace(stream=draw.stream + ROLES.index(role)) for role in roles}
+        self.begun: dict[str, Requantization | None] = {}
+        if self._shares_blocks():
+            # Without a gradient, zeros hold the place: all ranks must register the same shapes.
+            self._begin(self._new_values(), reduction)
+
+    def _shares_blocks(self) -> bool:
+        storages = (state.storage for state in self.targets.values())
+        return self.group is not None and any(
+            storage.shard.shares_blocks(component)
+            for storage in storages
+            if storage is not None
+            for component in storage.cell.format.components
+        )
+
+    def _new_values(self) -> dict[str, Tensor]:
+        master = self.source.read()
+        grad = torch.zeros_like(master) if self.grad is None else self.grad
+        moments = (self.targets[EXP_AVG].read(), self.targets[EXP_AVG_SQ].read())
+        updated = adam(grad, master, *moments, self.hyperparameters)
+        by_role = {EXP_AVG: updated.exp_avg, EXP_AVG_SQ: updated.exp_avg_sq}
+        return {role: by_role.get(role, updated.master) for role in self.targets}
+
+    def _begin(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
+        self.begun = {role: state.begin(values[role], reduction) for role, state in self.targets.items()}
+
+    def finish(self, skip: Tensor | None = None) -> None:
+        """Write states and parameter. With `skip`, a boolean scalar, everything stays as it is where it is true."""
+        if self.grad is None:
+            return
+        live = [tensor for state in self.targets.values() for tensor in state.live()]
+        before = [] if skip is None else [tensor.clone() for tensor in live]
+        values = self._new_values()
+        if not self.begun:
+            self._begin(values, FlatMax())
+        for role, state in self.targets.items():
+            state.write(values[role], self.begun[role], self.draws.get(role))
+        if skip is not None:
+            for tensor, old in zip(live, before, strict=True):
+                tensor.copy_(torch.where(skip, old, tensor))
+
+
+class Flags:
+    """What all ranks must know of each gradient: is it there, is it missing, is it not finite.
+
+    Float32 [3, parameters], reduced with the amaxes; parameters of one process group after those of another.
+    """
+
+    def __init__(self, work: Sequence[Work], reduction: FlatMax) -> None:
+        self.params: list[Tensor] = []
+        self.parts: list[Tensor] = []
+        for group in dict.fromkeys(item.group for item in work):
+            items = [item for item in work if item.group is group]
+            device = private_torch.local_tensor(items[0].param).device
+            part = torch.stack([_flags_of(item.grad, device) for item in items], dim=1)
+            reduction.add(part, group)
+            self.params += [item.param for item in items]
+            self.parts.append(part)
+
+    def gather(self) -> tuple[Tensor, Tensor]:
+        """After the reduction: the flags, and the verdict of all ranks, float32 [2]: any missing, any not finite."""
+        if not self.parts:
+            return torch.zeros(3, 0), torch.zeros(2)
+        flags = torch.cat([part.to(self.parts[0].device) for part in self.parts], dim=1)
+        verdict = torch.stack([(flags[0] * flags[1]).amax(), flags[2].amax()])
+        if len(self.parts) > 1:
+            # parameters are sharded over several groups: a rank that is not in the group must do the same
+            reduction = FlatMax()
+            reduction.add(verdict, amax.world())
+            reduction.reduce()
+        return flags, verdict
+
+    def first_non_finite(self, flags: Tensor, names: Mapping[Tensor, str]) -> str:
+        """Name of the first parameter whose gradient is not finite on some rank."""
+        return self._first(flags[2], names)
+
+    def missing(self, flags: Tensor, names: Mapping[Tensor, str]) -> RankMismatchError:
+        """The error for gradients that are missing on some ranks."""
+        return RankMismatchError(
+            f"{self._first(flags[0] * flags[1], names)} has a gradient on some ranks only; all ranks must use the "
+            "same parameters in every step"
+        )
+
+    def _first(self, chosen: Tensor, names: Mapping[Tensor, str]) -> str:
+        found = chosen.nonzero()
+        return names[self.params[int(found[0])]] if found.numel() else "a parameter of other ranks"
+
+
+def _flags_of(grad: Tensor | None, device: torch.device) -> Tensor:
+    flags = torch.zeros(3, device=device)
+    if grad is None:
+        flags[1].fill_(1.0)
+        return flags
+    flags[0].fill_(1.0)
+    flags[2].copy_(~(grad.abs() <= LARGEST_GRADIENT).all())  # NaN is not <= either
+    return flags
