@@ -66,8 +66,8 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "shard over fewer ranks and replicate over the others (HSDP)",
     ),
     "float32 moments": Limit(
-        "its moments stay in float32 although FP8 was asked for",
-        "8-bit states are for 2-D parameters",
+        "its states stay in float32 although FP8 or FP16 was asked for",
+        "states with scales are for 2-D parameters",
         "nothing is lost but a few bytes: such parameters are small",
     ),
 }

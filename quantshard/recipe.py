@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 
+import torch
+
 from quantshard import formats
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
@@ -374,3 +376,11 @@ by FSDP, so these scales need no reduction."""
 FP16_STATE = Cell(formats.FP16_1X128, Scaling(power_of_two=True))
 """How an optimizer stores a state in FP16: with one scale for 128 elements of a row too, since the squares of small
 gradients are below FP16's range. It is a power of two, so a value that did not change stays as it was when it does."""
+
+STATE_CELLS: dict[torch.dtype, Cell | None] = {
+    torch.float32: None,
+    torch.bfloat16: None,
+    torch.float16: FP16_STATE,
+    torch.uint8: FP8_STATE,
+}
+"""State dtypes, spelled as TransformerEngine does (`torch.uint8` means FP8), and the row of those that are scaled."""

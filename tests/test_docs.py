@@ -23,13 +23,17 @@ What differs on purpose:
 
 - `MXFP8BlockScaling(enable_2d_quantization=True)` is the default: weights are kept once, in 32x32 blocks, in half the
   memory of BF16.
-- `FusedAdam(master_weights=True)` is the default, and needed where parameters are not float32.
+- `FusedAdam(master_weights=True)` is the default. Without masters the weights of every recipe are updated, with
+  stochastic rounding; with `capturable=True` quantized weights must have masters. `step(grad_scaler=...)` is refused:
+  call `grad_scaler.step(optimizer)`.
+- States of fewer than 32 bits are rounded stochastically, by seed and global index. A BF16 parameter with a remainder
+  is the master rounded to nearest, ties away from zero; the remainder is `master_param_low`, uint8 [..., 2].
 - A stored weight under delayed scaling is first quantized with its own amax, not with scale 1.
 - Changing the dtype of a quantized parameter (`.to(torch.float32)`) changes its nominal dtype and no code;
   `dequantize()` gives values.
 - There is no pickled extra state: amax histories, random keys and draw counts are ordinary tensors of the state dict.
-- FP8 moments have one scale for 128 elements of a row, not one for the tensor, and a positive second moment never
-  becomes zero.
+- FP8 moments, and FP16 moments and masters, have one scale for 128 elements of a row, not one for the tensor; a
+  positive second moment never becomes zero.
 """
 
 

@@ -129,8 +129,9 @@ def test_encoding_fields_agree(encoding):
     sign = 0 if encoding is E8M0 else 1
     assert encoding.bits == sign + encoding.exponent_bits + encoding.mantissa_bits
     reference = {E4M3: "float8_e4m3fn", E5M2: "float8_e5m2", E2M1: "float4_e2m1fn", E8M0: "float8_e8m0fnu"}
-    if encoding is FP32:
-        assert encoding.max == np.finfo(np.float32).max
+    if encoding in (FP16, FP32):
+        info = np.finfo(f"float{encoding.bits}")
+        assert (encoding.max, encoding.mantissa_bits) == (info.max, info.nmant) and 1 - encoding.bias == info.minexp
         return
     info = ml_dtypes.finfo(getattr(ml_dtypes, reference[encoding]))
     assert encoding.max == float(info.max)

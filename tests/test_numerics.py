@@ -30,6 +30,7 @@ from quantshard.formats import (
     FP8_128X128,
     FP8_E4M3,
     FP8_E5M2,
+    FP16,
     FP32,
     MXFP8_1X32,
     NVFP4_1X16,
@@ -944,3 +945,19 @@ def test_roles_of_amaxes():
         assert numerics.amaxes(normal(3, 3), fmt).keys() == {
             c.name for c in fmt.components if c.role in (Role.SCALE, Role.AMAX)
         }
+
+
+# ----------------------------------------------------------------------------------------------------------------- FP16
+
+
+def test_float16_codes_are_torchs_cast_after_a_clamp():
+    """Of every float16, of what lies between two of them, and beyond; NaN is the positive one."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = every[every.isfinite()]
+    between = finite.float() * (1 + 2.0**-11 * torch.rand(finite.shape))
+    for x in (finite.float(), between, torch.tensor([1e5, -1e9, float("inf"), 1e-9, -1e-7])):
+        expected = x.clamp(-65504, 65504).half()
+        found = numerics.encode(x, FP16)
+        assert found.dtype == torch.float16 and torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(numerics.decode(finite, FP16), finite.float())
+    assert numerics.encode(torch.tensor([float("nan")]), FP16).view(torch.int16).item() == 0x7FFF

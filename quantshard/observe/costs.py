@@ -113,8 +113,8 @@ def _codes_and(fmt: Format, shard: Shard, parts: list[Component]) -> tuple[int, 
     return sum(sizes[p.name] for p in fmt.components if p.role is Role.CODES), sum(sizes[p.name] for p in parts)
 
 
-def float_states(states: Sequence[str]) -> str:
-    """A note on the optimizer states that stay in float32 although those of other parameters are 8-bit; "" for none."""
+def float_states(states: Sequence[str], asked: str) -> str:
+    """A note on the optimizer states that stay in float32 although a format with scales was asked; "" for none."""
     if not states:
         return ""
-    return f"{' and '.join(states)} stay fp32 although FP8 was asked for: 8-bit states are for 2-D parameters"
+    return f"{' and '.join(states)} stay fp32 although {asked} was asked for: scaled states are for 2-D parameters"

@@ -32,7 +32,9 @@ from quantshard.recipe import Recipe
 from quantshard.storage import QuantizedStorage
 
 _SCALE_SUFFIX = "_scale_inv"
-_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
+_REMAINDER_SUFFIX = "_low"
+"""Of the 16 bits that a BF16 parameter lacks of its float32 master."""
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
 
 
 def explain(
@@ -243,7 +245,10 @@ class _States:
         groups = [] if optimizer is None else optimizer.param_groups
         self.params = {param for group in groups for param in group["params"]}
         every = [self.formats(param) for param in self.params]
-        self.in_8_bits = {state for formats in every for state, fmt in formats.items() if fmt == _SHORT_DTYPES["uint8"]}
+        self.scaled: dict[str, str] = {}
+        for param, formats in zip(self.params, every, strict=True):
+            held = self.tensors(param)
+            self.scaled |= {state: fmt for state, fmt in formats.items() if state + _SCALE_SUFFIX in held}
 
     def tensors(self, param: Tensor) -> dict[str, Tensor]:
         """The local tensors of a parameter's state; without scalars beside it, such as a count of steps."""
@@ -255,11 +260,12 @@ class _States:
         }
 
     def formats(self, param: Tensor) -> dict[str, str]:
-        """State -> format. A state with scales of its own is 8-bit; the scales are part of it."""
-        held = self.tensors(param)
+        """State -> format. Scales are part of their state; a remainder and its BF16 parameter are one master."""
         return {
-            key: _SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
-            for key, value in held.items()
+            key.removesuffix(_REMAINDER_SUFFIX): "bf16+16"
+            if key.endswith(_REMAINDER_SUFFIX)
+            else SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
+            for key, value in self.tensors(param).items()
             if not key.endswith(_SCALE_SUFFIX)
         }
 
@@ -268,9 +274,9 @@ class _States:
         return sum(map(_nbytes, self.tensors(param).values()))
 
     def note(self, param: Tensor) -> str:
-        """Which states stay in float32 although those of other parameters are 8-bit."""
-        kept = [state for state, fmt in self.formats(param).items() if state in self.in_8_bits and fmt == "fp32"]
-        return costs.float_states(kept)
+        """Which states stay in float32 although those of other parameters have scales."""
+        kept = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
+        return costs.float_states(kept, " and ".join(dict.fromkeys(self.scaled[state] for state in kept)))
 
 
 def _nbytes(tensor: Tensor) -> int:

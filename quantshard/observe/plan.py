@@ -19,16 +19,14 @@ from quantshard import components, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, Shared
-from quantshard.observe.explain import dtype_name, fallbacks_of, gemm_of
+from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, gemm_of
 from quantshard.observe.table import Report, Row
-from quantshard.recipe import FP8_STATE
+from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
 from quantshard.storage import QuantizedStorage
 
 TP = "tp"
 """The name of the mesh axis of tensor parallelism."""
-
-_FP32_BYTES = 4
 
 
 def plan(
@@ -58,7 +56,7 @@ def plan(
             row-parallel ones. Parameters that are not named are whole on every rank of "tp".
         reshard_after_forward: as for `fully_shard`, for all of its calls: None frees the layers after forward, but not
             what belongs to no layer.
-        exp_avg_dtype, exp_avg_sq_dtype: of Adam's moments: `torch.float32`, or `torch.uint8` for FP8.
+        exp_avg_dtype, exp_avg_sq_dtype: of Adam's moments, as `FusedAdam` takes them.
 
     Raises:
         ConfigurationError: an argument does not fit the others, or the model is sharded already.
@@ -145,8 +143,9 @@ def _check_arguments(
                 f"name ends so; the mesh is {place.mesh}"
             )
     for moment, dtype in moments.items():
-        if dtype not in (torch.float32, torch.uint8):
-            raise ConfigurationError(f"plan: {moment}_dtype={dtype}: use torch.float32, or torch.uint8 for FP8")
+        if dtype not in STATE_CELLS:
+            allowed = ", ".join(map(str, STATE_CELLS))
+            raise ConfigurationError(f"plan: {moment}_dtype={dtype}: use one of {allowed} (uint8: FP8)")
 
 
 def _row(
@@ -230,11 +229,15 @@ def _optimizer(
     """State -> format, their bytes here, and a note on those that stay float32, as `FusedAdam` allocates them."""
     if not param.requires_grad:
         return {}, 0, ""
-    in_8_bits = [moment for moment, dtype in moments.items() if dtype is torch.uint8]
-    quantized = in_8_bits if param.ndim == 2 else []
-    states = {moment: "FP8" if moment in quantized else "fp32" for moment in moments}
+    kept = [name for name, dtype in moments.items() if STATE_CELLS[dtype] is not None and param.ndim != 2]
+    dtypes = {name: torch.float32 if name in kept else dtype for name, dtype in moments.items()}
     if storage is not None or param.dtype is not torch.float32:
-        states["master_param"] = "fp32"
-    size = len(quantized) * sum(costs.resident_bytes(FP8_STATE.format, shard))
-    size += (len(states) - len(quantized)) * math.prod(shard.shape) * _FP32_BYTES
-    return states, size, costs.float_states([moment for moment in in_8_bits if moment not in quantized])
+        dtypes["master_param"] = torch.float32
+    size = 0
+    for dtype in dtypes.values():
+        cell = STATE_CELLS[dtype]
+        plain = math.prod(shard.shape) * dtype.itemsize
+        size += plain if cell is None else sum(costs.resident_bytes(cell.format, shard))
+    asked = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(moments[name])] for name in kept))
+    states = {name: SHORT_DTYPES[dtype_name(dtype)] for name, dtype in dtypes.items()}
+    return states, size, costs.float_states(kept, asked)

@@ -69,7 +69,9 @@ class FusedAdam(torch.optim.Optimizer):
             found out late: reading `skipped_steps` or `state_dict()` raises what `step` would have raised. Set the
             rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters.
         master_weights: False keeps no masters: weights, quantized ones too, are read, updated and rounded
-            stochastically into their own format.
+            stochastically into their own format. Their scales are chosen as always, so what a scale clips is lost: an
+            element that has the largest code of its FP4 block grows only by steps of 3% or more, since that block's
+            scale is rounded to E4M3; under delayed scaling the largest of the tensor grows every second step.
         master_weight_dtype: float32, float16 or bfloat16.
         exp_avg_dtype, exp_avg_sq_dtype: float32, float16, bfloat16 or uint8.
         use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
@@ -126,7 +128,6 @@ class FusedAdam(torch.optim.Optimizer):
             "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode,
             **dict.fromkeys(COUNTERS, 0),
-            SEED: None,
         }
         super().__init__(params, defaults)
         self._states: dict[Tensor, dict[str, State]] = {}
@@ -157,6 +158,12 @@ class FusedAdam(torch.optim.Optimizer):
             self._raise_for_bad_steps()
         return int(self.param_groups[0]["skipped_steps"])
 
+    @property
+    def _seed(self) -> int | None:
+        """Of the random words; every group has it, so that state dicts do, if anything is rounded stochastically."""
+        seed: int | None = self.param_groups[0].get(SEED)
+        return seed
+
     # State -----------------------------------------------------------------------------------------------------------
 
     def _adopt(self, group: dict[str, Any]) -> None:
@@ -166,7 +173,8 @@ class FusedAdam(torch.optim.Optimizer):
             self._names[param] = name
             if param.requires_grad:
                 self.initialize_state(param)
-        group[SEED] = self.param_groups[0][SEED]
+        if self._seed is not None:
+            group[SEED] = self._seed
         if self._capturable:
             device = private_torch.local_tensor(group["params"][0]).device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
@@ -208,7 +216,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._states[param], self._weights[param] = states, make_weight(param)
         self._versions[param] = _version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
-        if self.param_groups[0][SEED] is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
+        if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
             info = torch.iinfo(torch.int64)
             seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
             for group in self.param_groups:
@@ -230,7 +238,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _check_keys(self) -> None:
         keys: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
-        seed = self.param_groups[0][SEED]
+        seed = self._seed
         for param, name in self._names.items():
             quantized, group = components.quantized(param), private_torch.mesh_group(param)
             if group is not None and seed is not None:
@@ -345,6 +353,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _begin(self, reduction: FlatMax) -> Iterator[Work]:
         """The parameters with a state, checked to be as this optimizer left them."""
+        seed = self._seed
         for group in self.param_groups:
             hyperparameters = self._hyperparameters(group)
             for param in group["params"]:
@@ -362,9 +371,7 @@ class FusedAdam(torch.optim.Optimizer):
                         f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
                         "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
                     )
-                draw = None
-                if group[SEED] is not None:
-                    draw = Draw(group[SEED], hyperparameters.step, self._streams[param])
+                draw = None if seed is None else Draw(seed, hyperparameters.step, self._streams[param])
                 yield Work(param, grad, states, self._weights[param], hyperparameters, draw, reduction)
 
     def _hyperparameters(self, group: dict[str, Any]) -> Hyperparameters:
@@ -395,8 +402,10 @@ class FusedAdam(torch.optim.Optimizer):
             return
         for param in self._names:
             grad = getattr(param, "decoupled_grad", None)
-            if grad is not None:
-                param.decoupled_grad = None if none else grad.detach().zero_()  # type: ignore[attr-defined]
+            if none:
+                param.decoupled_grad = None  # type: ignore[attr-defined]
+            elif grad is not None:
+                grad.detach().zero_()
 
     def _finish_on_device(self, work: list[Work], flags: Flags, table: Tensor, verdict: Tensor) -> None:
         """What `step` does after the reduction, with nothing read back: a bad step is undone, not left out."""

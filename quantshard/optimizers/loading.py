@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
-from quantshard.optimizers.state import MASTER, MOMENTS
+from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
 
 OWN_ENTRIES = ("params", "param_names")
 """Entries of a group that a load leaves as they are."""
@@ -72,18 +71,18 @@ def _differing(live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
 
 def _options(states: Mapping[str, Tensor], role: str) -> str:
     """The option of FusedAdam that a state tells of."""
+    if role + REMAINDER_SUFFIX in states:
+        return "store_param_remainders=True"
     dtype = states[role].dtype if role in states else None
-    if role != MASTER:
-        return f"{role}_dtype={dtype}"
-    if dtype is None:
-        return "master_weights=False"
-    return "store_param_remainders=True" if dtype is torch.int16 else f"master_weight_dtype={dtype}"
+    if role == MASTER:
+        return "master_weights=False" if dtype is None else f"master_weight_dtype={dtype}"
+    return f"{role}_dtype={dtype}"
 
 
 def load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Take over the entries of a group: tensors in place, since a captured step reads them where they are."""
     for key, value in saved.items():
-        if key in OWN_ENTRIES or (value is None and key in own):
+        if key in OWN_ENTRIES:
             continue
         if isinstance(own.get(key), Tensor):
             own[key].fill_(value)

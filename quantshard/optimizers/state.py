@@ -20,7 +20,7 @@ from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import Draw, Place
-from quantshard.recipe import FP8_STATE, FP16_STATE, Cell
+from quantshard.recipe import STATE_CELLS, Cell
 from quantshard.sharding import Shard
 from quantshard.storage import AMAX_HISTORY, QuantizedStorage
 
@@ -29,13 +29,9 @@ EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = ROLES = ("exp_avg", "exp_avg_sq", "master_
 
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
-STATE_CELLS: dict[torch.dtype, Cell | None] = {
-    torch.float32: None,
-    torch.bfloat16: None,
-    torch.float16: FP16_STATE,
-    torch.uint8: FP8_STATE,
-}
-"""State dtypes, spelled as TransformerEngine does (`torch.uint8` means FP8), and the row of those that are scaled."""
+REMAINDER_SUFFIX = "_low"
+"""What is appended to `master_param` for the low half of a master whose high half is the parameter."""
+
 
 MASTER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -150,21 +146,25 @@ class PlainWeight(FloatState):
 
 
 class RemainderState(State):
-    """The float32 master of a bfloat16 parameter: the parameter, and here the 16 bits that it lacks. It writes both."""
+    """The float32 master of a bfloat16 parameter: the parameter, and here the 16 bits that it lacks. It writes both.
+
+    They are kept as uint8 [..., 2], low byte first, since neither gloo nor NCCL can gather int16.
+    """
 
     def __init__(self, param: Tensor) -> None:
         self.owner = param
-        self.low = _zeros(param, torch.int16)
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        return {name: self.low}
+        self.bytes = _zeros(param, torch.uint8, 2)
 
     @property
     def rounds(self) -> bool:
         return False
 
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {name + REMAINDER_SUFFIX: self.bytes}
+
     def live(self) -> list[Tensor]:
-        return [private_torch.local_tensor(self.owner), private_torch.local_tensor(self.low)]
+        low = private_torch.local_tensor(self.bytes).view(torch.int16).squeeze(-1)
+        return [private_torch.local_tensor(self.owner), low]
 
     def read(self) -> Tensor:
         return rounding.join(*self.live())
@@ -232,13 +232,13 @@ class QuantizedWeight(QuantizedState):
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 
-def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the parameter's shape; a DTensor where it is one."""
+def _zeros(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
+    """Of the parameter's shape, and further dims; a DTensor where it is one."""
     local = private_torch.local_tensor(param)
-    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
+    zeros = torch.zeros((*local.shape, *last), dtype=dtype, device=local.device)
     if not isinstance(param, DTensor):
         return zeros
-    return components.as_dtensor(zeros, param, list(param.placements), tuple(param.shape))
+    return components.as_dtensor(zeros, param, list(param.placements), (*param.shape, *last))
 
 
 def check_dtype(role: str, dtype: torch.dtype) -> None:

@@ -154,5 +154,6 @@ def _flags_of(grad: Tensor | None, device: torch.device) -> Tensor:
         flags[1].fill_(1.0)
         return flags
     flags[0].fill_(1.0)
-    flags[2].copy_(~(grad.abs() <= LARGEST_GRADIENT).all())  # NaN is not <= either
+    largest = min(LARGEST_GRADIENT, torch.finfo(grad.dtype).max)  # beyond float16's range it would compare as infinite
+    flags[2].copy_(~(grad.abs() <= largest).all())  # NaN is not <= either
     return flags

@@ -37,8 +37,8 @@ def plain(path: Path, **entries: Any) -> Path:
 
 # Of models, on 1, 2 and 3 ranks
 
-OTHERS = 11
-"""Entries that are not tensors: ten of an optimizer's group, and extra.step."""
+OTHERS = 12
+"""Entries that are not tensors: eleven of an optimizer's group, and extra.step."""
 
 
 def train(path: str, steps: int = 2, recipe: str = "nvfp4") -> None:

@@ -171,3 +171,37 @@ def test_json_holds_rows_and_totals():
     assert content["rows"][1]["bytes"] == report.rows[1].bytes
     assert content["totals"]["bytes"] == report.totals.bytes
     assert math.isclose(content["totals"]["gather_bytes"], 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "formats", "bytes_per_element"),
+    [
+        ({"exp_avg_dtype": torch.float16}, ("fp16", "fp32", "fp32"), 2 + 4 / 128 + 4 + 4),
+        ({"exp_avg_sq_dtype": torch.bfloat16}, ("fp32", "bf16", "fp32"), 4 + 2 + 4),
+        ({"master_weight_dtype": torch.bfloat16}, ("fp32", "fp32", "bf16"), 4 + 4 + 2),
+        ({"master_weight_dtype": torch.float16}, ("fp32", "fp32", "fp16"), 4 + 4 + 2 + 4 / 128),
+        ({"master_weights": False}, ("fp32", "fp32", None), 4 + 4),
+    ],
+    ids=str,
+)
+def test_states_of_every_format_are_told(options, formats, bytes_per_element):
+    with qs.quantized_model_init(recipe="mxfp8"):
+        model = nn.ModuleDict({"up": qs.Linear(256, 8, params_dtype=torch.bfloat16)})
+    report = explain(model, qs.optimizers.FusedAdam(model.parameters(), **options))
+    expected = dict(zip(("exp_avg", "exp_avg_sq", "master_param"), formats, strict=True))
+    row = row_of(report, "up.weight")
+    assert row.optimizer == {state: fmt for state, fmt in expected.items() if fmt is not None}
+    assert row.optimizer_bytes == 256 * 8 * bytes_per_element
+    kept = {state for state, fmt in expected.items() if fmt == "fp16"}
+    notes = row_of(report, "up.bias").notes
+    assert notes == tuple(
+        f"{s} stay fp32 although fp16 was asked for: scaled states are for 2-D parameters" for s in kept
+    )
+
+
+def test_a_remainder_and_its_parameter_are_a_master():
+    model = nn.Linear(16, 8, dtype=torch.bfloat16)
+    report = explain(model, qs.optimizers.FusedAdam(model.parameters(), store_param_remainders=True))
+    row = row_of(report, "weight")
+    assert row.optimizer == {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master_param": "bf16+16"}
+    assert row.optimizer_bytes == 16 * 8 * (4 + 4 + 2)

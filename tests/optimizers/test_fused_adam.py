@@ -446,6 +446,19 @@ def test_a_skipped_step_leaves_no_trace(cell, dtypes):
     assert (first.skipped_steps, second.skipped_steps) == (3, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_bad_gradients_of_every_dtype_are_seen(dtype, bad):
+    param = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = FusedAdam([param], lr=0.5)
+    param.grad = torch.full((3,), bad, dtype=dtype)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1 and torch.equal(param.detach(), torch.ones(3, dtype=dtype))
+    param.grad.fill_(6e4)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1 and (param < 1).all()
+
+
 def test_too_many_skipped_steps_name_the_parameter():
     params = parameters()
     optimizer = FusedAdam(list(params.items()), max_skipped_in_a_row=3)

@@ -1,0 +1,195 @@
+"""Every kind of master and moment has the same bits on any number of ranks, and after a load on fewer of them.
+
+Runs on 1, 2 and 3 ranks, one call each, and prints the table. Gradients are set by hand, by global index, so that the
+sums of data parallelism play no part; no dimension divides by anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import quantshard as qs
+from quantshard import components, private_torch
+from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, RankMismatchError
+from quantshard.optimizers import FusedAdam
+from tests.distributed.models import RECIPES, bits
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+MASTERS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"master_weight_dtype": torch.float16},
+    "bf16": {"master_weight_dtype": torch.bfloat16},
+    "remainder": {"store_param_remainders": True},
+    "none": {"master_weights": False},
+}
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+Case = tuple[str, str, str, bool]
+"""Recipe, masters, moments, capturable."""
+
+TURNS = ("mxfp8", "current", "nvfp4", "block", "delayed")
+CASES: list[Case] = [
+    *((TURNS[(i + j) % 5], a, b, False) for i, a in enumerate(MASTERS) for j, b in enumerate(MOMENTS)),
+    *((recipe, "none", "fp32", False) for recipe in list(RECIPES)[1:]),  # weights are rounded stochastically
+    *(("current", masters, "bf16", True) for masters in ("fp16", "remainder")),
+]
+STEPS = 3
+
+
+def build(case: Case, seed: int = 7) -> tuple[nn.Sequential, FusedAdam]:
+    """Quantized and plain layers, matrices and vectors, some ranks without rows; sharded over all ranks."""
+    recipe, masters, moments, capturable = case
+    torch.manual_seed(seed)
+    with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
+        layers: list[nn.Module] = [qs.Linear(a, b, params_dtype=torch.bfloat16) for a, b in ((70, 131), (131, 1))]
+    layers += [nn.Linear(1, 7, dtype=torch.bfloat16), nn.Linear(7, 131, bias=False, dtype=torch.bfloat16)]
+    model = nn.Sequential(*layers)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = FusedAdam(
+        model.named_parameters(), lr=1e-2, weight_decay=0.1, capturable=capturable,
+        exp_avg_dtype=MOMENTS[moments], exp_avg_sq_dtype=MOMENTS[moments], **MASTERS[masters],
+    )  # fmt: skip
+    return model, optimizer
+
+
+def cut_like(param: Tensor, whole: Tensor) -> DTensor:
+    """This rank's part of a global tensor, as FSDP2 has this rank's part of the parameter."""
+    assert isinstance(param, DTensor)
+    quantized = components.quantized(param)
+    first = private_torch.global_offset(param)[0] if quantized is None else quantized._storage.shard.origin[0]
+    local = whole.narrow(0, first, private_torch.local_tensor(param).shape[0]).to(param.dtype)
+    return components.as_dtensor(local, param, list(param.placements), tuple(param.shape))
+
+
+def step(model: nn.Module, optimizer: FusedAdam, number: int) -> None:
+    for index, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * number + index)
+        param.grad = cut_like(param, torch.randn(param.shape, generator=generator))
+    optimizer.step()
+
+
+def run(cases: list[Case], folder: str) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Three steps, saved on 3 ranks before the last: the bits then and at the end."""
+    found = []
+    for number, case in enumerate(cases):
+        model, optimizer = build(case)
+        for i in range(STEPS - 1):
+            step(model, optimizer, i)
+        if torch.distributed.get_world_size() == 3:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.save(state, checkpoint_id=f"{folder}/{number}")
+        saved = bits(model, optimizer)
+        model.unshard()  # which makes FSDP2 replace the local tensors
+        model.reshard()
+        step(model, optimizer, STEPS - 1)
+        found.append((saved, bits(model, optimizer)))
+    return found
+
+
+def resume(cases: list[Case], folder: str) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """The same after a load: seeded otherwise, and the last step only."""
+    found = []
+    for number, case in enumerate(cases):
+        model, optimizer = build(case, seed=99)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{number}")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        loaded = bits(model, optimizer)
+        step(model, optimizer, STEPS - 1)
+        found.append((loaded, bits(model, optimizer)))
+    return found
+
+
+def run_and_resume(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
+    return run(cases, folder), resume(cases, folder)
+
+
+def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on3 = run_ranks(3, run, CASES, str(tmp_path))
+    on2 = run_ranks(2, run_and_resume, CASES, str(tmp_path))
+    [on1] = run_ranks(1, run, CASES, str(tmp_path))
+    rows = [f"{'recipe':<18}{'masters':<11}{'moments':<9}{'capturable':<12}{'1 = 2 = 3':<11}{'3 -> 2':<8}resumed"]
+    wrong = 0
+    for number, (recipe, masters, moments, capturable) in enumerate(CASES):
+        saved, final = on1[number]
+        assert saved != final
+        checks = (
+            all(ran[number] == (saved, final) for ran in (*on3, *(ran for ran, _ in on2))),
+            all(resumed[number][0] == saved for _, resumed in on2),
+            all(resumed[number][1] == final for _, resumed in on2),
+        )
+        wrong += len(checks) - sum(checks)
+        words = ["equal" if check else "DIFFER" for check in checks]
+        rows.append(
+            f"{recipe:<18}{masters:<11}{moments:<9}{'yes' if capturable else 'no':<12}"
+            f"{words[0]:<11}{words[1]:<8}{words[2]}"
+        )
+    with capsys.disabled():
+        print("\n" + "\n".join(rows))
+    assert not wrong, "\n".join(rows)
+
+
+def message_of(call: Any, kind: type[Exception]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def refusals() -> dict[str, str]:
+    """What each rank is told, where ranks disagree or tensors are of two kinds."""
+    rank, found = torch.distributed.get_rank(), {}
+    case: Case = ("mxfp8", "fp32", "fp32", False)
+    model, optimizer = build(case)
+    whole = {k: v for k, v in optimizer.state_dict().items()}
+    whole["state"] = {i: {k: t.full_tensor() for k, t in s.items()} for i, s in whole["state"].items()}
+    found["plain state"] = message_of(lambda: optimizer.load_state_dict(whole), CheckpointError)
+    bias = model[0].bias
+    optimizer = FusedAdam(model.named_parameters(), use_decoupled_grad=True)
+    bias.decoupled_grad = torch.zeros(131)
+    found["plain gradient"] = message_of(optimizer.step, ConfigurationError)
+    torch.manual_seed(rank)
+    found["seed"] = message_of(
+        lambda: FusedAdam(model.named_parameters(), exp_avg_dtype=torch.bfloat16), RankMismatchError
+    )
+    torch.manual_seed(0)
+
+    optimizer = FusedAdam(model.named_parameters(), capturable=True, max_skipped_in_a_row=1)
+    if rank == 0:
+        bias.grad = cut_like(bias, torch.zeros(131))
+    optimizer.step()
+    found["missing, captured"] = message_of(optimizer.state_dict, RankMismatchError)
+    bias.grad = cut_like(bias, torch.tensor([*[0.0] * 130, float("nan")]))  # on the last rank alone
+    optimizer.step()
+    found["bad, captured"] = message_of(lambda: optimizer.skipped_steps, NonFiniteGradientError)
+    bias.grad = cut_like(bias, torch.ones(131))
+    optimizer.step()
+    assert optimizer.skipped_steps == 2 and optimizer.state_dict()["param_groups"][0]["step"] == 1
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_refusals_name_the_parameter_on_every_rank(ranks: int) -> None:
+    told = run_ranks(ranks, refusals)
+    for found in told:
+        assert "0.weight: optimizer state" in found["plain state"] and "a plain tensor" in found["plain state"]
+        assert "0.bias is a DTensor but its decoupled_grad is a plain tensor" in found["plain gradient"]
+        assert "rounding_seed" in found["seed"] and "differs between ranks" in found["seed"]
+        assert "0.bias has a gradient on some ranks only" in found["missing, captured"]
+        assert "2 steps in a row" in found["bad, captured"] and "first in 0.bias" in found["bad, captured"]

@@ -1,0 +1,131 @@
+"""FusedAdam's other options: decoupled gradients, zero_grad, loads into another configuration, tensors of two kinds."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.optimizers import FusedAdam
+from tests.optimizers.test_states import MASTERS, build, set_grads, values
+from tests.test_tensor import RECIPES, same
+
+MXFP8 = RECIPES["mxfp8"].weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_decoupled_gradients_are_read_instead(dtype):
+    """Of any dtype, exactly; `.grad` plays no part, not even one that is not finite."""
+    (params, optimizer), (twins, twin) = build(MXFP8, use_decoupled_grad=True), build(MXFP8)
+    for step in range(3):
+        set_grads(twins, step)
+        for key, param in params.items():
+            twins[key].grad = twins[key].grad.to(dtype).to(twins[key].dtype)
+            param.decoupled_grad = twins[key].grad.to(torch.promote_types(dtype, twins[key].dtype))
+            param.grad = torch.full(param.shape, float("nan"), dtype=param.dtype)
+        optimizer.step()
+        twin.step()
+    assert optimizer.skipped_steps == 0
+    assert all(same(values(params[key]), values(twins[key])) for key in params)
+
+
+def test_a_parameter_without_decoupled_gradient_stays():
+    params, optimizer = build(MXFP8, use_decoupled_grad=True)
+    before = {key: values(param) for key, param in params.items()}
+    set_grads(params, 1)
+    params["fp32"].decoupled_grad = torch.ones(4, 130)
+    optimizer.step()
+    assert [key for key in params if not same(before[key], values(params[key]))] == ["fp32"]
+
+
+def test_a_decoupled_gradient_of_another_shape_is_refused():
+    params, optimizer = build(MXFP8, use_decoupled_grad=True)
+    params["vector"].decoupled_grad = torch.ones(32)
+    with pytest.raises(ConfigurationError, match=r"vector .*\(33,\).* decoupled_grad .*\(32,\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("none", [True, False, None])
+def test_zero_grad_clears_both(decoupled, none):
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([param], use_decoupled_grad=decoupled)
+    param.grad, param.decoupled_grad = torch.ones(3), torch.ones(3)
+    given = param.grad, param.decoupled_grad
+    optimizer.zero_grad(none) if none is not None else optimizer.zero_grad()
+    if none is False:
+        assert param.grad is given[0] and not param.grad.any()
+        assert param.decoupled_grad is given[1] and bool(param.decoupled_grad.any()) != decoupled
+    else:
+        assert param.grad is None and (param.decoupled_grad is None) == decoupled
+
+
+def test_set_grad_none_is_what_zero_grad_does_and_deprecated():
+    param = nn.Parameter(torch.ones(3))
+    with pytest.warns(DeprecationWarning, match="zero_grad"):
+        optimizer = FusedAdam([param], set_grad_none=False)
+    for none, left in ((None, False), (True, True)):
+        param.grad = torch.ones(3)
+        optimizer.zero_grad(set_to_none=none)
+        assert (param.grad is None) == left
+
+
+CONFIGURATIONS = {
+    "exp_avg_dtype=torch.bfloat16": {"exp_avg_dtype": torch.bfloat16},
+    "exp_avg_dtype=torch.float16": {"exp_avg_dtype": torch.float16},
+    "exp_avg_sq_dtype=torch.uint8": {"exp_avg_sq_dtype": torch.uint8},
+    "exp_avg_sq_dtype=torch.float16": {"exp_avg_sq_dtype": torch.float16},
+    "master_weight_dtype=torch.bfloat16": MASTERS["bf16"],
+    "master_weight_dtype=torch.float16": MASTERS["fp16"],
+    "store_param_remainders=True": MASTERS["remainder"],
+    "master_weights=False": MASTERS["none"],
+}
+
+
+@pytest.mark.parametrize("option", CONFIGURATIONS)
+def test_a_state_of_another_configuration_names_the_option(option):
+    """Both ways, and nothing is loaded."""
+    configured, plain = CONFIGURATIONS[option], {}
+    for saved, own in ((configured, plain), (plain, configured)):
+        state = copy.deepcopy(build(MXFP8, **saved)[1].state_dict())
+        params, optimizer = build(MXFP8, **own)
+        set_grads(params, 1)
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict())
+        name = option.split("=")[0]
+        theirs = option if saved is configured else name
+        if name == "store_param_remainders" and saved is plain:
+            theirs = "master_weight_dtype=torch.float32"
+        if name == "master_weights" and saved is plain:
+            theirs = "master_weight_dtype=torch.float32"
+        with pytest.raises(CheckpointError, match=theirs):
+            optimizer.load_state_dict(state)
+        after = optimizer.state_dict()
+        for index, entries in before["state"].items():
+            assert all(same(t, after["state"][index][key]) for key, t in entries.items())
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "uint8"])
+def test_loading_gives_the_same_future(masters, name):
+    """Of every kind of state; the seed goes along, so an optimizer that was seeded otherwise rounds alike."""
+    dtypes = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), getattr(torch, name))
+    params, optimizer = build(MXFP8, **MASTERS[masters], **dtypes)
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+    others, _ = build(MXFP8)
+    torch.manual_seed(77)
+    other = FusedAdam(others.items(), **MASTERS[masters], **dtypes)
+    assert other.param_groups[0]["rounding_seed"] != optimizer.param_groups[0]["rounding_seed"]
+    for key, param in others.items():
+        param.data.copy_(params[key].data)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in (3, 4):
+        for run, on in ((params, optimizer), (others, other)):
+            set_grads(run, step)
+            on.step()
+    for key, param in params.items():
+        assert same(values(param), values(others[key]))
+        assert all(same(t, other.state[others[key]][k]) for k, t in optimizer.state[param].items())
