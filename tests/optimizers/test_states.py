@@ -330,6 +330,24 @@ def test_which_parameters_have_masters_and_of_what(masters):
     assert low == dict.fromkeys(params, (0,)) | expected
 
 
+def test_fp16_states_that_do_not_change_keep_their_values():
+    """Although the scale of their block does, in every step: it is a power of two."""
+    param = nn.Parameter(random(2, 128, seed=1).bfloat16())
+    optimizer = FusedAdam([param], lr=16.0, **MASTERS["fp16"])
+    master = optimizer.get_unscaled_state(param, "master_param")
+    assert same(master, param.detach().float())  # a bfloat16 fits
+    param.grad = torch.zeros_like(param)
+    scales = set()
+    for _ in range(10):
+        param.grad[:, 5] = -1.0
+        optimizer.step()
+        now = optimizer.get_unscaled_state(param, "master_param")
+        scales.add(optimizer.state[param]["master_param_scale_inv"][1].item())
+        moved = (now != master).any(dim=0).nonzero().flatten().tolist()
+        assert moved == [5]
+    assert len(scales) > 1 and all(math.frexp(scale)[0] == 0.5 for scale in scales)
+
+
 @pytest.mark.parametrize("masters", ["fp16", "bf16"])
 def test_parameters_are_rounded_from_the_result_not_from_the_master(masters):
     """The master is rounded once and so is the parameter, to nearest."""
