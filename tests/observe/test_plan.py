@@ -264,7 +264,7 @@ def test_planning_leaves_the_model_as_it_is():
         ({"mesh": {"dp_shard": 4}, "tensor_parallel": {"a.weight": 0}}, "needs a mesh axis 'tp'"),
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"c.weight": 0}}, "'c.weight': 0"),
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"a.weight": 2}}, "dim 0 or 1"),
-        ({"mesh": {"dp_shard": 4}, "exp_avg_sq_dtype": torch.bfloat16}, "exp_avg_sq_dtype=torch.bfloat16"),
+        ({"mesh": {"dp_shard": 4}, "exp_avg_sq_dtype": torch.float64}, "exp_avg_sq_dtype=torch.float64"),
         (
             {"mesh": {"dp_shard": 4, "tp": 8}, "tensor_parallel": {"b.weight": 1}},
             r"b.weight: tp of 8 cuts dim 1 of \(100, 312\) into pieces of 39",
