@@ -69,7 +69,8 @@ class FlatMax:
         """Run the collectives. Every rank of a group must have registered the same shapes in the same order."""
         for group, tensors in self._pending.items():
             # abs: torch's vectorized amax gives NaN with a sign bit, which would be below all numbers
-            flat = torch.cat([t.reshape(-1) for t in tensors]).abs().view(torch.int32)
+            device = collective_device(group)  # parameters that FSDP2 offloaded are on the CPU
+            flat = torch.cat([t.reshape(-1).to(device) for t in tensors]).abs().view(torch.int32)
             dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
             parts = flat.view(torch.float32).split([t.numel() for t in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
@@ -146,7 +147,7 @@ def any_rank(flag: bool, group: Group) -> bool:
     """True on every rank of `group` (None: this rank alone) if `flag` is true on one of them. One collective."""
     if group is None:
         return flag
-    value = torch.tensor([float(flag)], device=_collective_device(group))
+    value = torch.tensor([float(flag)], device=collective_device(group))
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
 
@@ -184,7 +185,7 @@ class PendingAmaxes:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, tuple[Tensor, Tensor, Group]] = {}
+        self._pending: dict[tuple[int, int], tuple[Tensor, Tensor, Group]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -192,9 +193,11 @@ class PendingAmaxes:
     def note(self, identity: int, history: Tensor, amax: Tensor, group: Group) -> None:
         """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
         amax = amax.detach().view(1)
-        seen = self._pending.get(identity)
+        tied = 0  # modules that share a weight share its identity, and are told apart by their order
+        while (seen := self._pending.get((identity, tied))) is not None and seen[0] is not history:
+            tied += 1
         merged = amax.clone() if seen is None else torch.maximum(seen[1], amax)
-        self._pending[identity] = (history, merged, group)
+        self._pending[identity, tied] = (history, merged, group)
 
     def flush(self) -> None:
         """Reduce all of them, one collective per group, and append each to its history.
@@ -202,7 +205,7 @@ class PendingAmaxes:
         Raises:
             RankMismatchError: on every rank, if ranks of a group saw different modules.
         """
-        by_group: dict[Group, list[int]] = {}
+        by_group: dict[Group, list[tuple[int, int]]] = {}
         for identity in sorted(self._pending):
             by_group.setdefault(self._pending[identity][2], []).append(identity)
         pending, self._pending = self._pending, {}
@@ -220,7 +223,7 @@ class PendingAmaxes:
 _DIGEST, _PADDED_TO = 0xFFFFFF, 256  # a float32 holds integers of 24 bits exactly
 
 
-def _reduced_alike(amaxes: Tensor, identities: list[int], group: dist.ProcessGroup) -> Tensor:
+def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: dist.ProcessGroup) -> Tensor:
     """Maxima over the group of amaxes [n] that belong to the given identities, which must be the same on all ranks."""
     digest = zlib.crc32(repr(identities).encode()) & _DIGEST
     padding = -(len(identities) + 2) % _PADDED_TO
@@ -238,7 +241,10 @@ def _reduced_alike(amaxes: Tensor, identities: list[int], group: dist.ProcessGro
     return flat[2 : 2 + len(identities)]
 
 
-def check_equal_on_ranks(named: dict[str, Tensor], group: Group, what: str) -> None:
+SEED_ALIKE = "seed torch alike on all ranks (torch.manual_seed(seed)) before the model is built, or load a checkpoint"
+
+
+def check_equal_on_ranks(named: dict[str, Tensor], group: Group, what: str, remedy: str = SEED_ALIKE) -> None:
     """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`. One collective.
 
     Raises:
@@ -248,19 +254,17 @@ def check_equal_on_ranks(named: dict[str, Tensor], group: Group, what: str) -> N
         return
     values = torch.cat([v.reshape(1) for v in named.values()])
     extremes = torch.stack([values, ~values])
-    device = _collective_device(group)
+    device = collective_device(group)
     reduced = extremes.to(device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
     highest, lowest = reduced[0].cpu(), ~reduced[1].cpu()
     for name, high, low in zip(named, highest.tolist(), lowest.tolist(), strict=True):
         if high != low:
-            raise RankMismatchError(
-                f"{what} of {name!r} differs between ranks ({low} and {high}); seed torch alike on all ranks "
-                "(torch.manual_seed(seed)) before the model is built, or load a checkpoint"
-            )
+            raise RankMismatchError(f"{what} of {name!r} differs between ranks ({low} and {high}); {remedy}")
 
 
-def _collective_device(group: dist.ProcessGroup) -> torch.device:
+def collective_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a tensor must lie for a collective of the group."""
     backend = dist.get_backend(group)
     if "nccl" in backend and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -276,6 +280,7 @@ __all__ = [
     "any_rank",
     "Requantization",
     "check_equal_on_ranks",
+    "collective_device",
     "history_amax",
     "record_amax_",
     "requantize_",

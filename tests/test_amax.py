@@ -18,6 +18,12 @@ def history(*values):
     return torch.tensor(values, dtype=torch.float32)
 
 
+@pytest.fixture(autouse=True)
+def groups_are_names(monkeypatch):
+    """No process group exists here, so none has a device."""
+    monkeypatch.setattr(amax, "collective_device", lambda group: torch.device("cpu"))
+
+
 # ----------------------------------------------------------------------------------------------------------- histories
 
 
@@ -270,3 +276,11 @@ def test_pending_amaxes_of_a_group_are_one_collective(monkeypatch):
         pending.note(number, seen, torch.tensor(1.0), group)
     pending.flush()
     assert calls == ["a"] and [seen.tolist() for seen in (one, two, alone)] == [[0, 9], [0, 9], [0, 1]]
+
+
+def test_modules_that_share_a_weight_record_into_their_own_histories():
+    pending, one, two = PendingAmaxes(), torch.zeros(2), torch.zeros(2)
+    for seen, value in ((one, 1.0), (two, 5.0), (one, 3.0)):
+        pending.note(7, seen, torch.tensor(value), None)
+    pending.flush()
+    assert one.tolist() == [0.0, 3.0] and two.tolist() == [0.0, 5.0]

@@ -29,6 +29,7 @@ DEFAULT_STD = 0.023
 """Standard deviation of the default initialization, as in TransformerEngine."""
 
 INPUT_HISTORY, GRAD_OUTPUT_HISTORY = "input_amax_history", "grad_output_amax_history"
+_MATERIALIZED = "quantshard_materialized"  # attribute of a parameter on the meta device: what took its place
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,10 @@ class QuantizedModule(nn.Module):
             if param.is_meta:
                 mesh_type = param.device_mesh.device_type if isinstance(param, DTensor) else None
                 device = _default_device() if mesh_type is None else _current_device(mesh_type)
-                new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                new = getattr(param, _MATERIALIZED, None)  # by a module that is tied to this one
+                if new is None:
+                    new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                    setattr(param, _MATERIALIZED, new)
                 setattr(self, name, new)
         for name, buffer in list(self.named_buffers(recurse=False)):
             if buffer.is_meta:
@@ -167,6 +171,17 @@ class QuantizedModule(nn.Module):
             param = self.get_parameter(name)
             group = private_torch.mesh_group(param)
             amax.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
+        """Move or cast as any module, `.half()` and the like; but amax histories stay float32."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if name.endswith((INPUT_HISTORY, GRAD_OUTPUT_HISTORY)):
+                moved = self.get_buffer(name)
+                if moved.dtype != buffer.dtype:
+                    self.register_buffer(name, buffer.to(moved.device))
+        return self
 
     # Use -------------------------------------------------------------------------------------------------------------
 
@@ -212,7 +227,8 @@ class QuantizedModule(nn.Module):
                 )
             if history is None:
                 state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
-            elif history.device != device:  # the module was moved; what is no parameter or buffer was not
+            elif history.device != device and weight in self._plain_states:
+                # the module was moved; what is no parameter or buffer was not
                 state[AMAX_HISTORY] = history.to(device)
         seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
         return LinearState(state, seen, seen_backward, record=self.training)
@@ -230,7 +246,7 @@ class QuantizedModule(nn.Module):
 
         Raises:
             RecipeMismatchError: it is stored in another format than the recipe's.
-            ConfigurationError: it is still sharded.
+            ConfigurationError: it is still sharded, or was gathered before it was last written to.
         """
         weight = getattr(self, name)
         assert weight is not None
@@ -239,6 +255,12 @@ class QuantizedModule(nn.Module):
             raise ConfigurationError(
                 f"{type(self).__name__}.{name} is still sharded ({weight.placements} of {weight.device_mesh}); call "
                 "the module through the FSDP-wrapped one that gathers it, or call unshard() on that first"
+            )
+        if isinstance(local, QuantizedTensor) and local._storage.is_stale:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name} was gathered by FSDP before its last update, so this forward would use "
+                "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
+                "call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
         if isinstance(local, QuantizedTensor) and recipe.table and local._storage.cell != recipe.weight:
             wanted = "high precision" if recipe.weight is None else str(recipe.weight)
