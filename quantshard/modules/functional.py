@@ -152,7 +152,7 @@ def _both_ways(
     if first is not None and (need_first or shared):
         as_is = backend.quantize(values, first, amax=amax, words=words.of(values, first, DGRAD_STREAM))
     if not need_second:
-        return as_is, _WgradOperand(values[:0], False)
+        return as_is, _WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all of them alive
     if second is None or shared:
         return as_is, _WgradOperand(as_is if shared else values, False)
     turned = values.t()
