@@ -19,6 +19,7 @@ from quantshard.modules import (
     quantized_model_init,
 )
 from quantshard.observe import explain, plan
+from quantshard.replicas import broadcast_, check_replicas
 from quantshard.tensor import QuantizedTensor
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "autocast",
+    "broadcast_",
+    "check_replicas",
     "checkpoint",
     "checkpoints",
     "errors",

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantshard import storage as storages
 from quantshard.errors import UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY, QuantizedStorage
-from quantshard.tensor import RULES, Placeholder, QuantizedTensor, Rule
+from quantshard.tensor import RULES, Placeholder, QuantizedTensor, Rule, first_quantized
 
 aten = torch.ops.aten
 
@@ -104,8 +104,9 @@ def _slice(
         if dim == 0 and first == 0 and last == 0 and storage.parent.shard.shape[0] != 0:
             # This rank's chunk is empty, so nothing was copied in: it is the piece past the parent's end.
             parent = storage.parent
-            empty = parent.piece(0, parent.shard.shape[0], tensor.shape[0]).map(torch.clone)
-            return QuantizedTensor(empty, tensor.dtype)
+            empty = parent.piece(0, parent.shard.shape[0], tensor.shape[0])
+            moved = empty.map(torch.clone) if empty.device == storage.target else empty.to(storage.target)
+            return QuantizedTensor(moved, tensor.dtype)
         if dim == 0 and first == 0:
             return _handle(tensor, shape)
     elif dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
@@ -174,14 +175,9 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> QuantizedTensor:
-    tensor._check_filled("to")
     if dtype is not None and not dtype.is_floating_point:
         raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
-    moved = tensor._storage.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
-    moved.state = {
-        name: value.to(device, copy=True) if name == AMAX_HISTORY else value.clone()
-        for name, value in moved.state.items()
-    }
+    moved = tensor._storage.to(device, non_blocking=non_blocking)
     return QuantizedTensor(moved, dtype or tensor.dtype, tensor.shape)
 
 
@@ -223,9 +219,22 @@ rule(aten.ones_like.default, needed_by="autograd")(_plain_like(torch.ones))
 
 @rule(aten.is_pinned.default, needed_by="FSDP2's CPU offload")
 def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
-    return all(part.is_pinned() for part in tensor._storage.components.values())
+    parts = tensor._storage.components.values()
+    return bool(parts) and all(part.is_pinned() for part in parts)
 
 
 @rule(aten._pin_memory.default, needed_by="FSDP2's CPU offload")
 def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+    if isinstance(tensor._storage, Placeholder):
+        return tensor  # nothing is in it yet
     return QuantizedTensor(tensor._storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
+
+
+@rule(aten.cat.default, torch.ops.c10d.broadcast_.default, needed_by="DistributedDataParallel, to be told what to do")
+def _refuse_to_sync(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Tensor:
+    raise UnsupportedOperationError(
+        f"cat and broadcast of tensors of which one is {first_quantized(tensors)!r} would treat its codes as values; "
+        "if DistributedDataParallel does it to give all ranks the weights of rank 0, call quantshard.broadcast_(model) "
+        "(or check_replicas(model)) on every rank first, then DistributedDataParallel(model, init_sync=False), and do "
+        "not use join()"
+    )

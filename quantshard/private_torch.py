@@ -126,9 +126,9 @@ class FsdpPlan:
     group: weakref.ReferenceType[Any] | None = None
 
     def changed(self) -> bool:
-        """True if FSDP2 was told otherwise since."""
+        """True if FSDP2 was told since to keep what it was to free; a plan to keep serves freeing too."""
         group = None if self.group is None else self.group()
-        return group is not None and _frees_between_passes(group) != self.frees_between_passes
+        return group is not None and self.frees_between_passes and not _frees_between_passes(group)
 
 
 def _frees_between_passes(group: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class QuantizedStorage:
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
     the weight was initialized with, on the CPU, if they were asked to be kept. `version` counts how often new values
     were written or loaded. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded; it may hold
-    only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call.
+    only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call. `source`: for a copy made
+    by a gather or a move, the storage that it was made from.
     """
 
     cell: Cell
@@ -45,6 +47,18 @@ class QuantizedStorage:
     version: int = 0
     gathered: bool = False
     fetch: Callable[[Copy], dict[str, Tensor]] | None = None
+    source: ReferenceType[QuantizedStorage] | None = None
+
+    @property
+    def home(self) -> QuantizedStorage:
+        """The storage that this one is a passing copy of, if that still exists; else itself."""
+        found = None if self.source is None else self.source()
+        return self if found is None else found
+
+    @property
+    def is_stale(self) -> bool:
+        """True if new values were written to the shard since this copy was gathered from it."""
+        return self.gathered and self.version != self.home.version
 
     @property
     def device(self) -> torch.device:
@@ -67,9 +81,17 @@ class QuantizedStorage:
 
     def clone(self) -> QuantizedStorage:
         """An independent copy, of the state too."""
-        copied = self.map(torch.clone)
-        copied.state = {name: value.clone() for name, value in self.state.items()}
-        return copied
+        state = {name: value.clone() for name, value in self.state.items()}
+        return replace(self.map(torch.clone), state=state, source=None)
+
+    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
+        """An independent copy on another device (None: the same one). Key and draws stay on the CPU."""
+        state = {
+            name: value.to(device, copy=True) if name == AMAX_HISTORY else value.clone()
+            for name, value in self.state.items()
+        }
+        moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
+        return replace(moved, state=state, source=ref(self))
 
     def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
         """Views of the entries that stay resident for one piece of a cut of this storage."""
@@ -111,6 +133,7 @@ class QuantizedStorage:
         self.cell, self.shard, self.components = source.cell, source.shard, source.components
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.fetch = source.version, source.gathered, source.fetch
+        self.source = source.source
 
     @torch.no_grad()
     def write(self, values: Tensor, amaxes: dict[str, Tensor], words: Tensor | None = None) -> None:

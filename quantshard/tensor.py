@@ -13,10 +13,10 @@ returns a placeholder, whose storage `copy_` fills.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -190,8 +190,9 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
+            first = first_quantized((*args, *(kwargs or {}).values()))
             raise UnsupportedOperationError(
-                f"{func} on {_first_quantized(args, kwargs)!r} would dequantize or change it unasked; use "
+                f"{func} on {first!r} would dequantize or change it unasked; use "
                 ".dequantize() for its values, quantize_() or quantshard.requantize_() to write it, and a quantshard "
                 "module to multiply with it"
             )
@@ -239,9 +240,9 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(gathered, param_dtype), ()
 
 
-def _first_quantized(args: Any, kwargs: Any) -> QuantizedTensor | None:
+def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
     """For messages: the first quantized tensor among the arguments, or in a list of them."""
-    for argument in (*args, *(kwargs or {}).values()):
+    for argument in arguments:
         for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(tensor, QuantizedTensor):
                 return tensor
@@ -260,9 +261,13 @@ class Placeholder(QuantizedStorage):
     def device(self) -> torch.device:
         return self.target
 
+    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> Placeholder:
+        """A placeholder on another device: FSDP2's CPU offload moves the empty chunk of a rank without rows."""
+        return Placeholder(self.parent, self.target if device is None else torch.device(device))
+
     def fill(self, source: QuantizedStorage) -> None:
         """Become a real storage: the source itself if the placeholder was made from it, else a copy of it."""
-        filled = source if source is self.parent else source.map(torch.clone)
+        filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
         if filled is not source and filled.high_precision is not None:
             filled.high_precision = filled.high_precision.clone()  # not a view of the whole
         self.__class__ = QuantizedStorage  # type: ignore[assignment]  # all handles made so far must see it
@@ -283,7 +288,7 @@ _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDic
 
 def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
     """The plan at the first gather: FSDP2 fixes the sizes of its buffers then, so it must not change for two copies."""
-    storage = tensor._storage
+    storage = tensor._storage.home
     if storage not in _plans:
         _plans[storage] = private_torch.fsdp_plan(storage)
     plan = _plans[storage]
@@ -310,24 +315,25 @@ def _padded(storage: QuantizedStorage, slot: sharding.Slot) -> Tensor:
 
 def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
     local = gathering.storage
-    if not gathering.slots:
-        return QuantizedStorage(
-            local.cell, local.shard.before_cut(), dict(local.components), local.state, gathered=True
-        )
     shard = local.shard.before_cut()
     by_name = local.cell.format.by_name
     components = {}
-    for slot, output in zip(gathering.slots, outputs, strict=True):
+    for slot, output in zip(gathering.slots, outputs if gathering.slots else (), strict=True):
         if slot.name is None:
             continue
         pieces = output.view(-1, slot.numel)[:, : slot.rows * slot.cols]  # a view unless the slot is padded
         rows = shard.component_shape(by_name[slot.name])[0]
         components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
     for name, part in local.components.items():
-        if not local.shard.gathers(by_name[name]):
+        if not gathering.slots:
+            components[name] = part  # a mesh of one rank
+        elif not local.shard.gathers(by_name[name]):
             components[name] = part.clone()  # a few scales: new ones must not meet the codes gathered before
-    fetch = partial(_gather_copy, gathering)
-    return QuantizedStorage(local.cell, shard, components, local.state, gathered=True, fetch=fetch)
+    # CPU offload gathers from a copy of the shard on another device; the draws to count are those of the shard
+    return QuantizedStorage(
+        local.cell, shard, components, local.home.state, version=local.version, gathered=True,
+        fetch=partial(_gather_copy, gathering), source=ref(local.home),
+    )  # fmt: skip
 
 
 def _gather_copy(gathering: Gathering, which: Copy) -> dict[str, Tensor]:

@@ -221,13 +221,32 @@ def test_a_placeholder_holds_nothing(cell, make):
         lambda p: p.dequantize(),
         lambda p: p.quantize_(torch.zeros(p.shape)),
         lambda p: p.clone(),
-        lambda p: p.to(torch.float64),
         lambda p: torch.empty_like(p),
         lambda p: p.split(1),
         lambda p: p.__tensor_flatten__(),
     ):
         with raises("placeholder"):
             use(placeholder)
+
+
+@every_cell
+def test_a_placeholder_moves_as_the_empty_chunk_of_cpu_offload_does(cell):
+    placeholder = weight(cell).new_zeros(24, 40)
+    assert not placeholder.is_pinned()
+    moved = placeholder.to("meta")
+    with raises("placeholder"):
+        moved.dequantize()
+    empty = moved.narrow(0, 0, 0)
+    assert empty.shape == (0, 40) and empty.device.type == "meta" and placeholder.device.type == "cpu"
+    assert {part.device.type for part in empty._storage.components.values()} == {"meta"}
+    assert is_handle(moved.pin_memory(), moved)  # nothing is in it yet
+
+
+@every_cell
+def test_what_data_parallel_would_do_is_refused_with_the_way_out(cell):
+    tensor = weight(cell)
+    with raises("init_sync=False"):
+        torch.cat([torch.zeros(3), tensor.view(-1)])
 
 
 @pytest.mark.parametrize("size", [24, 48])

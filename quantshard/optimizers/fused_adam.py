@@ -238,13 +238,22 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _check_keys(self) -> None:
         keys: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
-        seed = self._seed
+        seed, owners = self._seed, {}
         for param, name in self._names.items():
             quantized, group = components.quantized(param), private_torch.mesh_group(param)
             if group is not None and seed is not None:
                 keys.setdefault(group, {})[f"FusedAdam's {SEED}"] = torch.tensor([seed])
-            if group is not None and quantized is not None:
-                keys.setdefault(group, {})[name] = quantized._storage.state[KEY]
+            if quantized is None:
+                continue
+            key = quantized._storage.state[KEY]
+            owner = owners.setdefault(id(key), name)
+            if owner != name:
+                raise ConfigurationError(
+                    f"{owner} and {name} were one tied weight that fully_shard has cut twice, so they would train "
+                    "apart; wrap the modules that share it as one group, fully_shard([a, b]), or their parent alone"
+                )
+            if group is not None:
+                keys.setdefault(group, {})[name] = key
         for group, named in keys.items():
             amax.check_equal_on_ranks(named, group, "the random key")
 

@@ -1,0 +1,529 @@
+"""Ways to wrap a model: each trains to the bits of the unwrapped model whose gradients are averaged by hand.
+
+On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. All recipes run on 3 ranks; on 1 and 2 those with most state.
+Sums of gradients have no order here, since the losses of all ranks but the first two are multiplied by zero; of three
+terms, wrappers that lay out their buffers differently take different sums.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import quantshard as qs
+from quantshard.errors import QuantshardError
+from quantshard.optimizers import FusedAdam
+from tests.distributed.models import RECIPES, bits
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+WIDTHS = (40, 70, 70, 70, 4)
+"""Features between layers: blocks are cut, and the third rank of three holds nothing of the last layer."""
+
+TOKENS, STEPS = 6, 2
+
+STATEFUL = ["delayed", "nvfp4"]
+"""The recipes with amax histories and draws."""
+
+Found = dict[str, str]
+
+
+# Models
+
+
+class Net(nn.Sequential):
+    """Layers, called in any order, or not at all."""
+
+    order: tuple[int, ...] = (0, 1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self[index](x)
+        return x
+
+
+def build(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Net:
+    torch.manual_seed(7)
+    with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
+        return Net(*[qs.Linear(a, b, params_dtype=dtype, device="cpu") for a, b in pairwise(WIDTHS)])
+
+
+def fp32(recipe: str) -> Net:
+    return build(recipe, torch.float32)
+
+
+def skips_a_layer(recipe: str) -> Net:
+    net = build(recipe)
+    net.order = (0, 1, 3)
+    return net
+
+
+def uses_one_twice(recipe: str) -> Net:
+    net = build(recipe)
+    net.order = (0, 1, 2, 2, 3)
+    return net
+
+
+def tied(recipe: str) -> Net:
+    net = build(recipe)
+    net[2].weight = net[1].weight
+    return net
+
+
+def frozen(recipe: str) -> Net:
+    return freeze(build(recipe))
+
+
+def freeze(net: Any) -> Any:
+    net[1].weight.requires_grad_(False)
+    net[2].bias.requires_grad_(False)
+    return net
+
+
+class Mixed(nn.Sequential):
+    """Plain PyTorch modules beside ours, one of which stays in high precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedding, norm, first, second, head = self
+        x = norm(embedding(x[:, 0].abs().mul(10).long() % 9))
+        with qs.autocast(enabled=False):
+            x = first(x)
+        return head(second(x))
+
+
+def mixed(recipe: str) -> Mixed:
+    torch.manual_seed(7)
+    first = qs.Linear(40, 70, params_dtype=torch.bfloat16, device="cpu")
+    with qs.quantized_model_init(recipe=RECIPES[recipe]):
+        second = qs.Linear(70, 33, params_dtype=torch.bfloat16, device="cpu")
+    plain = [nn.Embedding(9, 40), nn.LayerNorm(40), nn.Linear(33, 3)]
+    embedding, norm, head = (module.to(torch.bfloat16) for module in plain)
+    return Mixed(embedding, norm, first, second, head)
+
+
+# Wraps
+
+
+def shard(model: Any, mesh: tuple[int, ...] | None = None, **options: Any) -> Any:
+    if mesh is not None:
+        options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("outer", "inner"))
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def in_groups(model: Any) -> Any:
+    fully_shard([model[0], model[1], model[2]])
+    return fully_shard(model)
+
+
+def prefetching(model: Any) -> Any:
+    shard(model)
+    for one, following in pairwise(model):
+        one.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([one])
+    return model
+
+
+def sharded_copy(model: Any) -> Any:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model[0].weight.quantize_(torch.zeros(model[0].weight.shape))  # not seen by the copy
+    return shard(other)
+
+
+def data_parallel(model: nn.Module, **options: Any) -> nn.Module:
+    qs.check_replicas(model)
+    return DistributedDataParallel(model, init_sync=False, **options)
+
+
+def casting_by_hand(model: Any) -> Any:
+    """Inputs are cast by the caller, outputs by FSDP2."""
+    for layer in model:
+        fully_shard(layer, mp_policy=BF16_COMPUTE)
+    return fully_shard(
+        model,
+        mp_policy=MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, output_dtype=torch.float32, cast_forward_inputs=False
+        ),
+    )
+
+
+class Moves:
+    """On one device FSDP2's CPU offload moves nothing; in this context it copies as it would to and from a GPU."""
+
+    def __enter__(self) -> None:
+        def to(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
+            moved: Tensor = torch.ops.aten._to_copy(tensor, device=device)
+            return moved
+
+        setattr(qs.QuantizedTensor, "to", to)  # noqa: B010
+        setattr(qs.QuantizedTensor, "cpu", lambda tensor: to(tensor, "cpu"))  # noqa: B010
+
+    def __exit__(self, *error: object) -> None:
+        del qs.QuantizedTensor.to, qs.QuantizedTensor.cpu
+
+
+BF16_COMPUTE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+
+
+# Training
+
+
+def inputs(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(TOKENS, WIDTHS[0], generator=generator).bfloat16()
+
+
+def average(params: Iterable[Tensor], like: str) -> None:
+    """DistributedDataParallel divides gradients before it adds them, FSDP2 after."""
+    for grad in [param.grad for param in params if param.grad is not None]:
+        if like == "DDP":
+            grad /= dist.get_world_size()
+        dist.all_reduce(grad)
+        if like == "FSDP2":
+            grad /= dist.get_world_size()
+
+
+def always(model: Any, is_last: bool) -> Any:
+    return nullcontext()
+
+
+def nothing(model: Any, recipe: str) -> None:
+    pass
+
+
+def train(
+    model: nn.Module,
+    recipe: str,
+    *,
+    by_hand: str = "",
+    between: Callable[[Any, str], None] = nothing,
+    micro_batches: int = 1,
+    micro_batch: Callable[[Any, bool], Any] = always,
+    input_dtype: torch.dtype = torch.bfloat16,
+) -> Found:
+    """Train for a few steps: this rank's losses, and the hashes of all that a checkpoint holds."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    optimizer = FusedAdam(named, lr=1e-2, weight_decay=0.1)
+    losses: Found = {}
+    for step in range(STEPS):
+        between(model, recipe)
+        for index, x in enumerate(inputs(step).to(input_dtype).chunk(micro_batches)):
+            with micro_batch(model, index == micro_batches - 1):
+                with qs.autocast(recipe=RECIPES[recipe]):
+                    out = model(x)
+                loss = out.float().square().mean() / micro_batches * (dist.get_rank() < 2)
+                loss.backward()
+            losses[f"loss {step}.{index}"] = loss.item().hex()
+        if by_hand:
+            average(model.parameters(), by_hand)
+        optimizer.step()
+        optimizer.zero_grad()
+    between(model, recipe)
+    return losses | {name.removeprefix("module."): value for name, value in bits(model, optimizer).items()}
+
+
+def fp32_by_hand(recipe: str) -> Found:
+    """What MixedPrecisionPolicy does: a bf16 copy of the fp32 model runs, and its gradients go back as fp32."""
+    model = fp32(recipe)
+    optimizer = FusedAdam(list(model.named_parameters()), lr=1e-2, weight_decay=0.1)
+    losses: Found = {}
+    for step in range(STEPS):
+        working = copy.deepcopy(model).bfloat16()
+        with qs.autocast(recipe=RECIPES[recipe]):
+            out = working(inputs(step))
+        loss = out.float().square().mean() * (dist.get_rank() < 2)
+        loss.backward()
+        losses[f"loss {step}.0"] = loss.item().hex()
+        live = model.state_dict()
+        for name, value in working.state_dict().items():
+            if name.endswith(("draws", "history")):
+                live[name].copy_(value)
+        for param, used in zip(model.parameters(), working.parameters(), strict=True):
+            assert used.grad is not None
+            param.grad = used.grad.float()
+        average(model.parameters(), "FSDP2")
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses | bits(model, optimizer)
+
+
+def no_sync(model: DistributedDataParallel, is_last: bool) -> Any:
+    return nullcontext() if is_last else model.no_sync()
+
+
+def sync_last(model: Any, is_last: bool) -> Any:
+    model.set_requires_gradient_sync(is_last)
+    model.set_is_last_backward(is_last)
+    return nullcontext()
+
+
+def keep_until_last(model: Any, is_last: bool) -> Any:
+    model.set_reshard_after_backward(is_last)
+    return sync_last(model, is_last)
+
+
+def evaluate(model: Any, recipe: str) -> None:
+    model.eval()
+    with torch.no_grad(), qs.autocast(recipe=RECIPES[recipe]):
+        model(100 * inputs(55))
+    model.train()
+
+
+def gather_by_hand(model: Any, recipe: str) -> None:
+    for layer in model:
+        layer.unshard()
+        layer.reshard()
+    handle = model[1].unshard(async_op=True)
+    if handle is not None:
+        handle.wait()
+    model[1].reshard()
+    model[2].unshard()  # and left so
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to wrap and train a model, and what its gradients are averaged like where that is done by hand."""
+
+    wrap: Callable[[Any], Any]
+    model: Callable[[str], Any] = build
+    like: str = "FSDP2"
+    options: dict[str, Any] = field(default_factory=dict)
+    moves: bool = False
+
+    def way(self, recipe: str) -> Found:
+        with Moves() if self.moves else nullcontext():
+            model = self.wrap(self.model(recipe))
+            found = train(model, recipe, **self.options)
+        if isinstance(model, DistributedDataParallel):
+            qs.check_replicas(model)
+        return found
+
+    def by_hand(self, recipe: str) -> Found:
+        if self.model is fp32:
+            return fp32_by_hand(recipe)
+        return train(self.model(recipe), recipe, by_hand=self.like, micro_batches=self.options.get("micro_batches", 1))
+
+    @property
+    def reference(self) -> tuple[Any, ...]:
+        """Equal for rows with one reference."""
+        return self.model, self.like, self.options.get("micro_batches", 1)
+
+
+def ddp(model: Callable[[str], Any] = build, train: dict[str, Any] | None = None, **options: Any) -> Row:
+    return Row(partial(data_parallel, **options), model, "DDP", train or {})
+
+
+def fsdp(model: Callable[[str], Any] = build, **options: Any) -> Row:
+    return Row(shard, model, options=options)
+
+
+ROWS = {
+    "DDP": ddp(),
+    "DDP, gradients are views": ddp(gradient_as_bucket_view=True),
+    "DDP, static graph": ddp(static_graph=True),
+    "DDP, find unused": ddp(skips_a_layer, find_unused_parameters=True),
+    "DDP, no_sync": ddp(train={"micro_batches": 2, "micro_batch": no_sync}),
+    "DDP, plain parts": ddp(mixed),
+    "DDP, tied": ddp(tied),
+    "DDP, frozen": ddp(frozen),
+    "FSDP2": fsdp(),
+    "one group": Row(fully_shard),
+    "groups of modules": Row(in_groups),
+    "CPU offload": Row(partial(shard, offload_policy=OFFLOAD)),
+    "CPU offload that moves": Row(partial(shard, offload_policy=OFFLOAD), moves=True),
+    "fp32, computed in bf16": Row(partial(shard, mp_policy=BF16_COMPUTE), fp32, options={"input_dtype": torch.float32}),
+    "fp32, casts by hand": Row(casting_by_hand, fp32),
+    "frozen before": fsdp(frozen),
+    "frozen after": Row(lambda model: freeze(shard(thaw(model))), frozen),
+    "unused": fsdp(skips_a_layer),
+    "unused in a group": Row(in_groups, skips_a_layer),
+    "used twice": fsdp(uses_one_twice),
+    "tied in a group": Row(in_groups, tied),
+    "plain parts": fsdp(mixed),
+    "deepcopy": Row(sharded_copy),
+    "cast before": Row(lambda model: shard(model.float().half().bfloat16())),
+    "cast after": Row(lambda model: shard(model).float().half().bfloat16()),
+    "kept after forward": Row(partial(shard, reshard_after_forward=False)),
+    "micro-batches": fsdp(micro_batches=2, micro_batch=sync_last),
+    "kept between micro-batches": fsdp(micro_batches=2, micro_batch=keep_until_last),
+    "prefetch": Row(prefetching),
+    "unshard and reshard": fsdp(between=gather_by_hand),
+    "evaluations between": fsdp(between=evaluate),
+}
+
+HSDP_ROWS = {
+    "HSDP 2x2": Row(partial(shard, mesh=(2, 2))),
+    "HSDP 2x2, CPU offload": Row(partial(shard, mesh=(2, 2), offload_policy=OFFLOAD), moves=True),
+    "HSDP 2x2, frozen": Row(partial(shard, mesh=(2, 2)), frozen),
+}
+
+
+def thaw(model: Any) -> Any:
+    return model.requires_grad_(True)
+
+
+def compare(names: list[str], recipes: list[str]) -> dict[tuple[str, str], str]:
+    """(name, recipe) -> "" or what differs."""
+    found, references = {}, {}
+    for name in names:
+        row = (ROWS | HSDP_ROWS)[name]
+        for recipe in recipes:
+            key = (row.reference, recipe)
+            references[key] = references.get(key) or row.by_hand(recipe)
+            want, got = references[key], row.way(recipe)
+            differ = [entry for entry in want if got.get(entry) != want[entry]]
+            found[name, recipe] = ", ".join(differ or sorted(got.keys() - want.keys()))
+    return found
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """1, 2, 3 and 4 ranks."""
+    found: dict[tuple[str, str], list[str]] = {}
+    every = list(RECIPES)
+    for ranks, rows, recipes in ((1, ROWS, ["nvfp4"]), (2, ROWS, STATEFUL), (3, ROWS, every), (4, HSDP_ROWS, every)):
+        for rank, cells in enumerate(run_ranks(ranks, compare, list(rows), recipes)):
+            for cell, differ in cells.items():
+                found.setdefault(cell, []).extend([f"rank {rank} of {ranks}: {differ}"] if differ else [])
+    lines = [f"{'':<28}" + "".join(f"{recipe:<10}" for recipe in RECIPES)]
+    for name in ROWS | HSDP_ROWS:
+        words = ["DIFFER" if found[name, recipe] else "equal" for recipe in RECIPES]
+        lines.append(f"{name:<28}" + "".join(f"{word:<10}" for word in words))
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+    assert not any(found.values()), {cell: differ for cell, differ in found.items() if differ}
+
+
+# Refusals, the same on every rank
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (QuantshardError, RuntimeError, AssertionError, NotImplementedError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def one_weight() -> qs.Linear:
+    with qs.quantized_model_init(recipe="mxfp8"):
+        return qs.Linear(64, 64, bias=False, device="cpu")
+
+
+def plain_ddp(recipe: str) -> list[str]:
+    """Several weights in one bucket, and one alone in it."""
+    return [message_of(lambda model=model: DistributedDataParallel(model)) for model in (build(recipe), one_weight())]
+
+
+def joined_ddp(recipe: str) -> list[str]:
+    def run() -> None:
+        model = data_parallel(build(recipe))
+        with model.join():
+            model(inputs(0)).float().sum().backward()
+
+    return [message_of(run)]
+
+
+def sharded_replicas(recipe: str) -> list[str]:
+    model = shard(build(recipe))
+    return [message_of(lambda: qs.check_replicas(model)), message_of(lambda: qs.broadcast_(model))]
+
+
+def one_different_code(recipe: str) -> list[str]:
+    model = build(recipe)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.state_dict()["2.weight"][-1, -1] ^= 1
+    return [message_of(lambda: qs.check_replicas(model))]
+
+
+def different_models(recipe: str) -> list[str]:
+    model = build(recipe if dist.get_rank() else "block")
+    return [message_of(lambda: qs.check_replicas(model)), message_of(lambda: qs.broadcast_(model))]
+
+
+def stale(recipe: str) -> list[str]:
+    model = shard(build(recipe))
+    model.set_reshard_after_backward(False)
+    optimizer = FusedAdam(model.parameters())
+    with qs.autocast(recipe=RECIPES[recipe]):
+        model(inputs(0)).float().sum().backward()
+    optimizer.step()
+    found = message_of(lambda: model(inputs(0)))
+    for layer in model:
+        layer.reshard()
+    model(inputs(0))
+    return [found]
+
+
+def copy_of_sharded(recipe: str) -> list[str]:
+    model = shard(build(recipe))
+    return [message_of(lambda: copy.deepcopy(model))]
+
+
+def tied_apart(recipe: str) -> list[str]:
+    model = shard(tied(recipe))
+    return [message_of(lambda: FusedAdam(model.named_parameters()))]
+
+
+REFUSED = {
+    plain_ddp: "init_sync=False",
+    joined_ddp: "join()",
+    sharded_replicas: "is sharded",
+    one_different_code: "'2.weight'",
+    different_models: "build the same model",
+    stale: "old values",
+    copy_of_sharded: "does not support deepcopy",
+    tied_apart: "1.weight and 2.weight were one tied weight",
+}
+
+
+def refusals(recipe: str) -> dict[str, list[str]]:
+    return {function.__name__: function(recipe) for function in REFUSED}
+
+
+def test_refused_on_every_rank() -> None:
+    """2 and 3 ranks: the same sentence on each, and the process group lives on."""
+    for ranks, recipe in ((2, "nvfp4"), (3, "mxfp8")):
+        for found in run_ranks(ranks, refusals, recipe):
+            for function, way_out in REFUSED.items():
+                for message in found[function.__name__]:
+                    assert way_out in message, (function.__name__, ranks, found[function.__name__])
+
+
+def broadcast(recipe: str, src: int) -> tuple[Found, bool]:
+    torch.manual_seed(dist.get_rank())
+    with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
+        model = nn.Sequential(qs.Linear(40, 70, device="cpu"), nn.Linear(70, 3))
+    before = bits(model)
+    qs.broadcast_(model, src)
+    qs.check_replicas(model)
+    optimizer = FusedAdam(model.named_parameters())  # masters are seeded from the initial values, which are sent too
+    return bits(model, optimizer), bits(model) == before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_broadcast(recipe: str) -> None:
+    """1 and 3 ranks, seeded differently: all get the bits of the source."""
+    for ranks, src in ((1, 0), (3, 2)):
+        found = run_ranks(ranks, broadcast, recipe, src)
+        assert all(state == found[0][0] for state, _ in found)
+        assert [kept for _, kept in found] == [rank == src for rank in range(ranks)]
