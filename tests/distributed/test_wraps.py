@@ -460,6 +460,13 @@ def different_models(recipe: str) -> list[str]:
     return [message_of(lambda: qs.check_replicas(model)), message_of(lambda: qs.broadcast_(model))]
 
 
+def different_scaling(recipe: str) -> list[str]:
+    """All names, dtypes and shapes are equal."""
+    with qs.quantized_model_init(recipe=qs.recipe.DelayedScaling(margin=dist.get_rank(), amax_history_len=4)):
+        model = qs.Linear(64, 64, device="cpu")
+    return [message_of(lambda: qs.broadcast_(model))]
+
+
 def stale(recipe: str) -> list[str]:
     model = shard(build(recipe))
     model.set_reshard_after_backward(False)
@@ -490,6 +497,7 @@ REFUSED = {
     sharded_replicas: "is sharded",
     one_different_code: "'2.weight'",
     different_models: "build the same model",
+    different_scaling: "build the same model",
     stale: "old values",
     copy_of_sharded: "does not support deepcopy",
     tied_apart: "1.weight and 2.weight were one tied weight",
