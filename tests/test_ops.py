@@ -473,7 +473,6 @@ REFUSED = [
     ("_foreach_sqrt_", lambda t: torch._foreach_sqrt_([t])),
     ("equal", lambda t: torch.equal(t, t)),
     ("allclose", lambda t: torch.allclose(t, t)),
-    ("cat", lambda t: torch.cat([t, t])),
     ("stack", lambda t: torch.stack([t, t])),
     ("add", lambda t: torch._foreach_add([t], [PLAIN])),
     ("mul.out", lambda t: torch.mul(PLAIN, 2, out=t)),
