@@ -35,8 +35,8 @@ class QuantizedStorage:
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
     the weight was initialized with, on the CPU, if they were asked to be kept. `version` counts how often new values
     were written or loaded. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded; it may hold
-    only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call. `source`: for a copy made
-    by a gather or a move, the storage that it was made from.
+    only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call. `source`:
+    for a copy made by a gather or a move, the storage that it was made from.
     """
 
     cell: Cell

@@ -238,7 +238,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _check_keys(self) -> None:
         keys: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
-        seed, owners = self._seed, {}
+        seed, owners = self._seed, dict[int, str]()
         for param, name in self._names.items():
             quantized, group = components.quantized(param), private_torch.mesh_group(param)
             if group is not None and seed is not None:
