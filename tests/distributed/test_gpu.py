@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import quantshard as qs
 from quantshard import numerics
 from quantshard.formats import FORMATS, Scaling
-from tests.distributed.models import MESHES, RECIPES, Case, bits
+from quantshard.optimizers import FusedAdam
+from tests.distributed.models import MESHES, RECIPES, Case, bits, build, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
+from tests.distributed.test_fused_adam import MASTERS
+from tests.distributed.test_fused_adam import MOMENTS as OPTIMIZER_MOMENTS
 from tests.distributed.test_matrix import first_run, reference, second_run
+from tests.distributed.test_recompute import runs as recomputed
 from tests.distributed.test_reshard import load
 
 pytestmark = [
@@ -73,6 +83,97 @@ def test_born_gathered_saved_and_resumed(recipe: str, tmp_path: Path) -> None:
                 # and on the CPU, from the same files
                 [(on_cpu, _)] = run_ranks(1, load, Case(recipe, (1,), seed=99), path)
                 assert on_cpu == ran[0][2], mesh
+
+
+def run_once(options: dict[str, Any], recipe: str, device: str, capture: bool = False) -> dict[str, str]:
+    """Bits after three FusedAdam steps with the same gradients, the last two replayed from a CUDA graph if asked."""
+    torch.manual_seed(7)
+    with qs.quantized_model_init(recipe=RECIPES[recipe]):
+        layers = [qs.Linear(a, b, params_dtype=torch.bfloat16, device="cpu") for a, b in ((70, 131), (131, 3))]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(3, 7, dtype=torch.bfloat16)).to(device)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.1, **options)
+    for param in model.parameters():
+        param.grad = torch.zeros(param.shape, dtype=param.dtype, device=device)
+    graph = torch.cuda.CUDAGraph() if capture else None
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            param.grad.copy_(torch.randn(param.shape, generator=generator))
+        if graph is None or step == 0:
+            optimizer.step()
+            continue
+        if step == 1:
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        graph.replay()
+    return bits(model, optimizer)
+
+
+@pytest.mark.parametrize("moments", OPTIMIZER_MOMENTS)
+@pytest.mark.parametrize("masters", MASTERS)
+def test_every_option_of_fused_adam_gives_the_bits_of_a_cpu(masters: str, moments: str) -> None:
+    """1 process."""
+    dtype = OPTIMIZER_MOMENTS[moments]
+    options = {**MASTERS[masters], "exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    for recipe in RECIPES:
+        assert run_once(options, recipe, "cuda") == run_once(options, recipe, "cpu"), recipe
+
+
+@pytest.mark.parametrize("moments", OPTIMIZER_MOMENTS)
+@pytest.mark.parametrize("masters", [name for name in MASTERS if name != "none"])
+def test_capturable_steps_are_replayed_from_a_graph(masters: str, moments: str) -> None:
+    """1 process: the bits of steps that are not captured."""
+    dtype = OPTIMIZER_MOMENTS[moments]
+    options = {**MASTERS[masters], "exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    for recipe in RECIPES:
+        eager = run_once(options, recipe, "cuda")
+        assert run_once({**options, "capturable": True}, recipe, "cuda") == eager, recipe
+        assert run_once({**options, "capturable": True}, recipe, "cuda", capture=True) == eager, recipe
+
+
+def test_recomputation() -> None:
+    """1 to 3 ranks."""
+    for ranks in range(1, min(torch.cuda.device_count(), 3) + 1):
+        for found in run_ranks(ranks, recomputed, ranks, "cuda"):
+            assert set(found.values()) == {"equal"}, {key: word for key, word in found.items() if word != "equal"}
+
+
+def offloaded(recipe: str, policy: OffloadPolicy) -> tuple[list[float], dict[str, str]]:
+    case = Case(recipe, (dist.get_world_size(),), init="direct", device="cuda")
+    model = build(replace(case, mesh=None, device="cpu" if isinstance(policy, CPUOffloadPolicy) else "cuda"))
+    mesh = mesh_of(case)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    optimizer = optimizer_of(model, case)
+    return train(model, optimizer, case, 0, 3), bits(model, optimizer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_offloaded_to_pinned_memory(recipe: str) -> None:
+    """1 to 4 ranks: the bits of the run whose weights stay on the GPUs."""
+    for ranks in range(1, min(torch.cuda.device_count(), 4) + 1):
+        stayed = run_ranks(ranks, offloaded, recipe, OffloadPolicy())
+        assert run_ranks(ranks, offloaded, recipe, CPUOffloadPolicy(pin_memory=True)) == stayed
+
+
+def replicas(recipe: str) -> dict[str, str]:
+    case = Case(recipe, None, device="cuda")
+    model = build(case)
+    qs.check_replicas(model)
+    wrapped = DistributedDataParallel(model, init_sync=False)
+    optimizer = optimizer_of(model, case)
+    train(wrapped, optimizer, case, 0, 3)
+    return bits(model, optimizer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replicas_stay_equal_under_ddp(recipe: str) -> None:
+    """2 ranks."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one, other = run_ranks(2, replicas, recipe)
+    assert one == other
 
 
 def test_bits_are_of_the_state_dict() -> None:

@@ -92,8 +92,10 @@ WIDTH = 33  # divides by nothing
 def built(case: Case, way: Callable[[nn.Module], nn.Module] | None, fsdp: str) -> nn.Module:
     torch.manual_seed(case.seed)
     with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
-        first = qs.Linear(96, WIDTH, params_dtype=torch.bfloat16)
-        blocks: list[nn.Module] = [Block(WIDTH, twice, params_dtype=torch.bfloat16) for twice in (False, True)]
+        first = qs.Linear(96, WIDTH, params_dtype=torch.bfloat16, device=case.device)
+        blocks: list[nn.Module] = [
+            Block(WIDTH, twice, params_dtype=torch.bfloat16, device=case.device) for twice in (False, True)
+        ]
     mesh = mesh_of(case)
     if fsdp == "inside":
         for block in blocks:
@@ -103,7 +105,7 @@ def built(case: Case, way: Callable[[nn.Module], nn.Module] | None, fsdp: str) -
     if fsdp == "outside":
         for block in blocks:
             fully_shard(block, mesh=mesh)
-    last = nn.Linear(WIDTH, 1, dtype=torch.bfloat16)
+    last = nn.Linear(WIDTH, 1, dtype=torch.bfloat16, device=case.device)
     model = nn.Sequential(first, *blocks, last)
     if fsdp != "none":
         fully_shard(model, mesh=mesh)
@@ -116,7 +118,7 @@ def run(case: Case, way: str | None, fsdp: str, backward: str) -> tuple[list[str
     optimizer = optimizer_of(model, case)
     seen = []
     for step in range(2):
-        x, y = batch(step, case)
+        x, y = (part.to(case.device) for part in batch(step, case))
         losses = []
         for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
             with qs.autocast(recipe=RECIPES[case.recipe]):
@@ -135,11 +137,11 @@ def run(case: Case, way: str | None, fsdp: str, backward: str) -> tuple[list[str
     return list(bits(model, optimizer).values()), seen
 
 
-def runs(ranks: int) -> dict[tuple[str, str], str]:
+def runs(ranks: int, device: str = "cpu") -> dict[tuple[str, str], str]:
     """What differs from the run without recomputation, by (recipe, way and where FSDP is)."""
     found = {}
     for recipe, (fsdp, backward) in itertools.product(RECIPES, SETTINGS[ranks]):
-        case = Case(recipe, (ranks,), init="direct")
+        case = Case(recipe, (ranks,), init="direct", device=device)
         plain, plain_grads = run(case, None, fsdp, backward)
         for way in WAYS if recipe in TRIED_EVERY_WAY else list(WAYS)[:2]:
             if "reentrant" in way.split() and "not" not in way and backward == "of the sum":
