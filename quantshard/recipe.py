@@ -8,7 +8,8 @@ A recipe is a table, (role, GEMM) -> `Cell` (a format row and how to scale), whe
 
 Every operand is quantized along the dim that its GEMM sums over: the format names rows of the operand as it stands in
 the table above with the summed dim last, so the wgrad operands are quantized from the transposed tensors. A weight is
-stored once, so its two entries are one row: one with square blocks, which is its own transpose, or one with two copies.
+stored once, so its two entries are one row: one with square blocks, which is its own transpose, one with two copies, or
+one with blocks along its rows, whose values dgrad reads (the fallback "turned").
 
 The named recipes have TransformerEngine's numerics and argument names (reference: its `common/recipe`); users can write
 another with `TableRecipe`.
@@ -121,11 +122,6 @@ class Recipe:
         cell = cells.pop()
         if cell is not None:
             self._check_weight(cell)
-        if cell is not None and not cell.format.transposable and formats.Copy.COLUMNWISE not in cell.format.copies:
-            raise ConfigurationError(
-                f"recipe {self.name!r} stores weights as {cell.format.name}, whose blocks are not square and which "
-                "keeps no columnwise copy, so dgrad could not read them; use a format with either"
-            )
         return cell
 
     def _check_weight(self, cell: Cell) -> None:
