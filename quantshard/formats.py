@@ -169,6 +169,7 @@ def _row(
 FP8_E4M3: Final = _row("fp8_e4m3", E4M3, FP32, (ALL, ALL))
 FP8_E5M2: Final = _row("fp8_e5m2", E5M2, FP32, (ALL, ALL))
 FP8_128X128: Final = _row("fp8_128x128", E4M3, FP32, (128, 128))
+FP8_1XROW: Final = _row("fp8_1xrow", E4M3, FP32, (1, ALL))
 FP8_1X128: Final = _row("fp8_1x128", E4M3, FP32, (1, 128))
 FP16_1X128: Final = _row("fp16_1x128", FP16, FP32, (1, 128))
 MXFP8_1X32: Final = _row("mxfp8_1x32", E4M3, E8M0, (1, 32))

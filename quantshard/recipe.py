@@ -287,6 +287,26 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True)
+class Float8RowwiseScaling(Recipe):
+    """FP8 E4M3 with one scale for a row of a weight (an output feature), a token or a row of wgrad's operands.
+
+    torchao's and torchtitan's "rowwise", which scales by powers of two by default. A weight is stored once, by its
+    rows; dgrad, which sums over these, reads its values.
+    """
+
+    use_power_2_scales: bool = True
+
+    @property
+    def name(self) -> str:
+        return "rowwise"
+
+    @property
+    def table(self) -> Table:
+        row = Cell(formats.FP8_1XROW, Scaling(power_of_two=self.use_power_2_scales))
+        return _table(row, row, row, row, row)
+
+
+@dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
     """MXFP8: E4M3 with one power-of-two scale (E8M0) for 32 elements.
 
@@ -343,6 +363,7 @@ NAMES: dict[str, type[Recipe]] = {
     "tensorwise": Float8CurrentScaling,
     "block": Float8BlockScaling,
     "blockwise": Float8BlockScaling,
+    "rowwise": Float8RowwiseScaling,
     "mxfp8": MXFP8BlockScaling,
     "nvfp4": NVFP4BlockScaling,
     "bf16": HighPrecision,
