@@ -11,6 +11,7 @@ import torch
 
 from quantshard import formats, numerics
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FORMATS, FP16, FP32, Component, Copy, Format, Role
+from quantshard.sharding import ceil_div
 
 ENCODINGS = [E4M3, E5M2, E2M1, E8M0, FP16, FP32]
 
@@ -20,6 +21,7 @@ BYTES = {  # by hand, from the widths: codes + one scale per block
     "fp8_128x128": 1 + 4 / 16384,
     "fp8_1x128": 1 + 4 / 128,
     "fp16_1x128": 2 + 4 / 128,
+    "fp8_1xrow": 1,  # and one scale for a row of any length
     "mxfp8_1x32": 1 + 1 / 32,
     "mxfp8_32x1": 1 + 1 / 32,
     "mxfp8_32x32": 1 + 1 / 1024,
@@ -89,8 +91,8 @@ def test_bytes_per_element_are_what_is_stored(fmt):
     parts = numerics.quantize(x, fmt)
     assert parts.keys() == fmt.by_name.keys()
     stored = sum(part.numel() * part.element_size() for part in parts.values())
-    whole_tensor = sum(4 for c in fmt.components if c.covers == (ALL, ALL))  # one float32 each
-    assert stored == BYTES[fmt.name] * x.numel() + whole_tensor
+    few = [c.covers[0] for c in fmt.components if ALL in c.covers]  # a float32 for the tensor or for each row
+    assert stored == BYTES[fmt.name] * x.numel() + sum(4 * ceil_div(256, rows) for rows in few)
     for name, part in parts.items():
         component = fmt.by_name[name]
         assert part.dtype == component.encoding.storage

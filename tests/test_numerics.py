@@ -947,6 +947,21 @@ def test_roles_of_amaxes():
         }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_torchao_rowwise(dtype, power_of_two):
+    """Bit for bit, but for the scale of a row of zeros."""
+    utils = pytest.importorskip("torchao.float8.float8_utils", exc_type=ImportError)
+    by_row = pytest.importorskip("torchao.float8.config", exc_type=ImportError).ScalingGranularity.AXISWISE
+    x = (torch.randn(57, 300) * torch.logspace(-6, 6, 57).unsqueeze(1)).to(dtype)
+    x[3] = 0
+    scale = utils.tensor_to_scale(x, torch.float8_e4m3fn, None, False, by_row, -1, power_of_two)
+    parts = numerics.quantize(x, FORMATS["fp8_1xrow"], Scaling(power_of_two=power_of_two))
+    codes = utils.to_fp8_saturated(x.float() * scale, torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(parts["codes"], codes)
+    assert torch.equal(parts["scale_inv"] == 1 / scale, (torch.arange(57) != 3).unsqueeze(1))
+
+
 # ----------------------------------------------------------------------------------------------------------------- FP16
 
 

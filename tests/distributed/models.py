@@ -23,6 +23,7 @@ RECIPES: dict[str, str | Recipe] = {
     "delayed": qs.recipe.DelayedScaling(amax_history_len=4),
     "current": "current",
     "block": "block",
+    "rowwise": "rowwise",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
     "mxfp8 two copies": qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False),

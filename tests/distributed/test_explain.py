@@ -20,7 +20,7 @@ from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4", "bf16"]
+RECIPES = ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16"]
 TWO_COPIES: list[Recipe] = [
     MXFP8BlockScaling(enable_2d_quantization=False),
     NVFP4BlockScaling(disable_2d_quantization=True),

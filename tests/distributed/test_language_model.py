@@ -24,7 +24,7 @@ from tests.distributed.pool import run_ranks
 pytestmark = pytest.mark.distributed
 
 SETTINGS = Settings(hidden=96, heads=3, ffn=200, layers=2, seq_length=24, global_batch=6, lr=1e-2, weight_decay=0.1)
-RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
 
 
 def build(settings: Settings) -> tuple[models.LanguageModel, FusedAdam]:

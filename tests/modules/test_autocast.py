@@ -10,7 +10,7 @@ from quantshard.modules import LayerNormMLP, Linear, TransformerLayer, autocast,
 
 SIZE, LENGTH = 48, 3
 DELAYED = recipes.DelayedScaling(amax_history_len=LENGTH)
-NAMES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
+NAMES = ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4"]
 
 
 def linear(recipe=None, seed=0, **arguments):

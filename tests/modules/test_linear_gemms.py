@@ -48,6 +48,10 @@ CASES = {
         recipes.Float8BlockScaling(),
         formats.FP8_128X128, formats.FP8_1X128, formats.FP8_1X128, Scaling(power_of_two=True),
     ),
+    "rowwise": Case(
+        recipes.Float8RowwiseScaling(),
+        formats.FP8_1XROW, formats.FP8_1XROW, formats.FP8_1XROW, Scaling(power_of_two=True),
+    ),
     "mxfp8": Case(recipes.MXFP8BlockScaling(), formats.MXFP8_32X32, MXFP8, MXFP8),
     "mxfp8-both": Case(recipes.MXFP8BlockScaling(enable_2d_quantization=False), formats.MXFP8_BOTH, MXFP8, MXFP8),
     "nvfp4": Case(

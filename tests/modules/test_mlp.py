@@ -16,6 +16,7 @@ RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),
     "current": recipes.Float8CurrentScaling(),
     "block": recipes.Float8BlockScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
     "mxfp8": recipes.MXFP8BlockScaling(),
     "mxfp8-both": recipes.MXFP8BlockScaling(enable_2d_quantization=False),
     "nvfp4": recipes.NVFP4BlockScaling(),

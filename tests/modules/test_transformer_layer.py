@@ -21,7 +21,7 @@ from quantshard.modules import (
 from quantshard.modules.base import WeightSpec
 
 U = 2.0**-24
-NAMES = ["delayed", "current", "block", "mxfp8", "nvfp4", "bf16"]
+NAMES = ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16"]
 SHAPE = (7, 2, 96)  # [s, b, h]
 LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "num_gqa_groups": 1}
 GPT = {"normalization": "LayerNorm", "activation": "gelu", "bias": True}

@@ -11,7 +11,7 @@ import quantshard as qs
 from quantshard.observe import explain
 from quantshard.recipe import Float8CurrentScaling, Recipe
 
-RECIPES = {"delayed": 1, "current": 1, "block": 1, "mxfp8": 1, "nvfp4": 0.5}
+RECIPES = {"delayed": 1, "current": 1, "block": 1, "rowwise": 1, "mxfp8": 1, "nvfp4": 0.5}
 """Recipe -> bytes of codes an element."""
 
 
