@@ -162,8 +162,8 @@ def fitting(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tupl
     if pairs and lacking:
         raise CheckpointError(
             f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
-            "nothing without their scales, so load all or none (broadcast_from_rank0 leaves some out: give every rank "
-            "the whole state dict)"
+            "nothing without their scales, so load all or none (PyTorch's broadcast_from_rank0 leaves some out; "
+            "quantshard.checkpoints.load_from_rank0(model, state_dict) sends all)"
         )
     return pairs
 

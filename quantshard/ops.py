@@ -122,7 +122,7 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
         raise UnsupportedOperationError(
             f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded with their scales, through "
             "load_state_dict. set_model_state_dict(broadcast_from_rank0=True) sends parameters and buffers, so codes "
-            "without scales: give every rank the whole state dict, with full_state_dict=True alone, or use dcp.load"
+            "without scales: call quantshard.checkpoints.load_from_rank0(model, state_dict) on every rank instead"
         )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(

@@ -1,6 +1,7 @@
 """Checkpoints: plain components on disk, readable by stock PyTorch."""
 
+from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.checkpoints.high_precision import load_high_precision
 from quantshard.checkpoints.io import is_complete, load, save
 
-__all__ = ["is_complete", "load", "load_high_precision", "save"]
+__all__ = ["is_complete", "load", "load_from_rank0", "load_high_precision", "save"]

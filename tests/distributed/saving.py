@@ -135,6 +135,14 @@ def broadcast_optimizer(run: Run, state: dict[str, Any]) -> None:
     set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=options)
 
 
+def broadcast_both(run: Run, state: dict[str, Any]) -> None:
+    mine = state["model"] if dist.get_rank() == 0 else None
+    result = checkpoints.load_from_rank0(run.model, mine)
+    assert not result.missing_keys and not result.unexpected_keys
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=options)
+
+
 def get_loosely(run: Run, path: Path) -> Any:
     state = run.named_state()
     state["model"]["0.unknown"] = torch.ones(3)
@@ -297,6 +305,7 @@ WAYS: dict[str, tuple[Save, Load]] = {
         lambda run, state: run.load_named(to_all(state), FULL),
     ),
     "  optimizer: broadcast_from_rank0": (get(ON_RANK_0), broadcast_optimizer),
+    "  and the model: load_from_rank0": (get(ON_RANK_0), broadcast_both),
     "  flatten_optimizer_state_dict": (get(FLAT), set_(FLAT)),
     "  flattened and full": (get(replace(FULL, flatten_optimizer_state_dict=True)), set_(FULL)),
     "  strict=False": (get_loosely, set_loosely),

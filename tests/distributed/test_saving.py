@@ -264,7 +264,7 @@ REFUSED = {
     "without 0.weight": ("some of this weight's components but not 0.weight;", "load all or none"),
     "without 0.weight_scale_inv": ("components but not 0.weight_scale_inv;", "load all or none"),
     "without 1.bias": ("Missing optimizer state for parameter '1.bias'",),
-    "broadcast": ("broadcast_from_rank0", "every rank the whole state dict", "full_state_dict=True"),
+    "broadcast": ("broadcast_from_rank0", "quantshard.checkpoints.load_from_rank0(model, state_dict)"),
     "meta": ("0.weight is on the meta device", "reset_parameters()"),
 }
 
@@ -326,4 +326,4 @@ def test_broadcast_to_unsharded_replicas(tmp_path: Path) -> None:
     first, *others = run_ranks(3, broadcast_to_replicas, Case("block", None, shapes=SHAPES), str(tmp_path))
     assert first == "nothing was raised"
     for message in others:
-        assert "broadcast_from_rank0 leaves some out: give every rank the whole state dict" in message
+        assert "broadcast_from_rank0 leaves some out; quantshard.checkpoints.load_from_rank0(" in message

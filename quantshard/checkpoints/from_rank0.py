@@ -1,0 +1,203 @@
+"""Loading a state dict that rank 0 alone has: it is described and checked first, then sent, cut and loaded.
+
+PyTorch's `set_model_state_dict(broadcast_from_rank0=True)` sends what `named_parameters` and `named_buffers` name,
+which of a quantized weight is the codes alone. Here the state dict says what there is to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import amax, components, private_torch
+from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
+from quantshard.errors import CheckpointError
+
+BUCKET_BYTES = 2**25
+"""What is sent at once: as many tensors as fit, or one larger one."""
+
+_ALIGNMENT = 16  # bytes: at least the size of an element of any dtype, so that parts of a bucket can be viewed as it
+
+
+@torch.no_grad()
+def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
+    """Load the whole state dict that rank 0 has into every rank's part of a model. A collective call of all processes.
+
+    Nothing is dequantized: each rank ends with the very bits of its part of codes, scales, random keys, draw counts,
+    amax histories, plain parameters and buffers. During the call a rank holds its part once more, and one bucket of
+    `BUCKET_BYTES` or of the largest tensor.
+
+    Args:
+        model: wrapped by `fully_shard`, or whole on every rank; not on the meta device.
+        state_dict: on rank 0 plain tensors under the keys of `model.state_dict()`, as `get_model_state_dict` gives them
+            with `full_state_dict` and `cpu_offload`, or a file of theirs; what other ranks pass is not read.
+        strict: whether keys that only one side has are an error; otherwise they are left out. A weight comes with all
+            of its components or not at all in either case.
+
+    Returns:
+        `missing_keys` and `unexpected_keys`, as `load_state_dict` does.
+
+    Raises:
+        CheckpointError: an entry of rank 0's is missing, unknown or no plain tensor, or of another shape, dtype or
+            format than the model's. The same on every rank, and nothing was written.
+    """
+    described: dict[str, Tensor] = {}
+    error: str | None = None
+    if _rank() == 0:
+        described, error = _description(state_dict)
+    described = _object_from_rank0(described)
+    live = model.state_dict()
+    _raise_alike(error or _misfit(model, live, described, strict))
+    parts = {}
+    for keys in _buckets(described):
+        for key, value in _broadcast(keys, described, state_dict or {}).items():
+            if key in live:
+                parts[key] = _local_part(value, live[key])
+    error = None
+    try:
+        result = model.load_state_dict(parts, strict=strict)
+    except Exception as found:  # a module of the user's can refuse in any way, and the other ranks wait
+        error = str(found)
+    _raise_alike(error)
+    result.unexpected_keys.extend(key for key in described if key not in live)
+    return result
+
+
+def _description(state_dict: Mapping[str, Tensor] | None) -> tuple[dict[str, Tensor], str | None]:
+    """A state dict with format tags, and of other tensors shape and dtype alone; and why it cannot be sent, if so."""
+    remedy = (
+        "pass on rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+        "cpu_offload=True)) returns there, or a file of it"
+    )
+    if not isinstance(state_dict, Mapping) or not state_dict:
+        return {}, f"rank 0 has no state dict; {remedy}"
+    described = {}
+    for key, value in state_dict.items():
+        if type(value) not in (Tensor, nn.Parameter):
+            return {}, f"{key} is a {type(value).__name__} on rank 0, not a plain tensor; {remedy}"
+        if value.is_meta:
+            return {}, f"{key} is on the meta device on rank 0, so it has no data to send; {remedy}"
+        is_tag = key.endswith(FORMAT_SUFFIX) and value.shape == (FORMAT_TAG_BYTES,) and value.dtype == torch.uint8
+        described[key] = value.cpu().clone() if is_tag else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return described, None
+
+
+def _misfit(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], strict: bool) -> str | None:
+    """Why a state dict with this description cannot be loaded into this rank's model; None if it can."""
+    for key, own in live.items():
+        if isinstance(own, Tensor) and own.is_meta and key in described:
+            return (
+                f"{key} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first"
+            )
+    try:
+        _check_weights(model, live, described)
+    except CheckpointError as found:
+        return str(found)
+    missing = [key for key in live if key not in described]
+    unexpected = [key for key in described if key not in live]
+    if strict and (missing or unexpected):
+        return (
+            f"rank 0's state dict is of another model: it lacks {len(missing)} of this model's entries (first: "
+            f"{missing[:1] or '-'}) and has {len(unexpected)} that this one lacks (first: {unexpected[:1] or '-'}); "
+            "build the model that was saved, or pass strict=False to load what both have"
+        )
+    for key, value in described.items():
+        if key in live and _kind(live[key]) != _kind(value):
+            return (
+                f"{key}: {_kind(value)} in rank 0's state dict, {_kind(live[key])} in this model; build the model that "
+                "was saved"
+            )
+    return None
+
+
+def _kind(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+
+def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a quantized weight, here or on rank 0, is another there, or not all of it is there."""
+    tags = {key: value for key, value in described.items() if key.endswith(FORMAT_SUFFIX) and not value.is_meta}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        tag = tags.get(name + FORMAT_SUFFIX)
+        if components.quantized(param) is not None:
+            values = {s: described[name + s] for s in components.suffixes(param) if name + s in described}
+            if tag is None:
+                values.pop(FORMAT_SUFFIX, None)
+            components.fitting(param, values, name)
+        elif tag is not None and name + FORMAT_SUFFIX not in live:
+            raise CheckpointError(
+                f"{name}: the state dict holds {components.read_format_tag(tag)!r}, but this model's weight is in high "
+                "precision; build the model under quantized_model_init with the checkpoint's recipe"
+            )
+
+
+def _buckets(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The keys in order, in groups of at most BUCKET_BYTES where a group is not a single key."""
+    keys: list[str] = []
+    size = 0
+    for key, value in described.items():
+        if keys and size + value.nbytes > BUCKET_BYTES:
+            yield keys
+            keys, size = [], 0
+        keys.append(key)
+        size += value.nbytes
+    if keys:
+        yield keys
+
+
+def _broadcast(keys: list[str], described: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rank 0's whole tensors of these keys, on every rank, as views of one buffer."""
+    group = amax.world()
+    if group is None:
+        return {key: values[key] for key in keys}
+    sizes = [-(-described[key].nbytes // _ALIGNMENT) * _ALIGNMENT for key in keys]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=amax.collective_device(group))
+    received = {}
+    for key, room in zip(keys, buffer.split(sizes), strict=True):
+        like = described[key]
+        received[key] = room[: like.nbytes].view(like.dtype).view(like.shape)
+        if _rank() == 0:
+            received[key].copy_(values[key])
+    dist.broadcast(buffer, src=0, group=group)
+    return received
+
+
+def _local_part(value: Tensor, live: Any) -> Tensor:
+    """A copy of this rank's part of a whole tensor, like the live one: cut at the offsets that DCP loads by."""
+    local = private_torch.local_tensor(live)
+    if not isinstance(live, DTensor):
+        return value.to(local.device, copy=True)
+    first = private_torch.global_offset(live)
+    part = value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
+    copied = part.to(local.device, copy=True)
+    return components.as_dtensor(copied, live, list(live.placements), tuple(live.shape))
+
+
+def _rank() -> int:
+    return 0 if amax.world() is None else dist.get_rank()
+
+
+def _object_from_rank0(value: Any) -> Any:
+    if amax.world() is None:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def _raise_alike(error: str | None) -> None:
+    """Raise the error of the first rank that has one, on every rank."""
+    found = [error]
+    if amax.world() is not None:
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, error)
+    for rank, message in enumerate(found):
+        if message is not None:
+            raise CheckpointError(f"load_from_rank0: {'' if rank == 0 else f'on rank {rank}: '}{message}")
