@@ -33,7 +33,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     `BUCKET_BYTES` or of the largest tensor.
 
     Args:
-        model: wrapped by `fully_shard`, or whole on every rank; not on the meta device.
+        model: wrapped by `fully_shard`, or whole on every rank (under DDP its `.module`); not on the meta device.
         state_dict: on rank 0 plain tensors under the keys of `model.state_dict()`, as `get_model_state_dict` gives them
             with `full_state_dict` and `cpu_offload`, or a file of theirs; what other ranks pass is not read.
         strict: whether keys that only one side has are an error; otherwise they are left out. A weight comes with all
@@ -82,7 +82,7 @@ def _description(state_dict: Mapping[str, Tensor] | None) -> tuple[dict[str, Ten
             return {}, f"{key} is a {type(value).__name__} on rank 0, not a plain tensor; {remedy}"
         if value.is_meta:
             return {}, f"{key} is on the meta device on rank 0, so it has no data to send; {remedy}"
-        is_tag = key.endswith(FORMAT_SUFFIX) and value.shape == (FORMAT_TAG_BYTES,) and value.dtype == torch.uint8
+        is_tag = str(key).endswith(FORMAT_SUFFIX) and value.shape == (FORMAT_TAG_BYTES,) and value.dtype == torch.uint8
         described[key] = value.cpu().clone() if is_tag else torch.empty(value.shape, dtype=value.dtype, device="meta")
     return described, None
 
@@ -123,7 +123,7 @@ def _kind(value: object) -> str:
 
 def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if a quantized weight, here or on rank 0, is another there, or not all of it is there."""
-    tags = {key: value for key, value in described.items() if key.endswith(FORMAT_SUFFIX) and not value.is_meta}
+    tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
     for name, param in model.named_parameters(remove_duplicate=False):
         tag = tags.get(name + FORMAT_SUFFIX)
         if components.quantized(param) is not None:

@@ -38,7 +38,7 @@ BUCKET = 1000
 def held(model: nn.Module) -> dict[str, str]:
     """Hashes of all that this rank holds of a model."""
     local = {key: private_torch.local_tensor(value) for key, value in model.state_dict().items()}
-    return {key: f"{tuple(value.shape)} {sha(value.reshape(-1))}" for key, value in local.items()}
+    return {key: f"{tuple(value.shape)} {sha(value.reshape(-1))}" for key, value in local.items() if not value.is_meta}
 
 
 def differing(found: dict[str, str], expected: dict[str, str]) -> list[str]:
@@ -195,13 +195,13 @@ def refusals(ranks: int) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def attempt(name: str, sent: Any, model: nn.Module = target, strict: bool = True) -> None:
-        before = held(model) if model is not meta else {}
+        before = held(model)
         try:
             load_from_rank0(model, on_rank_0(sent), strict=strict)
             found[name] = "nothing was raised"
         except CheckpointError as error:
             found[name] = str(error)
-        changed = differing(held(model), before) if model not in (meta, refusing) else []
+        changed = differing(held(model), before) if model is not refusing else []
         found[name] += f" CHANGED {changed}" if changed else ""
 
     def without(*keys: str) -> dict[str, Tensor]:
@@ -219,6 +219,7 @@ def refusals(ranks: int) -> dict[str, str]:
     attempt("missing bias", without("2.bias"))
     attempt("missing key", without("2.weight_key"))
     attempt("unknown", {**state, "3.weight": torch.zeros(3)})
+    attempt("key", {**state, 3: torch.zeros(3)})
     attempt("shape of a bias", but("1.bias", lambda value: value[:-1]))
     attempt("shape of codes", but("1.weight", lambda value: value[:-1]))
     attempt("shape of a tag", but("1.weight_format", lambda value: value[:-1]))
@@ -231,6 +232,8 @@ def refusals(ranks: int) -> dict[str, str]:
     attempt("sharded", source.state_dict())
     attempt("described", but("1.bias", lambda value: value.to("meta")))
     attempt("meta", state, meta)
+    half = nn.Sequential(*build(replace(case, mesh=None)), nn.LayerNorm(1, device="meta"))
+    attempt("half on meta", state | {"3.weight": torch.ones(1), "3.bias": torch.ones(1)}, half)
     odd = target if dist.get_rank() != ranks - 1 else plain
     attempt("a rank with another model", state, odd)
     attempt("refused by a module", state, refusing)
@@ -247,6 +250,7 @@ def expected_refusals(ranks: int) -> dict[str, tuple[str, ...]]:
         "missing bias": ("lacks 1 of this model's entries (first: ['2.bias']) and has 0 that", "strict=False"),
         "missing key": ("lacks 1 of this model's entries (first: ['2.weight_key'])",),
         "unknown": ("lacks 0", "has 1 that this one lacks (first: ['3.weight'])"),
+        "key": ("has 1 that this one lacks (first: [3])",),
         "shape of a bias": ("1.bias: bfloat16 of shape (32,) in rank 0's", "bfloat16 of shape (33,) in this model"),
         "shape of codes": ("1.weight: shape (32, 150)", "(33, 150)"),
         "shape of a tag": ("1.weight_format: uint8 of shape (15,)", "uint8 of shape (16,)"),
@@ -258,6 +262,7 @@ def expected_refusals(ranks: int) -> dict[str, tuple[str, ...]]:
         "sharded": ("0.weight is a DTensor on rank 0, not a plain tensor; pass",),
         "described": ("1.bias is on the meta device on rank 0",),
         "meta": ("0.weight is on the meta device", "reset_parameters()"),
+        "half on meta": ("3.weight is on the meta device",),
         "a rank with another model": (f"{last}0.weight: the state dict holds 'mxfp8_32x32'", "in high precision"),
         "refused by a module": (f"{last}'something of its own'",),
     }
