@@ -33,6 +33,7 @@ pytestmark = [
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bits; of NaN, which a GPU spells with other bits, that both are NaN."""
     if a.is_floating_point():
+        a, b = a.float(), b.float()
         a, b = (torch.where(torch.isnan(t), torch.full_like(t, torch.nan), t).view(torch.int32) for t in (a, b))
     return torch.equal(a, b)
 
