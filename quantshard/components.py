@@ -87,10 +87,8 @@ def component_placements(shard: Shard, component: Component, placements: tuple[P
 
 
 def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
-    """A DTensor on the mesh of `like` around a local tensor that is not copied."""
-    size = torch.Size(shape)
-    stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=size, stride=stride)
+    """A DTensor on the mesh of `like` around a local tensor that is neither copied nor moved."""
+    return private_torch.dtensor_around(local, like.device_mesh, placements, torch.Size(shape))
 
 
 def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:

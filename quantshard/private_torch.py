@@ -18,7 +18,9 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import checkpoint as torch_checkpoint
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -241,6 +243,16 @@ def _param_groups(state: Any) -> list[Any]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, without the autograd node that the public `to_local()` adds; else the tensor."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
+    """A DTensor of a global shape whose local tensor is this very one.
+
+    The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
+    and what is loaded into it lost. FSDP2 makes its own DTensors as here.
+    """
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:

@@ -6,9 +6,10 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from quantshard import LayerNormMLP, Linear, components, numerics, quantized_model_init
+from quantshard import LayerNormMLP, Linear, components, numerics, private_torch, quantized_model_init
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.formats import FORMATS
 from quantshard.sharding import whole
@@ -429,3 +430,12 @@ def test_random_layers_differ():
     assert differing(bits(linear("mxfp8", seed=1)), bits(linear("mxfp8", seed=2)))
     assert not differing(bits(linear("mxfp8", seed=1)), bits(linear("mxfp8", seed=1)))
     assert random(2, 2).dtype == torch.float32
+
+
+def test_components_stay_where_they_are_on_a_mesh_of_another_device():
+    """Under CPU offload the mesh is of GPUs: a component that moved there would be a copy, and a load into it lost."""
+    mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=0)
+    local = torch.zeros(3, 4)
+    found = private_torch.dtensor_around(local, mesh, [Shard(0)], torch.Size((6, 4)))
+    assert found._local_tensor is local
+    assert (found.device, tuple(found.shape), found.placements) == (local.device, (6, 4), (Shard(0),))
