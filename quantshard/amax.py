@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import private_torch
+from quantshard import limits, private_torch
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
@@ -38,8 +38,7 @@ def sharding_group(tensor: Tensor) -> Group:
         tensor._local_tensor, "_storage"
     ):
         raise ConfigurationError(
-            f"a quantized weight {tuple(tensor.shape)} is sharded over several mesh axes ({tensor.placements}); tensor "
-            "parallelism is not there yet, so shard it with fully_shard alone"
+            limits.refusal("several sharding axes", f"a weight {tuple(tensor.shape)} ({tensor.placements})")
         )
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     axes = [axis for axis in axes if mesh.size(axis) > 1]

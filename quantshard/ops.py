@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantshard import limits
 from quantshard import storage as storages
 from quantshard.errors import UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY, QuantizedStorage
@@ -69,11 +70,7 @@ def _as_strided(
 def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
     tensor._check_filled("split")
     if dim % 2 != 0:
-        raise _refuse(
-            "split",
-            tensor,
-            f"along dim {dim}; FSDP2 gathers quantized weights along dim 0 only: leave shard_placement_fn at Shard(0)",
-        )
+        raise UnsupportedOperationError(limits.refusal("other placements", f"split of {tensor!r} along dim {dim}"))
     return [QuantizedTensor(piece, tensor.dtype) for piece in tensor._storage.split(0, split_size)]
 
 

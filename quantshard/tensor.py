@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import amax, private_torch, sharding
+from quantshard import amax, limits, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import Copy
@@ -114,7 +114,7 @@ class QuantizedTensor(Tensor):
 
     def share_memory_(self) -> QuantizedTensor:
         """Refused: a quantized tensor has no storage of its own that could be shared."""
-        raise UnsupportedOperationError(f"share_memory_ on {self!r}; share the tensors of module.state_dict() instead")
+        raise UnsupportedOperationError(limits.refusal("shared memory", self))
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
@@ -125,10 +125,7 @@ class QuantizedTensor(Tensor):
     def data(self, value: Tensor) -> None:
         if isinstance(value, QuantizedTensor) and value._storage is self._storage:
             return  # `weight.data -= update` ends with it
-        raise UnsupportedOperationError(
-            f"assigning .data of {self!r}: the handle would change, and no code; use quantize_() or "
-            "quantshard.requantize_() for new values"
-        )
+        raise UnsupportedOperationError(limits.refusal("new data", self))
 
     # Python protocol -------------------------------------------------------------------------------------------------
 
@@ -152,10 +149,7 @@ class QuantizedTensor(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedOperationError(
-            f"{self!r} is not pickled: a checkpoint holds its plain components. Save module.state_dict() instead of "
-            "the tensor, the parameter or the module"
-        )
+        raise UnsupportedOperationError(limits.refusal("pickle", self))
 
     # torch.compile ---------------------------------------------------------------------------------------------------
 
@@ -208,10 +202,7 @@ class QuantizedTensor(Tensor):
         storage = self._storage
         plan = _fsdp_plan(self)
         if plan.reshards_to_other_mesh:
-            raise ConfigurationError(
-                f"fully_shard(reshard_after_forward=<int>) on {self!r}: FSDP2 can do this for plain tensors only; use "
-                "True or False"
-            )
+            raise ConfigurationError(limits.refusal("reshard to fewer ranks", self))
         if mesh.size() == 1:
             # FSDP2 then copies the first input only and gathers nothing; the post hook uses the local components.
             return (next(iter(storage.components.values())).reshape(-1)[:1],), Gathering(storage, (), mesh)
@@ -293,11 +284,7 @@ def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
         _plans[storage] = private_torch.fsdp_plan(storage)
     plan = _plans[storage]
     if len(storage.cell.format.copies) > 1 and plan.changed():
-        raise ConfigurationError(
-            f"{tensor!r}: whether FSDP frees this weight after forward or backward was changed after its first gather, "
-            "but a format with two copies gathers what each pass needs by it; call set_reshard_after_forward and "
-            "set_reshard_after_backward before the first forward, or use a recipe whose weights keep one copy"
-        )
+        raise ConfigurationError(limits.refusal("changed plan", tensor))
     return plan
 
 
