@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, private_torch
+from quantshard import components, private_torch
 from quantshard.amax import FlatMax
-from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
-from quantshard.optimizers import loading
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.optimizers import guards, loading
 from quantshard.optimizers.adam import Hyperparameters
 from quantshard.optimizers.rounding import Draw
 from quantshard.optimizers.state import (
@@ -27,13 +26,11 @@ from quantshard.optimizers.state import (
     State,
     assign,
     check_dtype,
-    initial_values,
     make_master,
     make_state,
     make_weight,
 )
-from quantshard.optimizers.step import Flags, Work, rounded_roles
-from quantshard.storage import KEY
+from quantshard.optimizers.step import Work, rounded_roles
 
 COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 SEED = "rounding_seed"
@@ -135,7 +132,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
-        self._last_bad: tuple[Flags, Tensor] | None = None  # of the last skipped step, if capturable
+        self._last_bad: guards.GradientFlags | None = None  # of the last skipped step, if capturable
         for group in self.param_groups:
             self._adopt(group)
         self._check_keys()
@@ -211,10 +208,10 @@ class FusedAdam(torch.optim.Optimizer):
         states = {moment: make_state(param, self._dtypes[moment], moment) for moment in MOMENTS}
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
         if master is not None:
-            assign(master, initial_values(param))
+            assign(master, guards.initial_master(param))
             states[MASTER] = master
         self._states[param], self._weights[param] = states, make_weight(param)
-        self._versions[param] = _version(param)
+        self._versions[param] = guards.weight_version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
             info = torch.iinfo(torch.int64)
@@ -227,8 +224,8 @@ class FusedAdam(torch.optim.Optimizer):
         """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
         for param, states in self._states.items():
             if MASTER in states:
-                assign(states[MASTER], initial_values(param))
-            self._versions[param] = _version(param)
+                assign(states[MASTER], guards.initial_master(param))
+            self._versions[param] = guards.weight_version(param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedAdam:
         raise UnsupportedOperationError(
@@ -237,25 +234,8 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def _check_keys(self) -> None:
-        keys: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
-        seed, owners = self._seed, dict[int, str]()
-        for param, name in self._names.items():
-            quantized, group = components.quantized(param), private_torch.mesh_group(param)
-            if group is not None and seed is not None:
-                keys.setdefault(group, {})[f"FusedAdam's {SEED}"] = torch.tensor([seed])
-            if quantized is None:
-                continue
-            key = quantized._storage.state[KEY]
-            owner = owners.setdefault(id(key), name)
-            if owner != name:
-                raise ConfigurationError(
-                    f"{owner} and {name} were one tied weight that fully_shard has cut twice, so they would train "
-                    "apart; wrap the modules that share it as one group, fully_shard([a, b]), or their parent alone"
-                )
-            if group is not None:
-                keys.setdefault(group, {})[name] = key
-        for group, named in keys.items():
-            amax.check_equal_on_ranks(named, group, "the random key")
+        seed = {} if self._seed is None else {f"FusedAdam's {SEED}": torch.tensor([self._seed])}
+        guards.check_keys(((name, param) for param, name in self._names.items()), seed)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state in float32 ("exp_avg", "exp_avg_sq" or "master_param"); a DTensor where the parameter is one."""
@@ -274,7 +254,7 @@ class FusedAdam(torch.optim.Optimizer):
             ConfigurationError: the shape differs, or one is a DTensor and the other is not.
         """
         held = self._states[param][state_name]
-        self._check_alike(param, unscaled_state, state_name)
+        guards.check_alike(param, unscaled_state, self._names[param], state_name)
         assign(held, private_torch.local_tensor(unscaled_state).float())
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,21 +277,8 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
         """
-        groups, states = state_dict["param_groups"], state_dict["state"]  # dcp_to_torch_save makes strings of numbers
-        loading.check_groups(groups, self.param_groups)
-        pairs = [
-            (param, states.get(index, states.get(str(index), {})))
-            for saved, own in zip(groups, self.param_groups, strict=True)
-            for index, param in zip(saved["params"], own["params"], strict=True)
-        ]
-        for param, loaded in pairs:
-            loading.check_states(self._names[param], self.state.get(param, {}), loaded)
-        for param, loaded in pairs:
-            self._versions.pop(param, None)  # the model may be loaded before or after
-            for key, live in self.state[param].items():
-                private_torch.local_tensor(live).copy_(private_torch.local_tensor(loaded[key]))
-        for saved, own in zip(groups, self.param_groups, strict=True):
-            loading.load_group(own, saved)
+        loading.load(self, state_dict, self._names, loading.fused_adam_options)
+        self._versions.clear()  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -337,27 +304,19 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         reduction = FlatMax()
         work = list(self._begin(reduction))
-        flags = Flags(work, reduction)
+        flags = guards.GradientFlags(((self._names[item.param], item.param, item.grad) for item in work), reduction)
         reduction.reduce()
-        table, verdict = flags.gather()
+        flags.gather()
         if self._capturable:
-            self._finish_on_device(work, flags, table, verdict)
+            self._finish_on_device(work, flags)
             return loss
-        missing, non_finite = verdict.tolist()
-        if missing:
-            raise flags.missing(table, self._names)
-        if non_finite:
-            for group in self.param_groups:
-                group["skipped_steps"] += 1
-                group["skipped_in_a_row"] += 1
-            self._check_skipped(flags, table)
+        if flags.skips(self.param_groups, self._max_skipped_in_a_row):
             return loss
         for group in self.param_groups:
             group["step"] += 1
-            group["skipped_in_a_row"] = 0
         for item in work:
             item.finish()
-            self._versions[item.param] = _version(item.param)
+            self._versions[item.param] = guards.weight_version(item.param)
         return loss
 
     def _begin(self, reduction: FlatMax) -> Iterator[Work]:
@@ -374,7 +333,7 @@ class FusedAdam(torch.optim.Optimizer):
                             "call initialize_state(parameter) when you unfreeze it"
                         )
                     continue
-                states, version = self._states[param], _version(param)
+                states, version = self._states[param], guards.weight_version(param)
                 if self._versions.setdefault(param, version) != version and MASTER in states:
                     raise ConfigurationError(
                         f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
@@ -400,7 +359,7 @@ class FusedAdam(torch.optim.Optimizer):
         what = "decoupled_grad" if self._use_decoupled_grad else "grad"
         grad: Tensor | None = getattr(param, what, None)
         if grad is not None:
-            self._check_alike(param, grad, "gradient" if what == "grad" else what)
+            guards.check_alike(param, grad, self._names[param], "gradient" if what == "grad" else what)
         return grad
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -416,16 +375,16 @@ class FusedAdam(torch.optim.Optimizer):
             elif grad is not None:
                 grad.detach().zero_()
 
-    def _finish_on_device(self, work: list[Work], flags: Flags, table: Tensor, verdict: Tensor) -> None:
+    def _finish_on_device(self, work: list[Work], flags: guards.GradientFlags) -> None:
         """What `step` does after the reduction, with nothing read back: a bad step is undone, not left out."""
-        bad = verdict.any()
-        if self._last_bad is None or self._last_bad[1].shape != table.shape:
-            self._last_bad = (flags, torch.zeros_like(table))
-        remembered = self._last_bad[1]
+        bad, table = flags.bad(), flags.table
+        if self._last_bad is None or self._last_bad.table.shape != table.shape:
+            self._last_bad, flags.table = flags, torch.zeros_like(table)
+        remembered = self._last_bad.table
         remembered.copy_(torch.where(bad, table, remembered))
         for item in work:
             item.finish(skip=bad)
-            self._versions[item.param] = _version(item.param)
+            self._versions[item.param] = guards.weight_version(item.param)
         for group in self.param_groups:
             skipped = bad.to(group["step"].device).to(torch.int64)
             group["step"].add_(1 - skipped)
@@ -433,39 +392,6 @@ class FusedAdam(torch.optim.Optimizer):
             group["skipped_in_a_row"].add_(1).mul_(skipped)
 
     def _raise_for_bad_steps(self) -> None:
-        if self._last_bad is None:
-            return
-        flags, table = self._last_bad
-        if (table[0] * table[1]).any():
-            error = flags.missing(table, self._names)
-            table.zero_()
-            raise error
-        self._check_skipped(flags, table)
-
-    def _check_skipped(self, flags: Flags, table: Tensor) -> None:
-        in_a_row = int(self.param_groups[0]["skipped_in_a_row"])
-        if in_a_row >= self._max_skipped_in_a_row:
-            raise NonFiniteGradientError(
-                f"{in_a_row} steps in a row had infinite or NaN gradients, first in "
-                f"{flags.first_non_finite(table, self._names)}; no weight was changed by them. Lower the learning "
-                "rate, look at the data of these steps, or load an older checkpoint"
-            )
-
-    def _check_alike(self, param: Tensor, other: Tensor, what: str) -> None:
-        if isinstance(param, DTensor) != isinstance(other, DTensor):
-            kinds = ["a DTensor" if isinstance(t, DTensor) else "a plain tensor" for t in (param, other)]
-            raise ConfigurationError(
-                f"{self._names[param]} is {kinds[0]} but its {what} is {kinds[1]}; both must be the same"
-            )
-        shapes = [tuple(private_torch.local_tensor(t).shape) for t in (param, other)]
-        if param.shape != other.shape or shapes[0] != shapes[1]:
-            raise ConfigurationError(
-                f"{self._names[param]} has shape {tuple(param.shape)} (local {shapes[0]}), but its {what} "
-                f"{tuple(other.shape)} (local {shapes[1]}); both must be the same"
-            )
-
-
-def _version(param: Tensor) -> int:
-    """How often a quantized parameter was given new values; 0 for others."""
-    quantized = components.quantized(param)
-    return 0 if quantized is None else quantized._storage.version
+        if self._last_bad is not None:
+            self._last_bad.check_missing()
+            self._last_bad.check_skipped(self.param_groups, self._max_skipped_in_a_row)

@@ -1,18 +1,17 @@
-"""What optimizers with masters do around their mathematics: seed masters, judge gradients, check what they load."""
+"""What optimizers with masters do around their mathematics: seed masters, judge gradients, notice changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
 from quantshard.amax import FlatMax, Group
-from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, RankMismatchError
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.storage import KEY
 
 LARGEST_GRADIENT = 1e19
@@ -38,117 +37,149 @@ def weight_version(param: Tensor) -> int:
     return 0 if quantized is None else quantized._storage.version
 
 
-def check_keys(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that all ranks have one random key for each quantized parameter. One collective per mesh.
+def check_keys(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:
+    """Check that all ranks have one random key for each quantized parameter, and no two parameters the same.
+
+    `also`: further int64 tensors [1] that must be equal on all ranks. One collective per mesh.
 
     Raises:
+        ConfigurationError: naming two parameters that have one key.
         RankMismatchError: naming the first parameter whose keys differ.
     """
-    keys: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
+    keys: dict[Group, dict[str, Tensor]] = {}
+    owners: dict[int, str] = {}
     for name, param in named:
-        quantized, group = components.quantized(param), private_torch.mesh_group(param)
-        if quantized is not None and group is not None:
-            keys.setdefault(group, {})[name] = quantized._storage.state[KEY]
-    for group, named_keys in keys.items():
-        amax.check_equal_on_ranks(named_keys, group, "the random key")
+        quantized = components.quantized(param)
+        checked = keys.setdefault(private_torch.mesh_group(param), dict(also or {}))
+        if quantized is None:
+            continue
+        key = checked[name] = quantized._storage.state[KEY]
+        owner = owners.setdefault(id(key), name)
+        if owner != name:
+            raise ConfigurationError(
+                f"{owner} and {name} were one tied weight that fully_shard has cut twice, so they would train "
+                "apart; wrap the modules that share it as one group, fully_shard([a, b]), or their parent alone"
+            )
+    for group, checked in keys.items():
+        amax.check_equal_on_ranks(checked, group, "the random key")
+
+
+def kind(value: Any) -> str:
+    """For messages: "a DTensor", "a plain tensor", or the name of another type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
 
 
 def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
-    """Raise ConfigurationError if only one of a parameter and its gradient or state is a DTensor."""
-    if isinstance(param, DTensor) != isinstance(other, DTensor):
-        kinds = ["a DTensor" if isinstance(t, DTensor) else "a plain tensor" for t in (param, other)]
-        raise ConfigurationError(f"{name} is {kinds[0]} but its {what} is {kinds[1]}; both must be the same")
-
-
-def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Check that a state dict's groups are of the same parameters as an optimizer's: as many, and of the same names.
+    """Check that a parameter and its gradient or state are of one shape, and that both are DTensors or neither is.
 
     Raises:
-        CheckpointError: naming the first difference.
+        ConfigurationError: naming the parameter and the difference.
     """
-    counts = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-    if counts[0] != counts[1]:
-        raise CheckpointError(
-            f"the optimizer state has groups of {counts[0]} parameters, this optimizer {counts[1]}; build it over the "
-            "same model"
+    if kind(param) != kind(other):
+        raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
+    shapes = [tuple(private_torch.local_tensor(t).shape) for t in (param, other)]
+    if param.shape != other.shape or shapes[0] != shapes[1]:
+        raise ConfigurationError(
+            f"{name} has shape {tuple(param.shape)} (local {shapes[0]}), but its {what} {tuple(other.shape)} (local "
+            f"{shapes[1]}); both must be the same"
         )
-    for theirs, ours in zip(saved, own, strict=True):
-        their_names, our_names = theirs.get("param_names"), ours.get("param_names")
-        if their_names is None or our_names is None:
-            continue
-        for index, (their, our) in enumerate(zip(their_names, our_names, strict=True)):
-            if their != our:
-                raise CheckpointError(
-                    f"parameter {index} of the optimizer state is {their!r}, of this optimizer {our!r}; pass the same "
-                    "parameters in the same order"
-                )
 
 
 class GradientFlags:
-    """What all ranks must know of each parameter's gradient: is it there, is it missing, is it not finite.
+    """What all ranks must know of each gradient: is it there, is it missing, is it not finite.
 
-    Float32 [3, parameters] per process group, registered with `reduction` at construction; ask after its `reduce`.
+    Float32 [3, parameters], registered with `reduction` at construction; call `gather` after its `reduce`. Only
+    `skips` and the checks read anything back from the device.
+
+    Args:
+        gradients: name, parameter and gradient of all parameters that may have one.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], reduction: FlatMax) -> None:
+    def __init__(self, gradients: Iterable[tuple[str, Tensor, Tensor | None]], reduction: FlatMax) -> None:
         members: dict[Group, list[tuple[str, Tensor]]] = {}
-        for name, param in named:
-            members.setdefault(amax.sharding_group(param), []).append((name, param))
-        self._flags: list[tuple[list[str], Tensor]] = []
-        for group, pairs in members.items():
-            flags = torch.stack([_flags_of(param) for _, param in pairs], dim=1)
-            reduction.add(flags, group)
-            self._flags.append(([name for name, _ in pairs], flags))
+        for name, param, grad in gradients:
+            members.setdefault(amax.sharding_group(param), []).append((name, _flags_of(param, grad)))
+        self._names = [name for pairs in members.values() for name, _ in pairs]
+        self._parts = [torch.stack([flags for _, flags in pairs], dim=1) for pairs in members.values()]
+        for group, part in zip(members, self._parts, strict=True):
+            reduction.add(part, group)
+
+    def gather(self) -> None:
+        """Make `table` of the reduced flags; a collective call where parameters are sharded over several groups."""
+        if not self._parts:
+            self.table = torch.zeros(3, 0)
+            return
+        self.table = torch.cat([part.to(self._parts[0].device) for part in self._parts], dim=1)
+        if len(self._parts) > 1:
+            # a rank that is not in the group of a bad gradient must do as those that are: a column for all of them
+            missing, non_finite = (self.table[0] * self.table[1]).amax(), self.table[2].amax()
+            others = torch.stack([missing, missing, non_finite]).unsqueeze(1)
+            reduction = FlatMax()
+            reduction.add(others, amax.world())
+            reduction.reduce()
+            self.table = torch.cat([self.table, others], dim=1)
+            self._names = [*self._names, "a parameter of other ranks"]
+
+    def bad(self) -> Tensor:
+        """Bool scalar, on the device: is any gradient missing on some ranks only, or not finite?"""
+        return (self.table[0] * self.table[1] + self.table[2]).any()
+
+    def skips(self, groups: list[dict[str, Any]], most_in_a_row: int) -> bool:
+        """Whether this step must be skipped since a gradient is not finite; counted in every group of an optimizer.
+
+        Raises:
+            RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`.
+        """
+        bad = bool(self.bad())
+        if bad:
+            self.check_missing()
+        for group in groups:
+            group["skipped_steps"] += bad
+            group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if bad else 0
+        if bad:
+            self.check_skipped(groups, most_in_a_row)
+        return bad
 
     def check_missing(self) -> None:
-        """Raise on every rank if a gradient is missing on some.
+        """Raise on every rank if a gradient is missing on some, once.
 
         Raises:
             RankMismatchError: naming the first.
         """
-        found = self._first(lambda flags: flags[0] * flags[1])
-        if found is not None:
+        missing = self.table[0] * self.table[1]
+        if missing.any():
+            name = self._first(missing)
+            self.table.zero_()
             raise RankMismatchError(
-                f"{found} has a gradient on some ranks only; all ranks must use the same parameters in every step"
+                f"{name} has a gradient on some ranks only; all ranks must use the same parameters in every step"
             )
 
-    def first_non_finite(self) -> str | None:
-        """Name of the first parameter whose gradient is not finite on some rank, or None."""
-        return self._first(lambda flags: flags[2])
+    def check_skipped(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
+        """Raise if as many steps in a row were skipped.
 
-    def _first(self, choose: Callable[[Tensor], Tensor]) -> str | None:
-        found = None
-        for names, flags in self._flags:
-            chosen = choose(flags).nonzero()
-            if found is None and chosen.numel():
-                found = names[int(chosen[0])]
-        if len(self._flags) > 1 and amax.any_rank(found is not None, amax.world()):
-            # parameters are sharded over several groups: a rank that is not in the group must do the same
-            return found or "a parameter of other ranks"
-        return found
+        Raises:
+            NonFiniteGradientError: naming the first parameter of the last such step.
+        """
+        in_a_row = int(groups[0]["skipped_in_a_row"])
+        if in_a_row >= most_in_a_row and self.table[2].any():
+            raise NonFiniteGradientError(
+                f"{in_a_row} steps in a row had infinite or NaN gradients, first in {self._first(self.table[2])}; no "
+                "weight was changed by them. Lower the learning rate, look at the data of these steps, or load an "
+                "older checkpoint"
+            )
 
-
-def _flags_of(param: Tensor) -> Tensor:
-    local = private_torch.local_tensor(param)
-    if param.grad is None:
-        return torch.tensor([0.0, 1.0, 0.0], device=local.device)
-    grad = private_torch.local_tensor(param.grad)
-    non_finite = (~(grad.abs() <= LARGEST_GRADIENT).all()).float()  # NaN is not <= either
-    return torch.stack([torch.ones_like(non_finite), torch.zeros_like(non_finite), non_finite])
+    def _first(self, chosen: Tensor) -> str:
+        return self._names[int(chosen.nonzero()[0])]
 
 
-def count_skipped(groups: list[dict[str, Any]], name: str, most_in_a_row: int) -> None:
-    """Count a step that is skipped because the gradient of `name` is not finite, in every group of an optimizer.
-
-    Raises:
-        NonFiniteGradientError: it is the `most_in_a_row`-th in a row.
-    """
-    for group in groups:
-        group["skipped_steps"] += 1
-        group["skipped_in_a_row"] += 1
-    in_a_row = groups[0]["skipped_in_a_row"]
-    if in_a_row >= most_in_a_row:
-        raise NonFiniteGradientError(
-            f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight was changed by them. "
-            "Lower the learning rate, look at the data of these steps, or load an older checkpoint"
-        )
+def _flags_of(param: Tensor, grad: Tensor | None) -> Tensor:
+    flags = torch.zeros(3, device=private_torch.local_tensor(param).device)
+    if grad is None:
+        flags[1].fill_(1.0)
+        return flags
+    flags[0].fill_(1.0)
+    largest = min(LARGEST_GRADIENT, torch.finfo(grad.dtype).max)  # beyond float16's range it would compare as infinite
+    flags[2].copy_(~(private_torch.local_tensor(grad).abs() <= largest).all())  # NaN is not <= either
+    return flags

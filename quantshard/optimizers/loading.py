@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
+from quantshard.optimizers import guards
 from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
 
 OWN_ENTRIES = ("params", "param_names")
 """Entries of a group that a load leaves as they are."""
 
 
-def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Raise CheckpointError unless both are groups of the same parameters, as far as their numbers and names say."""
+Options = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
+
+
+def load(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options) -> None:
+    """Load a state dict into an optimizer's live states and groups.
+
+    `options`: from a parameter's live and loaded state, what the optimizer must be constructed with, for messages.
+
+    Raises:
+        CheckpointError: it is of other parameters or states; the message names the first difference.
+    """
+    groups, states = state_dict["param_groups"], state_dict["state"]  # dcp_to_torch_save makes strings of numbers
+    _check_groups(groups, optimizer.param_groups)
+    loads = [
+        (names[param], optimizer.state.get(param, {}), states.get(index, states.get(str(index), {})))
+        for saved, own in zip(groups, optimizer.param_groups, strict=True)
+        for index, param in zip(saved["params"], own["params"], strict=True)
+    ]
+    for name, live, loaded in loads:
+        _check_states(name, live, loaded, options)
+    for _, live, loaded in loads:
+        for key, value in loaded.items():
+            if isinstance(value, Tensor):
+                private_torch.local_tensor(live[key]).copy_(private_torch.local_tensor(value))
+            else:
+                live[key] = value
+    for saved, own in zip(groups, optimizer.param_groups, strict=True):
+        _load_group(own, saved)
+
+
+def _check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
@@ -39,37 +69,44 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
             )
 
 
-def check_states(name: str, live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless `loaded` fits into the live states of the parameter `name`."""
+def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any], options: Options) -> None:
     if loaded.keys() != live.keys():
         raise CheckpointError(
             f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; construct it with "
-            f"the master_weights, exp_avg_dtype and exp_avg_sq_dtype that it was saved with{_differing(live, loaded)}"
+            f"{options(live, loaded)}"
         )
     for key, value in loaded.items():
-        kinds = ["a DTensor" if isinstance(t, DTensor) else "a plain tensor" for t in (value, live[key])]
+        kinds = [guards.kind(entry) for entry in (value, live[key])]
         if kinds[0] != kinds[1]:
             raise CheckpointError(
-                f"{name}: optimizer state {key} is {kinds[0]} in the state dict but {kinds[1]} here, as its parameter; "
-                "both must be the same: load with torch.distributed.checkpoint, or distribute the tensor first"
+                f"{name}: optimizer state {key} is {kinds[0]} in the state dict but {kinds[1]} here; both must be the "
+                "same: load with torch.distributed.checkpoint, or distribute the tensor first"
             )
-        own, new = private_torch.local_tensor(live[key]), private_torch.local_tensor(value)
-        if own.dtype != new.dtype or own.shape != new.shape or live[key].shape != value.shape:
+        own, new = _described(live[key]), _described(value)
+        if own != new:
             raise CheckpointError(
-                f"{name}: optimizer state {key} is {new.dtype} {tuple(value.shape)} (local {tuple(new.shape)}), this "
-                f"optimizer's is {own.dtype} {tuple(live[key].shape)} (local {tuple(own.shape)}); construct it over "
-                f"the same model and mesh, with the same state dtypes{_differing(live, loaded)}"
+                f"{name}: optimizer state {key} is {new}, this optimizer's is {own}; construct it over the same model "
+                f"and mesh, with {options(live, loaded)}"
             )
 
 
-def _differing(live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
-    """The options that the saved optimizer was constructed with, where they differ."""
-    pairs = [(_options(live, role), _options(loaded, role)) for role in (*MOMENTS, MASTER)]
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return guards.kind(value)
+    local = private_torch.local_tensor(value)
+    return f"{local.dtype} {tuple(value.shape)} (local {tuple(local.shape)})"
+
+
+def fused_adam_options(live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
+    """What a FusedAdam must be constructed with; with the values that the saved one had where they differ."""
+    pairs = [(_option(live, role), _option(loaded, role)) for role in (*MOMENTS, MASTER)]
     options = [theirs for ours, theirs in pairs if ours != theirs and loaded]
-    return f" ({', '.join(options)})" if options else ""
+    return "the master_weights, exp_avg_dtype and exp_avg_sq_dtype that it was saved with" + (
+        f" ({', '.join(options)})" if options else ""
+    )
 
 
-def _options(states: Mapping[str, Tensor], role: str) -> str:
+def _option(states: Mapping[str, Tensor], role: str) -> str:
     """The option of FusedAdam that a state tells of."""
     if role + REMAINDER_SUFFIX in states:
         return "store_param_remainders=True"
@@ -79,7 +116,7 @@ def _options(states: Mapping[str, Tensor], role: str) -> str:
     return f"{role}_dtype={dtype}"
 
 
-def load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Take over the entries of a group: tensors in place, since a captured step reads them where they are."""
     for key, value in saved.items():
         if key in OWN_ENTRIES:

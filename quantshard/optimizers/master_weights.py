@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
 from quantshard.amax import FlatMax
-from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.optimizers import guards, loading
 
 MASTER, UPDATES = "master_param", "updates"
 OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
@@ -78,16 +78,17 @@ class MasterWeights(torch.optim.Optimizer):
         self.defaults = self._inner.defaults
         for group, model_group in zip(self.param_groups, groups, strict=True):
             self._complete(group, model_group["params"])
-        guards.check_keys((name, param) for param, name in self._names.items())
+        self._check_keys()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its masters and states are allocated at once."""
+        """Add a group; its masters and states are allocated at once. A collective call where parameters are sharded."""
         super().add_param_group(param_group)
         if hasattr(self, "_inner"):  # not from the base class's constructor
             group = self.param_groups.pop()
             self._adopt(group)
             self._inner.add_param_group(self._inner_group(group))
             self._complete(self.param_groups[-1], group["params"])
+            self._check_keys()
 
     @property
     def skipped_steps(self) -> int:
@@ -99,6 +100,9 @@ class MasterWeights(torch.optim.Optimizer):
             "a MasterWeights is not copied: its states belong to its parameters; build another one over the copied "
             "model and load this one's state_dict() into it"
         )
+
+    def _check_keys(self) -> None:
+        guards.check_keys((name, param) for param, name in self._names.items())
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -190,40 +194,10 @@ class MasterWeights(torch.optim.Optimizer):
             CheckpointError: it is of other parameters or another inner optimizer; the message names the first
                 difference.
         """
-        saved_groups = state_dict["param_groups"]
-        guards.check_groups(saved_groups, self.param_groups)
-        pairs = [
-            (param, state_dict["state"].get(index, {}))
-            for saved, own in zip(saved_groups, self.param_groups, strict=True)
-            for index, param in zip(saved["params"], own["params"], strict=True)
-        ]
-        for param, loaded in pairs:
-            self._check_loadable(param, loaded)
-        for param, loaded in pairs:
-            self._versions.pop(param, None)  # the model may be loaded before or after
-            for key, value in loaded.items():
-                live = self.state[param][key]
-                if isinstance(live, Tensor):
-                    private_torch.local_tensor(live).copy_(private_torch.local_tensor(value))
-                else:
-                    self.state[param][key] = value
-        for saved, own in zip(saved_groups, self.param_groups, strict=True):
-            own.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-
-    def _check_loadable(self, param: Tensor, loaded: dict[str, Any]) -> None:
-        live, name = self.state.get(param, {}), self._names[param]
-        if loaded.keys() != live.keys():
-            raise CheckpointError(
-                f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; construct it with "
-                "the inner optimizer and the options that it was saved with"
-            )
-        for key, value in loaded.items():
-            own, new = _kind(live[key]), _kind(value)
-            if own != new:
-                raise CheckpointError(
-                    f"{name}: optimizer state {key} is {new}, this optimizer's is {own}; construct it over the same "
-                    "model and mesh, with the same inner optimizer"
-                )
+        loading.load(
+            self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
+        )
+        self._versions.clear()  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -242,18 +216,14 @@ class MasterWeights(torch.optim.Optimizer):
                 loss = closure()
         self._check_ours()
         reduction = FlatMax()
-        flags = guards.GradientFlags(((self._names[param], param) for param in self._masters), reduction)
+        flags = guards.GradientFlags(((self._names[param], param, param.grad) for param in self._masters), reduction)
         reduction.reduce()
-        flags.check_missing()
-        bad = flags.first_non_finite()
-        if bad is not None:
-            guards.count_skipped(self.param_groups, bad, self._max_skipped_in_a_row)
+        flags.gather()
+        if flags.skips(self.param_groups, self._max_skipped_in_a_row):
             return loss
         with self._inner_step():
             self._inner.step()
         self._write_weights()
-        for group in self.param_groups:
-            group["skipped_in_a_row"] = 0
         return loss
 
     def _check_ours(self) -> None:
@@ -312,11 +282,3 @@ class MasterWeights(torch.optim.Optimizer):
             if components.quantized(param) is None:
                 private_torch.local_tensor(param).copy_(values[param])
             self._versions[param] = guards.weight_version(param)
-
-
-def _kind(value: Any) -> str:
-    """For comparison and messages: what an entry of a state is."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    local = private_torch.local_tensor(value)
-    return f"{local.dtype} {tuple(local.shape)}"

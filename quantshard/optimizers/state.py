@@ -284,12 +284,3 @@ def assign(state: State, values: Tensor) -> None:
     begun = state.begin(values, reduction)
     reduction.reduce()
     state.write(values, begun)
-
-
-def initial_values(param: Tensor) -> Tensor:
-    """What a master starts from, float32: the values that the parameter was initialized with if kept, else its own."""
-    quantized = components.quantized(param)
-    if quantized is None:
-        return private_torch.local_tensor(param).float()
-    kept = quantized.get_high_precision_init_val()
-    return quantized._storage.dequantize() if kept is None else kept.float().to(quantized.device)

@@ -1,26 +1,22 @@
-"""One optimizer step: what ranks must tell each other, then each parameter read, updated and written by itself.
+"""One parameter's part of a step: read, updated and written by itself, and measured before where ranks share blocks.
 
 All ranks first agree, in one flat collective, on the amaxes of blocks that they share and on whether any gradient is
-missing or not finite. Parameters with shared blocks are computed twice, once to measure and once to write, so that no
-copy of the model is held between the two.
+missing or not finite (`guards.GradientFlags`). Parameters with shared blocks are computed twice, once to measure and
+once to write, so that no copy of the model is held between the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from quantshard import amax, private_torch
 from quantshard.amax import FlatMax, Requantization
-from quantshard.errors import RankMismatchError
 from quantshard.optimizers.adam import Hyperparameters, adam
 from quantshard.optimizers.rounding import Draw
 from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, RemainderState, State
-
-LARGEST_GRADIENT = 1e19
-"""The square of a larger one is infinite in float32, and would freeze its weight for good: it counts as infinite."""
 
 
 def rounded_roles(targets: Mapping[str, State]) -> list[str]:
@@ -100,60 +96,3 @@ class Work:
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
                 tensor.copy_(torch.where(skip, old, tensor))
-
-
-class Flags:
-    """What all ranks must know of each gradient: is it there, is it missing, is it not finite.
-
-    Float32 [3, parameters], reduced with the amaxes; parameters of one process group after those of another.
-    """
-
-    def __init__(self, work: Sequence[Work], reduction: FlatMax) -> None:
-        self.params: list[Tensor] = []
-        self.parts: list[Tensor] = []
-        for group in dict.fromkeys(item.group for item in work):
-            items = [item for item in work if item.group is group]
-            device = private_torch.local_tensor(items[0].param).device
-            part = torch.stack([_flags_of(item.grad, device) for item in items], dim=1)
-            reduction.add(part, group)
-            self.params += [item.param for item in items]
-            self.parts.append(part)
-
-    def gather(self) -> tuple[Tensor, Tensor]:
-        """After the reduction: the flags, and the verdict of all ranks, float32 [2]: any missing, any not finite."""
-        if not self.parts:
-            return torch.zeros(3, 0), torch.zeros(2)
-        flags = torch.cat([part.to(self.parts[0].device) for part in self.parts], dim=1)
-        verdict = torch.stack([(flags[0] * flags[1]).amax(), flags[2].amax()])
-        if len(self.parts) > 1:
-            # parameters are sharded over several groups: a rank that is not in the group must do the same
-            reduction = FlatMax()
-            reduction.add(verdict, amax.world())
-            reduction.reduce()
-        return flags, verdict
-
-    def first_non_finite(self, flags: Tensor, names: Mapping[Tensor, str]) -> str:
-        """Name of the first parameter whose gradient is not finite on some rank."""
-        return self._first(flags[2], names)
-
-    def missing(self, flags: Tensor, names: Mapping[Tensor, str]) -> RankMismatchError:
-        """The error for gradients that are missing on some ranks."""
-        return RankMismatchError(
-            f"{self._first(flags[0] * flags[1], names)} has a gradient on some ranks only; all ranks must use the "
-            "same parameters in every step"
-        )
-
-    def _first(self, chosen: Tensor, names: Mapping[Tensor, str]) -> str:
-        found = chosen.nonzero()
-        return names[self.params[int(found[0])]] if found.numel() else "a parameter of other ranks"
-
-
-def _flags_of(grad: Tensor | None, device: torch.device) -> Tensor:
-    flags = torch.zeros(3, device=device)
-    if grad is None:
-        flags[1].fill_(1.0)
-        return flags
-    flags[0].fill_(1.0)
-    largest = min(LARGEST_GRADIENT, torch.finfo(grad.dtype).max)  # beyond float16's range it would compare as infinite
-    flags[2].copy_(~(grad.abs() <= largest).all())  # NaN is not <= either
-    return flags

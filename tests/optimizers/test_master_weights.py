@@ -282,6 +282,19 @@ def test_non_finite_gradients_are_skipped(value):
     assert optimizer.skipped_steps == 3
 
 
+def test_an_infinite_float16_gradient_is_skipped():
+    """A limit beyond float16's range would itself become infinite."""
+    param = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = MasterWeights(torch.optim.SGD, [param], lr=1.0)
+    param.grad = torch.tensor([1.0, float("inf"), 1.0], dtype=torch.float16)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert same(param.detach(), torch.ones(3, dtype=torch.float16))
+    param.grad = torch.full((3,), torch.finfo(torch.float16).max, dtype=torch.float16)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1, "the largest number is finite"
+
+
 def test_new_values_from_elsewhere_are_noticed():
     params = parameters()
     optimizer = MasterWeights(torch.optim.AdamW, params.items(), lr=1e-2)
