@@ -5,6 +5,7 @@ Each test names its rank count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,9 @@ ON_MASTERS: dict[str, tuple[str, dict[str, Any]]] = {
 SHAPES = ((96, 150), (150, 67), (67, 3), (3, 1))
 """(in, out) of each layer: blocks are cut, and some ranks hold nothing of the last two."""
 
-MESHES = (None, (1,), (2,), (3,), (2, 2))
-"""No FSDP2, 1, 2 and 3 ranks, and HSDP on 4."""
+Meshes = Sequence[tuple[int, ...]]
+MESHES: Meshes = ((1,), (2,), (3,), (2, 2))
+"""1, 2 and 3 ranks, and HSDP on 4."""
 
 
 def make(model: nn.Module, name: str, masters: bool) -> torch.optim.Optimizer:
@@ -113,11 +115,14 @@ def steps(case: Case, names: list[str], masters: bool, dtype: torch.dtype) -> di
     return found
 
 
-def on_every_mesh(recipe: str, names: list[str], masters: bool, dtype: torch.dtype) -> dict[str, list[str]]:
+def differing(
+    recipe: str, names: list[str], masters: bool, meshes: Meshes, dtype: torch.dtype | None = None
+) -> dict[str, list[str]]:
     """For each optimizer, which meshes gave other bits than one process without FSDP2, and of what."""
+    dtype = dtype or (torch.bfloat16 if masters else torch.float32)
     wanted: dict[str, dict[str, str]] = {}
     wrong: dict[str, list[str]] = {}
-    for mesh in MESHES:
+    for mesh in (None, *meshes):
         case = Case(recipe, mesh, shapes=SHAPES)
         for rank, found in enumerate(run_ranks(case.ranks, steps, case, names, masters, dtype)):
             wanted = wanted or found
@@ -128,32 +133,36 @@ def on_every_mesh(recipe: str, names: list[str], masters: bool, dtype: torch.dty
     return wrong
 
 
+with_and_without_masters = pytest.mark.parametrize("masters", [False, True], ids=["stock", "masters"])
+
+
+@with_and_without_masters
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_stock_optimizers_on_every_mesh(recipe: str) -> None:
-    """1, 2, 3 ranks and HSDP on 4: weights, draws and states after two steps, from the same gradients."""
-    wrong = on_every_mesh(recipe, list(STOCK), masters=False, dtype=torch.float32)
-    print(f"\n{recipe:18}", *(f"{name}: {'differs' if name in wrong else 'same bits'}" for name in STOCK), sep=" | ")
-    assert not wrong
+def test_the_same_bits_with_every_recipe(recipe: str, masters: bool) -> None:
+    """3 ranks and one process: weights, draws, masters and states after two steps, from the same gradients."""
+    assert not differing(recipe, ["AdamW"] if masters else ["AdamW", "AdamW foreach"], masters, [(3,)])
 
 
-def test_other_stock_optimizers_on_every_mesh() -> None:
-    """1, 2, 3 ranks and HSDP on 4: the rest of torch.optim, but for those that DTensor or the op table refuse."""
-    assert not on_every_mesh("block", list(OTHERS), masters=False, dtype=torch.float32)
+@with_and_without_masters
+def test_the_same_bits_on_every_mesh(masters: bool) -> None:
+    """1, 2, 3 ranks and HSDP on 4."""
+    assert not differing("mxfp8", ["AdamW", "SGD foreach"], masters, MESHES)
 
 
-def test_stock_optimizers_of_bfloat16_models_on_every_mesh() -> None:
-    """1, 2, 3 ranks and HSDP on 4. AdamW alone: the others add bfloat16 tensors with alpha, and on CPUs PyTorch's own
-    kernel rounds the last elements of a tensor otherwise; biases differ too."""
-    assert not on_every_mesh("current", ["AdamW", "AdamW foreach"], masters=False, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("recipe", "names", "masters"),
+    [("block", [*STOCK, *OTHERS], False), ("nvfp4", list(STOCK), False), ("mxfp8", list(ON_MASTERS), True)],
+    ids=["stock, block", "stock, nvfp4", "masters"],
+)
+def test_the_same_bits_with_every_optimizer(recipe: str, names: list[str], masters: bool) -> None:
+    """2 ranks: those of torch.optim, but for those that DTensor or the op table refuse."""
+    assert not differing(recipe, names, masters, [(2,)])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_masters_on_every_mesh(recipe: str) -> None:
-    """1, 2, 3 ranks and HSDP on 4: weights, masters and states after two steps, from the same gradients."""
-    names = list(ON_MASTERS) if recipe == "mxfp8" else ["AdamW", "SGD foreach"]
-    wrong = on_every_mesh(recipe, names, masters=True, dtype=torch.bfloat16)
-    print(f"\n{recipe:18}", *(f"{name}: {'differs' if name in wrong else 'same bits'}" for name in names), sep=" | ")
-    assert not wrong
+def test_the_same_bits_of_bfloat16_models() -> None:
+    """3 ranks. AdamW alone: the others add bfloat16 tensors with alpha, and on CPUs PyTorch's own kernel rounds the
+    last elements of a tensor otherwise; biases differ too."""
+    assert not differing("current", ["AdamW", "AdamW foreach"], False, [(3,)], torch.bfloat16)
 
 
 # What a step sends
@@ -196,12 +205,12 @@ def fit(case: Case, name: str, masters: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("masters", [False, True])
+@with_and_without_masters
 def test_training_lowers_the_loss(masters: bool) -> None:
-    """3 ranks: on two batches seen again and again."""
-    case = Case("mxfp8", (3,), shapes=((96, 70), (70, 33)))
-    for name in ("AdamW foreach", "SGD", *(["AdamW fused"] if masters else [])):
-        for losses in run_ranks(3, fit, case, name, masters):
+    """2 ranks: on two batches seen again and again."""
+    case = Case("mxfp8", (2,), shapes=((96, 70), (70, 33)))
+    for name in ("SGD", "AdamW fused" if masters else "AdamW foreach"):
+        for losses in run_ranks(2, fit, case, name, masters):
             assert sum(losses[-4:]) < 0.6 * sum(losses[:4]), (name, losses)
 
 
@@ -243,27 +252,25 @@ def resume(case: Case, path: str, name: str, masters: bool, flatten: bool) -> tu
     return loaded, everything(model, optimizer)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(
-    ("recipe", "name", "masters"),
+    ("recipe", "name", "masters", "flatten", "mesh"),
     [
-        ("current", "AdamW", False),
-        ("mxfp8", "AdamW foreach", False),
-        ("nvfp4", "AdamW", False),
-        ("delayed", "AdamW", True),
-        ("mxfp8", "AdamW foreach", True),
-        ("nvfp4", "SGD foreach", True),
-        ("block", "SGD plain", True),
+        ("current", "AdamW", False, False, (2, 2)),
+        ("mxfp8", "AdamW foreach", False, True, (3,)),
+        ("nvfp4", "AdamW", False, True, (1,)),
+        ("delayed", "AdamW", True, False, (3,)),
+        ("mxfp8", "AdamW foreach", True, True, (2, 2)),
+        ("nvfp4", "SGD foreach", True, False, (1,)),
+        ("block", "SGD plain", True, True, (3,)),
     ],
 )
-def test_resume(recipe: str, name: str, masters: bool, flatten: bool, tmp_path: Path) -> None:
-    """2 ranks save; a fresh 1, 3 and HSDP on 4 load, and go on with the same bits as those that never stopped."""
+def test_resume(recipe: str, name: str, masters: bool, flatten: bool, mesh: tuple[int, ...], tmp_path: Path) -> None:
+    """2 ranks save; a fresh 1, 3 or HSDP on 4 load, and go on with the same bits as those that never stopped."""
     path = str(tmp_path / "c")
     wanted = run_ranks(2, save, Case(recipe, (2,), shapes=SHAPES), path, name, masters, flatten)[0]
-    for mesh in ((1,), (3,), (2, 2)):
-        case = Case(recipe, mesh, shapes=SHAPES)
-        for found in run_ranks(case.ranks, resume, case, path, name, masters, flatten):
-            assert found == wanted
+    case = Case(recipe, mesh, shapes=SHAPES)
+    for found in run_ranks(case.ranks, resume, case, path, name, masters, flatten):
+        assert found == wanted
 
 
 def plain_idiom(case: Case, path: str) -> bool:
@@ -317,7 +324,7 @@ def missing(case: Case, name: str, masters: bool, layer: int) -> str:
     return message_of(optimizer.step)
 
 
-@pytest.mark.parametrize("masters", [False, True])
+@with_and_without_masters
 @pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD"])
 def test_a_gradient_missing_on_one_rank(name: str, masters: bool) -> None:
     """3 ranks: all raise; none hangs."""

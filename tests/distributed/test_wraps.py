@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
 from quantshard.errors import QuantshardError
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 
@@ -488,7 +488,8 @@ def copy_of_sharded(recipe: str) -> list[str]:
 
 def tied_apart(recipe: str) -> list[str]:
     model = shard(tied(recipe))
-    return [message_of(lambda: FusedAdam(model.named_parameters()))]
+    builders = (FusedAdam, lambda params: MasterWeights(torch.optim.SGD, params))
+    return [message_of(lambda build=build: build(model.named_parameters())) for build in builders]
 
 
 REFUSED = {
