@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 import quantshard as qs
 from quantshard import components
@@ -126,13 +127,24 @@ def train(model: nn.Module, optimizer: FusedAdam, case: Case, first: int, last: 
     return losses
 
 
+def set_gradients(model: nn.Module, step: int) -> None:
+    """The same global gradients on every mesh."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in model.parameters():
+        whole = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if isinstance(param, DTensor):
+            whole = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = whole
+
+
 def sha(tensor: Tensor) -> str:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    content = whole.detach().cpu().clone().view(torch.uint8)  # numpy() would pin the storage that FSDP2 wants to free
+    copy = whole.detach().cpu().clone()  # numpy() would pin the storage that FSDP2 wants to free
+    content = copy.reshape(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
 
 
-def bits(model: nn.Module, optimizer: FusedAdam | None = None) -> dict[str, str]:
+def bits(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, str]:
     """Hashes of all that a checkpoint holds, each tensor put together from all ranks."""
     tensors: dict[str, Any] = dict(model.state_dict())
     if optimizer is not None:

@@ -18,14 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import quantshard as qs
 from quantshard import components
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
 from quantshard.optimizers import MasterWeights
-from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, sha, train
+from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, set_gradients, sha, train
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -72,23 +71,6 @@ def make(model: nn.Module, name: str, masters: bool) -> torch.optim.Optimizer:
     return cls(model.named_parameters(), **options)
 
 
-def set_gradients(model: nn.Module, step: int) -> None:
-    """The same global gradients on every mesh."""
-    generator = torch.Generator().manual_seed(100 + step)
-    for param in model.parameters():
-        whole = torch.randn(param.shape, generator=generator).to(param.dtype)
-        if isinstance(param, DTensor):
-            whole = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = whole
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    found = bits(model)
-    for index, entries in optimizer.state_dict()["state"].items():
-        found.update({f"{index}.{key}": sha(value if value.ndim else value.view(1)) for key, value in entries.items()})
-    return found
-
-
 def born(case: Case, dtype: torch.dtype) -> nn.Sequential:
     """`models.build` with another dtype."""
     if dtype is torch.bfloat16:
@@ -111,7 +93,7 @@ def steps(case: Case, names: list[str], masters: bool, dtype: torch.dtype) -> di
         for step in range(2):
             set_gradients(model, step)
             optimizer.step()
-        found[name] = everything(model, optimizer)
+        found[name] = bits(model, optimizer)
     return found
 
 
@@ -226,11 +208,11 @@ def save(case: Case, path: str, name: str, masters: bool, flatten: bool) -> tupl
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    saved = everything(model, optimizer)
+    saved = bits(model, optimizer)
     for step in range(2, 4):
         set_gradients(model, step)
         optimizer.step()
-    return saved, everything(model, optimizer)
+    return saved, bits(model, optimizer)
 
 
 def resume(case: Case, path: str, name: str, masters: bool, flatten: bool) -> tuple[dict[str, str], dict[str, str]]:
@@ -245,11 +227,11 @@ def resume(case: Case, path: str, name: str, masters: bool, flatten: bool) -> tu
         model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
     )  # fmt: skip
     assert optimizer.param_groups[0]["lr"] == 3e-3
-    loaded = everything(model, optimizer)
+    loaded = bits(model, optimizer)
     for step in range(2, 4):
         set_gradients(model, step)
         optimizer.step()
-    return loaded, everything(model, optimizer)
+    return loaded, bits(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +275,7 @@ def plain_idiom(case: Case, path: str) -> bool:
             for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
                 set_gradients(each, step)
                 its_optimizer.step()
-        if everything(model, optimizer) != everything(other, other_optimizer):
+        if bits(model, optimizer) != bits(other, other_optimizer):
             return False
     return True
 
@@ -364,15 +346,15 @@ def skipped(case: Case) -> tuple[int, bool, bool]:
     optimizer = make(model, "AdamW", True)
     set_gradients(model, 0)
     optimizer.step()
-    before = everything(model, optimizer)
+    before = bits(model, optimizer)
     set_gradients(model, 1)
     if dist.get_rank() == 2:
         model[1].weight.grad._local_tensor.view(-1)[5] = float("nan")
     optimizer.step()
-    same = everything(model, optimizer) == before
+    same = bits(model, optimizer) == before
     set_gradients(model, 1)
     optimizer.step()
-    return optimizer.skipped_steps, same, everything(model, optimizer) != before  # type: ignore[attr-defined]
+    return optimizer.skipped_steps, same, bits(model, optimizer) != before  # type: ignore[attr-defined]
 
 
 def test_masters_skip_non_finite_gradients() -> None:

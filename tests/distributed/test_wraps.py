@@ -8,7 +8,7 @@ terms, wrappers that lay out their buffers differently take different sums.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
@@ -28,42 +27,27 @@ from quantshard.errors import QuantshardError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
+from tests.distributed.wraps import (
+    BF16_COMPUTE,
+    OFFLOAD,
+    Found,
+    Net,
+    build,
+    data_parallel,
+    fp32,
+    fp32_by_hand,
+    inputs,
+    shard,
+    train,
+)
 
 pytestmark = pytest.mark.distributed
-
-WIDTHS = (40, 70, 70, 70, 4)
-"""Features between layers: blocks are cut, and the third rank of three holds nothing of the last layer."""
-
-TOKENS, STEPS = 6, 2
 
 STATEFUL = ["delayed", "nvfp4"]
 """The recipes with amax histories and draws."""
 
-Found = dict[str, str]
-
 
 # Models
-
-
-class Net(nn.Sequential):
-    """Layers, called in any order, or not at all."""
-
-    order: tuple[int, ...] = (0, 1, 2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = self[index](x)
-        return x
-
-
-def build(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Net:
-    torch.manual_seed(7)
-    with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
-        return Net(*[qs.Linear(a, b, params_dtype=dtype, device="cpu") for a, b in pairwise(WIDTHS)])
-
-
-def fp32(recipe: str) -> Net:
-    return build(recipe, torch.float32)
 
 
 def skips_a_layer(recipe: str) -> Net:
@@ -118,14 +102,6 @@ def mixed(recipe: str) -> Mixed:
 # Wraps
 
 
-def shard(model: Any, mesh: tuple[int, ...] | None = None, **options: Any) -> Any:
-    if mesh is not None:
-        options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("outer", "inner"))
-    for layer in model:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
 def in_groups(model: Any) -> Any:
     fully_shard([model[0], model[1], model[2]])
     return fully_shard(model)
@@ -144,11 +120,6 @@ def sharded_copy(model: Any) -> Any:
     with torch.no_grad():
         model[0].weight.quantize_(torch.zeros(model[0].weight.shape))  # not seen by the copy
     return shard(other)
-
-
-def data_parallel(model: nn.Module, **options: Any) -> nn.Module:
-    qs.check_replicas(model)
-    return DistributedDataParallel(model, init_sync=False, **options)
 
 
 def casting_by_hand(model: Any) -> Any:
@@ -176,92 +147,6 @@ class Moves:
 
     def __exit__(self, *error: object) -> None:
         del qs.QuantizedTensor.to, qs.QuantizedTensor.cpu
-
-
-BF16_COMPUTE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-OFFLOAD = CPUOffloadPolicy(pin_memory=False)
-
-
-# Training
-
-
-def inputs(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(TOKENS, WIDTHS[0], generator=generator).bfloat16()
-
-
-def average(params: Iterable[Tensor], like: str) -> None:
-    """DistributedDataParallel divides gradients before it adds them, FSDP2 after."""
-    for grad in [param.grad for param in params if param.grad is not None]:
-        if like == "DDP":
-            grad /= dist.get_world_size()
-        dist.all_reduce(grad)
-        if like == "FSDP2":
-            grad /= dist.get_world_size()
-
-
-def always(model: Any, is_last: bool) -> Any:
-    return nullcontext()
-
-
-def nothing(model: Any, recipe: str) -> None:
-    pass
-
-
-def train(
-    model: nn.Module,
-    recipe: str,
-    *,
-    by_hand: str = "",
-    between: Callable[[Any, str], None] = nothing,
-    micro_batches: int = 1,
-    micro_batch: Callable[[Any, bool], Any] = always,
-    input_dtype: torch.dtype = torch.bfloat16,
-) -> Found:
-    """Train for a few steps: this rank's losses, and the hashes of all that a checkpoint holds."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    optimizer = FusedAdam(named, lr=1e-2, weight_decay=0.1)
-    losses: Found = {}
-    for step in range(STEPS):
-        between(model, recipe)
-        for index, x in enumerate(inputs(step).to(input_dtype).chunk(micro_batches)):
-            with micro_batch(model, index == micro_batches - 1):
-                with qs.autocast(recipe=RECIPES[recipe]):
-                    out = model(x)
-                loss = out.float().square().mean() / micro_batches * (dist.get_rank() < 2)
-                loss.backward()
-            losses[f"loss {step}.{index}"] = loss.item().hex()
-        if by_hand:
-            average(model.parameters(), by_hand)
-        optimizer.step()
-        optimizer.zero_grad()
-    between(model, recipe)
-    return losses | {name.removeprefix("module."): value for name, value in bits(model, optimizer).items()}
-
-
-def fp32_by_hand(recipe: str) -> Found:
-    """What MixedPrecisionPolicy does: a bf16 copy of the fp32 model runs, and its gradients go back as fp32."""
-    model = fp32(recipe)
-    optimizer = FusedAdam(list(model.named_parameters()), lr=1e-2, weight_decay=0.1)
-    losses: Found = {}
-    for step in range(STEPS):
-        working = copy.deepcopy(model).bfloat16()
-        with qs.autocast(recipe=RECIPES[recipe]):
-            out = working(inputs(step))
-        loss = out.float().square().mean() * (dist.get_rank() < 2)
-        loss.backward()
-        losses[f"loss {step}.0"] = loss.item().hex()
-        live = model.state_dict()
-        for name, value in working.state_dict().items():
-            if name.endswith(("draws", "history")):
-                live[name].copy_(value)
-        for param, used in zip(model.parameters(), working.parameters(), strict=True):
-            assert used.grad is not None
-            param.grad = used.grad.float()
-        average(model.parameters(), "FSDP2")
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses | bits(model, optimizer)
 
 
 def no_sync(model: DistributedDataParallel, is_last: bool) -> Any:

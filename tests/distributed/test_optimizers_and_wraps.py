@@ -1,0 +1,227 @@
+"""Optimizer x recipe x wrap: each trains to the bits of the same optimizer over the same model, unwrapped.
+
+On 1, 2, 3 and 4 ranks; a table is printed. `recipe_of` says which recipe a pair of optimizer and wrap is tried with:
+every pair (optimizer, recipe), (optimizer, wrap) and (wrap, recipe) is covered. Compared are weights, scales, random
+keys and draws, histories, masters and moments, after two steps.
+
+Where a wrap does not change what gradients are, they are fixed: every rank runs forward and backward over the same
+batch, so that FSDP2 gathers and histories grow, and then gets its part of the same global gradients, so that sums over
+ranks play no part. One process trains with these once. In the other wraps gradients are those of backward over
+different batches, and one model in each rank, unwrapped, whose gradients are averaged by hand, is what they equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._composable import checkpoint
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import quantshard as qs
+from quantshard.optimizers import FusedAdam, MasterWeights
+from tests.distributed.models import RECIPES, bits, set_gradients
+from tests.distributed.pool import run_ranks
+from tests.distributed.wraps import (
+    BF16_COMPUTE,
+    OFFLOAD,
+    STEPS,
+    Found,
+    Named,
+    Net,
+    build,
+    data_parallel,
+    fp32_by_hand,
+    inputs,
+    shard,
+    train,
+)
+
+pytestmark = pytest.mark.distributed
+
+# Optimizers
+
+DECAY = {"lr": 1e-2, "weight_decay": 0.1}
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+
+
+def fused(**options: Any) -> Callable[[Named], Optimizer]:
+    return partial(FusedAdam, **DECAY, **options)
+
+
+def moments(dtype: torch.dtype) -> Callable[[Named], Optimizer]:
+    return fused(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+
+
+STOCK: dict[str, Callable[[Named], Optimizer]] = {
+    "AdamW": partial(AdamW, **DECAY, foreach=False),
+    "AdamW, foreach": partial(AdamW, **DECAY, foreach=True),
+    "Adam": partial(Adam, **DECAY),
+    "SGD, momentum": partial(SGD, **MOMENTUM),
+}
+"""Over float32 models: in bfloat16 PyTorch's kernels for CPUs round the last elements of a tensor otherwise, and which
+are last depends on the mesh."""
+
+OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
+    "FusedAdam": fused(),
+    "fp16 masters": fused(master_weight_dtype=torch.float16),
+    "bf16 masters": fused(master_weight_dtype=torch.bfloat16),
+    "no masters": fused(master_weights=False),
+    "FP8 moments": moments(torch.uint8),
+    "bf16 moments": moments(torch.bfloat16),
+    "remainders": fused(store_param_remainders=True),
+    "capturable": fused(capturable=True),
+    "MasterWeights(AdamW)": partial(MasterWeights, AdamW, **DECAY),
+    "MasterWeights(SGD)": partial(MasterWeights, SGD, **MOMENTUM),
+    **STOCK,
+}
+
+# Wraps
+
+
+def recomputing(model: Any) -> Any:
+    for layer in model:
+        checkpoint(layer)
+    return shard(model)
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """A way to wrap a model. `like`: if its gradients are not fixed, how the model by hand gets them."""
+
+    ranks: int
+    wrap: Callable[[Any], Any] = shard
+    like: str = ""
+
+
+WRAPS = {
+    "resumed": Wrap(1),
+    "x1": Wrap(1),
+    "x2": Wrap(2),
+    "x3": Wrap(3),
+    "2x2": Wrap(4, partial(shard, mesh=(2, 2))),
+    "offload": Wrap(2, partial(shard, offload_policy=OFFLOAD)),
+    "DDP": Wrap(2, data_parallel, "DDP"),
+    "mixed": Wrap(2, partial(shard, mp_policy=BF16_COMPUTE), "fp32"),
+    "recompute": Wrap(2, recomputing, "FSDP2"),
+}
+"""resumed: no wrap; after one step a new model and optimizer load what the first saved. xN: FSDP2 on N ranks.
+2x2: HSDP. mixed: float32 weights, computed in bfloat16. recompute: activation checkpointing of every layer."""
+
+
+def recipe_of(optimizer: str, wrap: str) -> str:
+    """In turns. There are more optimizers and more wraps than recipes, so each of both meets every recipe."""
+    recipes = list(RECIPES)
+    return recipes[(list(OPTIMIZERS).index(optimizer) + list(WRAPS).index(wrap)) % len(recipes)]
+
+
+# Training
+
+
+def dtype_of(optimizer: str) -> torch.dtype:
+    return torch.float32 if optimizer in STOCK else torch.bfloat16
+
+
+def step(model: Net, optimizer: Optimizer, recipe: str, number: int) -> None:
+    dtype = next(model.parameters()).dtype
+    with qs.autocast(recipe=RECIPES[recipe]):
+        out = model(inputs(number, rank=0).to(dtype))
+    out.float().square().mean().backward()
+    set_gradients(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_fixed_gradients(model: Net, optimizer: str, recipe: str) -> Found:
+    its_optimizer = OPTIMIZERS[optimizer](list(model.named_parameters()))
+    for number in range(STEPS):
+        step(model, its_optimizer, recipe, number)
+    return bits(model, its_optimizer)
+
+
+def resumed(optimizer: str, recipe: str) -> Found:
+    state: Any = None
+    for number in range(STEPS):
+        model = build(recipe, dtype_of(optimizer), seed=7 + number)
+        its_optimizer = OPTIMIZERS[optimizer](list(model.named_parameters()))
+        if state is not None:
+            model.load_state_dict(state[0])
+            its_optimizer.load_state_dict(state[1])
+        step(model, its_optimizer, recipe, number)
+        state = copy.deepcopy((model.state_dict(), its_optimizer.state_dict()))
+    return bits(model, its_optimizer)
+
+
+def alone(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Found]:
+    """(optimizer, recipe) -> the bits that an unwrapped model gets from fixed gradients."""
+    return {pair: with_fixed_gradients(build(pair[1], dtype_of(pair[0])), *pair) for pair in pairs}
+
+
+def want_and_got(optimizer: str, name: str, recipe: str, fixed: Found) -> tuple[Found, Found]:
+    wrap, make, dtype = WRAPS[name], OPTIMIZERS[optimizer], dtype_of(optimizer)
+    if name == "resumed":
+        return fixed, resumed(optimizer, recipe)
+    if not wrap.like:
+        return fixed, with_fixed_gradients(wrap.wrap(build(recipe, dtype)), optimizer, recipe)
+    if wrap.like == "fp32":
+        dtype = torch.float32
+        want = fp32_by_hand(recipe, make)
+    else:
+        want = train(build(recipe, dtype), recipe, make=make, by_hand=wrap.like, input_dtype=dtype)
+    return want, train(wrap.wrap(build(recipe, dtype)), recipe, make=make, input_dtype=dtype)
+
+
+def compare(name: str, fixed: dict[tuple[str, str], Found]) -> dict[str, str]:
+    """What differs, by optimizer; "" if nothing does."""
+    found = {}
+    for optimizer in OPTIMIZERS:
+        recipe = recipe_of(optimizer, name)
+        want, got = want_and_got(optimizer, name, recipe, fixed.get((optimizer, recipe), {}))
+        found[optimizer] = ", ".join(key for key in want | got if want.get(key) != got.get(key))
+    return found
+
+
+# The table
+
+
+def test_every_pair_is_covered() -> None:
+    cells = [(optimizer, wrap, recipe_of(optimizer, wrap)) for optimizer in OPTIMIZERS for wrap in WRAPS]
+    assert len({(optimizer, recipe) for optimizer, _, recipe in cells}) == len(OPTIMIZERS) * len(RECIPES)
+    assert len({(wrap, recipe) for _, wrap, recipe in cells}) == len(WRAPS) * len(RECIPES)
+
+
+def cell(words: dict[str, str]) -> str:
+    """Wraps that agree share a word: "x1 mixed equal"."""
+    return ", ".join(
+        " ".join([*(wrap for wrap in words if words[wrap] == word), word]) for word in dict.fromkeys(words.values())
+    )
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """1, 2, 3 and 4 ranks."""
+    fixed_pairs = [
+        (optimizer, recipe_of(optimizer, name)) for name in WRAPS if not WRAPS[name].like for optimizer in OPTIMIZERS
+    ]
+    [fixed] = run_ranks(1, alone, fixed_pairs)
+    differ: dict[tuple[str, str], list[str]] = {}
+    for name, wrap in WRAPS.items():
+        for rank, found in enumerate(run_ranks(wrap.ranks, compare, name, {} if wrap.like else fixed)):
+            for optimizer, keys in found.items():
+                differ.setdefault((optimizer, name), []).extend([f"rank {rank} of {wrap.ranks}: {keys}"] * bool(keys))
+    rows = [["", *RECIPES]]
+    for optimizer in OPTIMIZERS:
+        by_recipe: dict[str, dict[str, str]] = {recipe: {} for recipe in RECIPES}
+        for name in WRAPS:
+            word = "DIFFER" if differ[optimizer, name] else "equal"
+            by_recipe[recipe_of(optimizer, name)][name] = word
+        rows.append([optimizer, *map(cell, by_recipe.values())])
+    width = max(len(entry) for row in rows for entry in row) + 2
+    lines = ["".join(entry.ljust(width) for entry in row).rstrip() for row in rows]
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+    assert not any(differ.values()), {pair: found for pair, found in differ.items() if found}
