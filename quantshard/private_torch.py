@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx.traceback
 from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -43,6 +45,19 @@ def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, devic
 def in_backward() -> bool:
     """True while autograd runs a backward pass on this thread. There is no public way to ask."""
     return torch._C._current_graph_task_id() != -1
+
+
+def keep_order(operator: Any) -> None:
+    """Tell torch.compile that an operator does more than it returns: calls are neither dropped, merged nor reordered.
+
+    torch.library has no public name for it yet. Such an operator cannot stand in a checkpointed part of a graph.
+    """
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def is_recomputed_in_graph() -> bool:
+    """True where torch.compile traces a part of a graph that it may run again in backward (activation checkpointing)."""
+    return "recompute" in torch.fx.traceback.get_current_meta()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

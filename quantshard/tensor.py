@@ -165,13 +165,14 @@ class QuantizedTensor(Tensor):
         self._check_filled("__tensor_flatten__")
         names = [_COMPONENT + name for name in self._storage.components]
         names += [_STATE + name for name in self._storage.state]
-        return names, (self._storage.cell, self._storage.shard, self.dtype)
+        # the names too: a graph is for the copies that were there, and what FSDP2 gathers differs between passes
+        return names, (self._storage.cell, self._storage.shard, self.dtype, tuple(names))
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], meta: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
-        cell, shard, dtype = meta
+        cell, shard, dtype, _ = meta
         parts: dict[str, dict[str, Tensor]] = {_COMPONENT: {}, _STATE: {}}
         for name, tensor in inner.items():
             prefix = _COMPONENT if name.startswith(_COMPONENT) else _STATE

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import amax, backend, components, limits, numerics, private_torch
 from quantshard import storage as storages
 from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
-from quantshard.modules import context, functional, recompute
+from quantshard.modules import compiled, context, functional, recompute
 from quantshard.modules.functional import LinearState
 from quantshard.recipe import Recipe
 from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
@@ -67,6 +67,7 @@ class QuantizedModule(nn.Module):
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._plain_states: dict[str, dict[str, Tensor]] = {}
+        self._handle = compiled.handle(self)
 
     # Birth -----------------------------------------------------------------------------------------------------------
 
@@ -192,6 +193,8 @@ class QuantizedModule(nn.Module):
 
     def _linear(self, x: Tensor, weight: str, bias: Tensor | None, prefix: str = "") -> Tensor:
         """x [..., in_features] times one of this module's weights, transposed, plus bias; by the recipe in force."""
+        if torch.compiler.is_compiling():
+            return compiled.linear(x, getattr(self, weight), bias, self._handle, weight, prefix, self.training)
         quantized = components.quantized(getattr(self, weight)) is not None
         call = recompute.call((id(self), weight), quantized)
         checked = self._checked_weight(weight, call.recipe)
@@ -357,6 +360,10 @@ class QuantizedModule(nn.Module):
                     f"{tuple(live[suffix].shape)} in this model"
                 )
         return [(live[suffix], value) for suffix, value in found.items()]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = compiled.handle(self)  # a copy is another module
 
     def __getattr__(self, name: str) -> Any:
         try:

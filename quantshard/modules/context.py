@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from quantshard import private_torch
-from quantshard.amax import PendingAmaxes
+from quantshard.amax import PendingAmaxes, world
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import HighPrecision, Recipe, resolve
 
@@ -35,6 +36,59 @@ backward_amaxes = PendingAmaxes()
 """Amaxes of output gradients seen in the running backward pass."""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What one autocast asks for: a recipe, the group over which delayed scaling reduces amaxes (None: all), strictness."""
+
+    recipe: Recipe
+    amax_reduction_group: dist.ProcessGroup | None = None
+    strict: bool = False
+
+
+NO_AUTOCAST = "no autocast"
+_settings: dict[str, Setting] = {NO_AUTOCAST: Setting(HighPrecision())}
+
+
+# A compiled graph knows a setting by its name, so the three functions below are constants to torch.compile.
+
+
+@torch.compiler.assume_constant_result
+def _setting_name(
+    enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool
+) -> str:
+    """A short name for a setting, the same for equal ones."""
+    setting = Setting(resolve(recipe) if enabled else HighPrecision(), group, strict)
+    for name, known in _settings.items():
+        if known == setting and name != NO_AUTOCAST:
+            return name
+    name = f"{setting.recipe.name} {len(_settings)}"
+    _settings[name] = setting
+    return name
+
+
+@torch.compiler.assume_constant_result
+def quantizes(name: str) -> bool:
+    """True if the setting of that name quantizes anything."""
+    return bool(_settings[name].recipe.table)
+
+
+@torch.compiler.assume_constant_result
+def is_delayed(name: str) -> bool:
+    """True if the setting of that name scales by past amaxes."""
+    return any(cell.scaling.history for cell in _settings[name].recipe.table.values())
+
+
+def setting(name: str) -> Setting:
+    """The setting of that name, its group resolved: None only without process groups."""
+    found = _settings[name]
+    return replace(found, amax_reduction_group=found.amax_reduction_group or world())
+
+
+def current_setting() -> str:
+    """Name of the setting of the innermost autocast."""
+    return _autocasts[-1].setting if _autocasts else NO_AUTOCAST
+
+
 def init_plan() -> InitPlan:
     """How a module built now stores its weights."""
     return _init_plans[-1] if _init_plans else _HIGH_PRECISION_INIT
@@ -42,15 +96,12 @@ def init_plan() -> InitPlan:
 
 def current_recipe() -> Recipe:
     """The recipe of the innermost autocast, or high precision outside of one."""
-    return _autocasts[-1].effective_recipe if _autocasts else HighPrecision()
+    return setting(current_setting()).recipe
 
 
 def current_amax_group() -> dist.ProcessGroup | None:
     """The group over which the innermost autocast reduces delayed-scaling amaxes; None without process groups."""
-    group = _autocasts[-1].amax_reduction_group if _autocasts else None
-    if group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return group
+    return setting(current_setting()).amax_reduction_group
 
 
 def in_autocast() -> bool:
@@ -60,7 +111,7 @@ def in_autocast() -> bool:
 
 def is_strict() -> bool:
     """True if the innermost autocast turns fallbacks into errors."""
-    return bool(_autocasts) and _autocasts[-1].strict
+    return setting(current_setting()).strict
 
 
 def flush_after_backward() -> None:
@@ -79,6 +130,28 @@ def _flush_backward() -> None:
     global _flush_is_queued
     _flush_is_queued = False
     backward_amaxes.flush()
+
+
+def drop_failed_backward() -> None:
+    """Outside of backward, forget what a backward pass that failed has left; else no later one would flush."""
+    global _flush_is_queued
+    if not private_torch.in_backward():
+        _flush_is_queued = False
+        backward_amaxes.drop()
+
+
+@torch.library.custom_op("quantshard::record_forward_amaxes", mutates_args=())
+def _record_forward_amaxes() -> None:
+    """What leaving the outermost autocast does, as a step of a compiled graph."""
+    forward_amaxes.flush()
+
+
+@_record_forward_amaxes.register_fake
+def _() -> None:
+    return None
+
+
+private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
 
 
 class quantized_model_init:
@@ -110,12 +183,6 @@ class quantized_model_init:
         _init_plans.pop()
 
 
-def _drop_backward() -> None:
-    global _flush_is_queued
-    _flush_is_queued = False
-    backward_amaxes.drop()
-
-
 class autocast:
     """GEMMs of modules called inside are quantized by the recipe.
 
@@ -145,21 +212,25 @@ class autocast:
     ) -> None:
         if calibrating:
             raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
-        self.effective_recipe = resolve(recipe) if enabled else HighPrecision()
-        self.amax_reduction_group, self.strict = amax_reduction_group, strict
+        self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
+        self.records = is_delayed(self.setting)
 
     def __enter__(self) -> None:
         if self in _autocasts:
             raise ConfigurationError("this autocast is already entered; make a new one each time")
-        if not _autocasts and not private_torch.in_backward():
-            _drop_backward()  # of a backward pass that failed; else no later one would flush
+        if not _autocasts and not torch.compiler.is_compiling():
+            drop_failed_backward()
         _autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _autocasts.pop()
         if _autocasts:
-            return
-        if kind is None:
+            if self.records:
+                _autocasts[-1].records = True
+        elif torch.compiler.is_compiling():
+            if self.records:
+                torch.ops.quantshard.record_forward_amaxes()
+        elif kind is None:
             forward_amaxes.flush()
         else:
             forward_amaxes.drop()  # other ranks may not have failed here: no collective

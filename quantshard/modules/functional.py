@@ -9,6 +9,7 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +54,17 @@ class LinearState:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, state: LinearState) -> Tensor:
     """x [..., in_features] times weight [out_features, in_features] transposed, plus bias; the dtype is that of x."""
     if not call.recipe.table and not isinstance(weight, QuantizedTensor):
-        tokens = x.reshape(-1, x.shape[-1])
-        y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        return _shaped_as(y, x)
+        return plain_linear(x, weight, bias)
     keeps_input = torch.is_grad_enabled() and weight.requires_grad
     out: Tensor = _Linear.apply(x, weight, bias, call, state, keeps_input)
     return out
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same in high precision."""
+    tokens = x.reshape(-1, x.shape[-1])
+    y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return _shaped_as(y, x)
 
 
 def _shaped_as(y: Tensor, x: Tensor) -> Tensor:
@@ -81,17 +87,12 @@ class _Linear(torch.autograd.Function):
         state: LinearState,
         keeps_input: bool,
     ) -> Tensor:
-        if call.repeated:
-            context.flush_after_backward()
-        tokens = x.reshape(-1, x.shape[-1])
-        x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, call, state, need_second=keeps_input)
-        w = _weight_operand(weight, call, state)
-        y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
-        ctx.call, ctx.state, ctx.x_shape, ctx.has_bias = call, state, x.shape, bias is not None
+        y, x_wgrad = forward(x, weight, bias, call, state, keeps_input)
+        ctx.call, ctx.state, ctx.x_shape = call, state, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
         ctx.save_for_backward(weight, *x_tensors)
-        return _shaped_as(y, x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
@@ -101,29 +102,56 @@ class _Linear(torch.autograd.Function):
                 "lose it in silence; for a gradient penalty build this layer in high precision, outside of autocast"
             )
         weight, *x_tensors = ctx.saved_tensors
-        call, state = ctx.call, ctx.state
-        dy = grads[0].reshape(-1, weight.shape[0])
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        dy_dgrad, dy_wgrad = _both_ways(dy, TensorRole.GRAD_OUTPUT, call, state, need_first=need_x, need_second=need_w)
-        dx = dw = db = None
-        # codes saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step
-        poison = torch.where(torch.isfinite(dy).all(), 0.0, torch.nan).to(dy.dtype)
-        if need_x:
-            w = _weight_operand(weight, call, state)
-            dx = (backend.matmul(dy_dgrad, w, grads[0].dtype) + poison).view(ctx.x_shape)
-        if need_w:
-            x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
-            dw = backend.matmul(
-                dy_wgrad.operand, x_wgrad.operand, weight.dtype,
-                transpose_a=not dy_wgrad.transposed, transpose_b=x_wgrad.transposed,
-            ) + poison.to(weight.dtype)  # fmt: skip
-        if need_bias and ctx.has_bias:
-            db = dy.float().sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None
+        x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
+        needed = ctx.needs_input_grad[:3]
+        return *backward(grads[0], weight, x_wgrad, ctx.call, ctx.state, ctx.x_shape, ctx.bias_dtype, needed), *[None] * 3
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, state: LinearState, keeps_input: bool
+) -> tuple[Tensor, WgradOperand]:
+    """fprop: the output [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`."""
+    if call.repeated:
+        context.flush_after_backward()
+    tokens = x.reshape(-1, x.shape[-1])
+    x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, call, state, need_second=keeps_input)
+    w = _weight_operand(weight, call, state)
+    y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
+    return _shaped_as(y, x), x_wgrad
+
+
+def backward(
+    grad: Tensor,
+    weight: Tensor,
+    x_wgrad: WgradOperand,
+    call: Call,
+    state: LinearState,
+    x_shape: Sequence[int],
+    bias_dtype: torch.dtype | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dgrad and wgrad: of the gradients of input, weight and bias those that are `needed`, from that of the output."""
+    dy = grad.reshape(-1, weight.shape[0])
+    need_x, need_w, need_bias = needed
+    dy_dgrad, dy_wgrad = _both_ways(dy, TensorRole.GRAD_OUTPUT, call, state, need_first=need_x, need_second=need_w)
+    dx = dw = db = None
+    # codes saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step
+    poison = torch.where(torch.isfinite(dy).all(), 0.0, torch.nan).to(dy.dtype)
+    if need_x:
+        w = _weight_operand(weight, call, state)
+        dx = (backend.matmul(dy_dgrad, w, grad.dtype) + poison).view(*x_shape)
+    if need_w:
+        dw = backend.matmul(
+            dy_wgrad.operand, x_wgrad.operand, weight.dtype,
+            transpose_a=not dy_wgrad.transposed, transpose_b=x_wgrad.transposed,
+        ) + poison.to(weight.dtype)  # fmt: skip
+    if need_bias and bias_dtype is not None:
+        db = dy.float().sum(0).to(bias_dtype)
+    return dx, dw, db
 
 
 @dataclass
-class _WgradOperand:
+class WgradOperand:
     """An operand of wgrad: [tokens, features], or its transpose where it had to be quantized along tokens."""
 
     operand: Operand
@@ -138,7 +166,7 @@ def _both_ways(
     *,
     need_first: bool = True,
     need_second: bool = True,
-) -> tuple[Operand, _WgradOperand]:
+) -> tuple[Operand, WgradOperand]:
     """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
 
     Where one quantization serves both (square blocks, plain rounding), it is made once.
@@ -147,18 +175,23 @@ def _both_ways(
     second = call.recipe.cell(role, Gemm.WGRAD)
     amax = _delayed_amax(values, role, first or second, call, state)
     words = _Words(state, values.device)
-    shared = first == second and first is not None and first.format.transposable
+    shared = serves_both(first, second)
     as_is: Operand = values
     if first is not None and (need_first or shared):
         as_is = backend.quantize(values, first, amax=amax, words=words.of(values, first, DGRAD_STREAM))
     if not need_second:
-        return as_is, _WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all of them alive
+        return as_is, WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all of them alive
     if second is None or shared:
-        return as_is, _WgradOperand(as_is if shared else values, False)
+        return as_is, WgradOperand(as_is if shared else values, False)
     turned = values.t()
-    return as_is, _WgradOperand(
+    return as_is, WgradOperand(
         backend.quantize(turned, second, amax=amax, words=words.of(turned, second, WGRAD_STREAM)), True
     )
+
+
+def serves_both(first: Cell | None, second: Cell | None) -> bool:
+    """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
+    return first == second and first is not None and first.format.transposable
 
 
 class _Words:
@@ -229,7 +262,7 @@ def _weight_operand(weight: Tensor, call: Call, state: LinearState) -> Operand:
     return backend.quantize(weight, cell, amax=amax)
 
 
-def _to_saved(operand: _WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     """Split an operand into what is saved as tensors for backward and what is needed to put it together again."""
     if isinstance(operand.operand, Tensor):
         return (operand.transposed, None), (operand.operand,)
@@ -239,9 +272,9 @@ def _to_saved(operand: _WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ..
     )
 
 
-def _from_saved(rebuild: tuple[Any, ...], tensors: list[Tensor]) -> _WgradOperand:
+def _from_saved(rebuild: tuple[Any, ...], tensors: list[Tensor]) -> WgradOperand:
     transposed, described = rebuild
     if described is None:
-        return _WgradOperand(tensors[0], transposed)
+        return WgradOperand(tensors[0], transposed)
     cell, shard, names = described
-    return _WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), transposed)
+    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), transposed)

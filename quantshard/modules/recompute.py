@@ -61,8 +61,10 @@ class _Calls:
         return made[index] if index < len(made) else None
 
 
-def call(layer: Layer, quantized: bool) -> Call:
+def call(layer: Layer, quantized: bool, setting: str | None = None) -> Call:
     """How a layer is to be computed now: as autocast says, or in a second forward as in the first.
+
+    `setting`: that of autocast when the running code was compiled; None if it was not.
 
     Raises:
         UnsupportedOperationError: a forward runs again, but nothing was kept of the first.
@@ -70,14 +72,21 @@ def call(layer: Layer, quantized: bool) -> Call:
     regions = private_torch.checkpointed_regions()
     if regions.replayed is None:
         if private_torch.in_backward():
-            _check_known_without_first(quantized)
-        current = Call(context.current_recipe(), context.current_amax_group(), context.is_strict())
+            _check_known_without_first(quantized, setting)
+        asked = context.setting(setting or context.current_setting())
+        current = Call(asked.recipe, asked.amax_reduction_group, asked.strict)
     else:
         first = _calls_of(regions.replayed).next(layer, regions.replay)
         if first is None:
             raise UnsupportedOperationError(
                 f"activation recomputation called the layer of {layer[1]!r} more often than the first forward did; "
                 "a checkpointed function must do the same each time"
+            )
+        if setting is not None and context.setting(setting).recipe != first.recipe:
+            raise UnsupportedOperationError(
+                f"activation recomputation of a compiled function calls the layer of {layer[1]!r} outside of the "
+                "autocast that its first forward ran in, and a graph is compiled for one recipe; enter autocast inside "
+                "the checkpointed function, or compile the function that checkpoints"
             )
         current = replace(first, repeated=True)
     for region in regions.entered:
@@ -92,11 +101,13 @@ def _calls_of(region: Any) -> _Calls:
     return found
 
 
-def _check_known_without_first(quantized: bool) -> None:
-    """A forward in backward that is no recomputation of torch.utils.checkpoint: its first one is not known."""
-    recipe = context.current_recipe()
-    delayed = any(cell.scaling.history for cell in recipe.table.values())
-    if delayed or (quantized and not context.in_autocast()):
+def _check_known_without_first(quantized: bool, setting: str | None) -> None:
+    """A forward in backward that is no recomputation of torch.utils.checkpoint: its first one is not known.
+
+    One that torch.compile put into a graph runs by the setting that it was compiled for.
+    """
+    delayed = context.is_delayed(setting or context.current_setting())
+    if delayed or (quantized and setting is None and not context.in_autocast()):
         raise UnsupportedOperationError(
             "a layer ran in backward outside of torch.utils.checkpoint, so the recipe and scales of its first forward "
             "are not known; recompute with quantshard.checkpoint or torch.utils.checkpoint"
