@@ -1,0 +1,94 @@
+"""Compiled layers under FSDP2: losses, weights, amax histories, draws and optimizer states have the uncompiled bits.
+
+Runs on 1, 2 and 3 ranks, and prints the table. Each layer is compiled, then sharded, as one does with FSDP2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import quantshard as qs
+from tests.distributed.models import RECIPES, Case, batch, bits, mesh_of, optimizer_of, train
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+SHAPES = ((96, 33), (33, 33), (33, 33), (33, 3), (3, 1))  # some ranks hold nothing of the last two
+STEPS = 3
+
+
+def build(case: Case, backend: str | None, blocks: bool, inside: bool) -> nn.Module:
+    """Linear layers, or MLPs between two of them, each compiled (`backend`) and sharded; autocast outside or inside."""
+    torch.manual_seed(case.seed)
+    options: dict[str, Any] = {"params_dtype": torch.bfloat16}
+    with qs.quantized_model_init(recipe=RECIPES[case.recipe]):
+        model = nn.Sequential(*[qs.Linear(a, b, **options) for a, b in case.shapes])
+        if blocks:
+            model[1] = qs.LayerNormMLP(33, 40, activation="swiglu", **options)
+    mesh = mesh_of(case)
+    for layer in model:
+        if inside:
+            layer.forward = within(layer.forward, case.recipe)
+        if backend is not None:
+            layer.compile(backend=backend, fullgraph=True)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=case.reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard)
+    return model
+
+
+def within(forward: Any, recipe: str) -> Any:
+    """A forward that enters autocast itself."""
+
+    def autocasting(x: torch.Tensor) -> torch.Tensor:
+        with qs.autocast(recipe=RECIPES[recipe]):
+            return forward(x)
+
+    return autocasting
+
+
+def run(case: Case, backend: str | None, blocks: bool = False, inside: bool = False) -> tuple[Any, ...]:
+    torch._dynamo.reset()
+    model = build(case, backend, blocks, inside)
+    optimizer = optimizer_of(model, case)
+    losses = train(model, optimizer, case, 0, STEPS)
+    model.eval()
+    with torch.no_grad(), qs.autocast(recipe=RECIPES[case.recipe]):
+        evaluated = model(batch(9, case)[0])
+    return losses, evaluated.float().tolist(), bits(model, optimizer)
+
+
+def compared(ranks: int, backend: str) -> dict[tuple[str, str], str]:
+    """Whether compiled and uncompiled runs have the same bits, by (recipe, setting)."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    found = {}
+    settings = [("linear layers", {}), ("autocast inside", {"inside": True})]
+    if backend == "aot_eager":
+        settings.append(("with an MLP", {"blocks": True}))
+    for recipe, (label, options), reshard in itertools.product(RECIPES, settings, (True, False)):
+        if not reshard and (label != "linear layers" or ranks == 1 or backend == "inductor"):
+            continue
+        case = Case(recipe, (ranks,), init="direct", reshard=reshard, shapes=SHAPES, micro_batches=2)
+        equal = run(case, backend, **options) == run(case, None, **options)
+        found[recipe, label + ("" if reshard else ", gathered once")] = "equal" if equal else "DIFFER"
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_has_the_bits_of_uncompiled(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for ranks in (1, 2, 3):
+        results = run_ranks(ranks, compared, ranks, backend)
+        for label in dict.fromkeys(label for _, label in results[0]):
+            cells = [sorted({found[recipe, label] for found in results})[0] for recipe in RECIPES]
+            rows.append(f"{ranks:<6}{backend:<11}{label:<30}" + "".join(f"{cell:<18}" for cell in cells))
+    head = f"{'ranks':<6}{'backend':<11}{'compiled layers':<30}" + "".join(f"{recipe:<18}" for recipe in RECIPES)
+    with capsys.disabled():
+        print("\n" + "\n".join([head, *rows]))
+    assert not any("DIFFER" in row for row in rows), "\n".join([head, *rows])

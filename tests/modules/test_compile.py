@@ -1,0 +1,288 @@
+"""torch.compile of every module, with the whole function in one graph: the bits of the uncompiled run.
+
+With aot_eager everything is compared bit for bit. Inductor fuses norms and activations and sums in another order, so
+there bits are compared for linear layers alone, and whole modules within a bound of their dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import quantshard as qs
+from quantshard.errors import UnsupportedOperationError
+from quantshard.modules import context
+from tests.distributed.models import RECIPES
+
+# Dynamo itself makes an instance of every autograd.Function that it traces
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+
+WIDTH, TOKENS = 33, 7  # divide by nothing
+
+
+class RotaryAttention(nn.Module):
+    """Attention with rotary embedding: forward makes the angles."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rotary = qs.RotaryPositionEmbedding(8)
+        self.attention = qs.MultiheadAttention(
+            WIDTH, 4, 8, num_gqa_groups=2, attention_dropout=0.0, input_layernorm=True, **options
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, rotary_pos_emb=self.rotary(x.shape[0]))
+
+
+class Core(nn.Module):
+    """Only the core attention; it has no weights."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attend = qs.DotProductAttention(3, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (3, 11))
+        return self.attend(heads, heads, heads)
+
+
+class FirstOf(nn.Module):
+    """The sum of all outputs of a module that returns several."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(out.sum(-1) for out in self.module(x))
+
+
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "Linear": lambda **o: qs.Linear(WIDTH, 40, **o),
+    "Linear without bias": lambda **o: qs.Linear(WIDTH, 40, bias=False, **o),
+    "Linear returning bias": lambda **o: FirstOf(qs.Linear(WIDTH, 40, return_bias=True, **o)),
+    "LayerNorm": lambda **o: qs.LayerNorm(WIDTH, **o),
+    "RMSNorm": lambda **o: qs.RMSNorm(WIDTH, zero_centered_gamma=True, **o),
+    "LayerNormLinear": lambda **o: FirstOf(qs.LayerNormLinear(WIDTH, 40, return_layernorm_output=True, **o)),
+    "LayerNormMLP": lambda **o: qs.LayerNormMLP(WIDTH, 20, activation="swiglu", normalization="RMSNorm", **o),
+    "DotProductAttention": Core,
+    "MultiheadAttention": RotaryAttention,
+    "TransformerLayer": lambda **o: qs.TransformerLayer(
+        WIDTH, 50, 3, hidden_dropout=0.0, attention_dropout=0.0, **o
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    assert not context.forward_amaxes
+    assert not context.backward_amaxes
+
+
+def build(name: str, recipe: Any, stored: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    with qs.quantized_model_init(enabled=stored, recipe=recipe):
+        return MODULES[name](params_dtype=dtype) if name != "DotProductAttention" else Core()
+
+
+def data(seed: int = 0, tokens: int = TOKENS) -> Tensor:
+    return torch.randn(tokens, 2, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def steps(module: nn.Module, recipe: Any, inside: bool, compiler: Callable[..., Any] | None) -> list[Tensor]:
+    """Outputs and gradients of two training steps and one evaluation, and the state after them."""
+
+    def within(x: Tensor) -> Tensor:
+        with qs.autocast(recipe=recipe):
+            return module(x)
+
+    function: Callable[[Tensor], Tensor] = within if inside else module
+    if compiler is not None:
+        function = compiler(function)
+    seen = []
+    for step in range(3):
+        module.train(step < 2)
+        x = data(step)
+        if inside:
+            y = function(x)
+        else:
+            with qs.autocast(recipe=recipe):
+                y = function(x)
+        (y * torch.arange(1, y.shape[-1] + 1)).sum().backward()
+        assert x.grad is not None
+        seen += [y.detach(), x.grad]
+    with torch.no_grad():
+        seen.append(function(data(9)))
+    seen += [param.grad for param in module.parameters() if param.grad is not None]
+    return seen + list(module.state_dict().values())
+
+
+def aot_eager(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def inductor(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="inductor", **options)
+
+
+def assert_equal(compiled: list[Tensor], plain: list[Tensor]) -> None:
+    for index, (a, b) in enumerate(zip(compiled, plain, strict=True)):
+        assert torch.equal(a, b), (index, a.shape, a.dtype, (a.float() - b.float()).abs().max())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_bits_of_every_module(name: str, recipe: str) -> None:
+    for inside in (True, False):
+        asked = RECIPES[recipe]
+        compiled = steps(build(name, asked), asked, inside, aot_eager)
+        assert_equal(compiled, steps(build(name, asked), asked, inside, None))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_with_high_precision_weights(recipe: str) -> None:
+    for name, dtype in (("LayerNormMLP", torch.bfloat16), ("Linear", torch.float32)):
+        asked = RECIPES[recipe]
+        compiled = steps(build(name, asked, stored=False, dtype=dtype), asked, True, aot_eager)
+        assert_equal(compiled, steps(build(name, asked, stored=False, dtype=dtype), asked, True, None))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_outside_of_autocast(recipe: str) -> None:
+    for inside in (True, False):
+        compiled = steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, aot_eager)
+        assert_equal(compiled, steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_keeps_the_bits_of_linear_layers(recipe: str) -> None:
+    asked = RECIPES[recipe]
+    compiled = steps(build("Linear", asked), asked, True, inductor)
+    assert_equal(compiled, steps(build("Linear", asked), asked, True, None))
+
+
+@pytest.mark.parametrize("compiler", [aot_eager, pytest.param(inductor, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_one_graph_for_many_shapes(compiler: Callable[..., Any], dynamic: bool | None) -> None:
+    layer = build("LayerNormMLP" if compiler is aot_eager else "Linear", "nvfp4")
+    again = copy.deepcopy(layer)
+    torch._dynamo.utils.counters.clear()
+    function = compiler(layer, dynamic=dynamic)
+    for tokens in (20, 16, 9, 33, 12):  # 17 rows and more: for a single block of tokens PyTorch makes a graph of its own
+        results = []
+        for call in (function, again):
+            x = data(tokens, tokens)
+            with qs.autocast(recipe="nvfp4"):
+                y = call(x)
+            y.sum().backward()
+            results.append([y, x.grad])
+        assert_equal(*results)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_layers_compiled_one_by_one_share_a_graph(recipe: str) -> None:
+    asked = RECIPES[recipe]
+    with qs.quantized_model_init(recipe=asked):
+        layers: list[nn.Module] = [qs.Linear(WIDTH, WIDTH) for _ in range(4)]
+    layers.append(copy.deepcopy(layers[0]))
+    again = copy.deepcopy(layers)
+    torch._dynamo.utils.counters.clear()
+    for layer in layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    results = []
+    for model in (layers, again):
+        for step in range(2):
+            y = data(step)
+            with qs.autocast(recipe=asked):
+                for layer in model:
+                    y = layer(y)
+            y.sum().backward()
+        results.append([entry for layer in model for entry in (layer.weight.grad, *layer.state_dict().values())])
+    assert_equal(*results)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_inductor_of_a_whole_layer(recipe: str) -> None:
+    """Inductor sums the rows of norms and softmax in another order, so an activation may round to the code next to it.
+
+    That is a relative error of 2**-3 for E4M3 in a few elements; what leaves a layer is a sum of many, so the norm of
+    the difference is held to 2**-5 of that of the result.
+    """
+    asked = RECIPES[recipe]
+    compiled = steps(build("TransformerLayer", asked), asked, True, inductor)
+    for a, b in zip(compiled, steps(build("TransformerLayer", asked), asked, True, None), strict=True):
+        assert (a.float() - b.float()).norm() <= 2**-5 * b.float().norm()
+
+
+# Activation recomputation
+
+
+@pytest.mark.parametrize("compiler", [aot_eager, pytest.param(inductor, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [qs.checkpoint, checkpoint])
+def test_checkpointing_inside_a_compiled_function(how: Callable[..., Any], compiler: Callable[..., Any]) -> None:
+    def run(recipe: str, compile_: bool, recompute: bool) -> list[Tensor]:
+        with qs.quantized_model_init(recipe=RECIPES[recipe]):
+            torch.manual_seed(0)
+            layer = qs.Linear(WIDTH, WIDTH)
+
+        def twice(x: Tensor) -> Tensor:
+            return layer(layer(x).relu())
+
+        def function(x: Tensor) -> Tensor:
+            with qs.autocast(recipe=RECIPES[recipe]):
+                return how(twice, x, use_reentrant=False) if recompute else twice(x)
+
+        x = data()
+        y = (compiler(function) if compile_ else function)(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, layer.weight.grad, *layer.state_dict().values()]
+
+    for recipe in RECIPES:
+        if recipe == "delayed":
+            with pytest.raises(Exception, match="does not keep; compile the checkpointed function"):
+                run(recipe, True, True)
+        else:
+            assert_equal(run(recipe, True, True), run(recipe, False, False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool) -> None:
+    def run(recompute: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        module = build("LayerNormMLP", RECIPES[recipe])
+
+        def function(x: Tensor) -> Tensor:
+            with qs.autocast(recipe=RECIPES[recipe]):
+                return module(x)
+
+        compiled = aot_eager(function)
+        for step in range(2):
+            x = data(step)
+            y = qs.checkpoint(compiled, x, use_reentrant=reentrant) if recompute else function(x)
+            y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in module.parameters()), *module.state_dict().values()]
+
+    assert_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_a_compiled_function_without_its_autocast_is_refused(reentrant: bool) -> None:
+    module = build("LayerNormMLP", "current")
+    with qs.autocast(recipe="current"):
+        y = checkpoint(aot_eager(module), data(), use_reentrant=reentrant)
+    with pytest.raises(UnsupportedOperationError, match="enter autocast inside the checkpointed function"):
+        y.sum().backward()
