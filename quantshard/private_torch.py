@@ -56,7 +56,7 @@ def keep_order(operator: Any) -> None:
 
 
 def is_recomputed_in_graph() -> bool:
-    """True where torch.compile traces a part of a graph that it may run again in backward (activation checkpointing)."""
+    """True where torch.compile traces what checkpointing inside the graph may run again in backward."""
     return "recompute" in torch.fx.traceback.get_current_meta()
 
 

@@ -20,6 +20,7 @@ from quantshard import storage as storages
 from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
 from quantshard.modules import compiled, context, functional, recompute
 from quantshard.modules.functional import LinearState
+from quantshard.modules.recompute import Call
 from quantshard.recipe import Recipe
 from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 from quantshard.tensor import QuantizedTensor, quantize
@@ -197,11 +198,16 @@ class QuantizedModule(nn.Module):
             return compiled.linear(x, getattr(self, weight), bias, self._handle, weight, prefix, self.training)
         quantized = components.quantized(getattr(self, weight)) is not None
         call = recompute.call((id(self), weight), quantized)
-        checked = self._checked_weight(weight, call.recipe)
+        checked = self._operand(weight, call, x.device)
+        return functional.linear(x, checked, bias, call, self._linear_state(weight, call.recipe, prefix))
+
+    def _operand(self, name: str, call: Call, device: torch.device) -> Tensor:
+        """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
+        checked = self._checked_weight(name, call.recipe)
         if call.strict:
             stored = checked._storage if isinstance(checked, QuantizedTensor) else None
-            self._refuse_fallbacks(weight, backend.fallbacks(stored, call.recipe, x.device))
-        return functional.linear(x, checked, bias, call, self._linear_state(weight, call.recipe, prefix))
+            self._refuse_fallbacks(name, backend.fallbacks(stored, call.recipe, device))
+        return checked
 
     def _linear_state(self, weight: str, recipe: Recipe, prefix: str = "") -> LinearState:
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,18 +26,24 @@ from quantshard.formats import ALL
 from quantshard.modules import context, functional, recompute
 from quantshard.modules.functional import LinearState, WgradOperand
 from quantshard.modules.recompute import Call
-from quantshard.recipe import Cell, Gemm, TensorRole
+from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
 
-if TYPE_CHECKING:
-    from quantshard.modules.base import QuantizedModule
 
-_modules: WeakValueDictionary[int, QuantizedModule] = WeakValueDictionary()
+class Owner(Protocol):
+    """What is asked of the module of a linear layer: a `QuantizedModule`."""
+
+    def _linear_state(self, weight: str, recipe: Recipe, prefix: str = "") -> LinearState: ...
+
+    def _operand(self, name: str, call: Call, device: torch.device) -> Tensor: ...
+
+
+_modules: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _numbers = count()
 
 
-def handle(module: QuantizedModule) -> Tensor:
+def handle(module: Owner) -> Tensor:
     """A number for a module, as an int64 tensor: one graph serves all values of a tensor, but not of an int."""
     number = next(_numbers)
     _modules[number] = module
@@ -65,12 +71,12 @@ class Layer(NamedTuple):
     record: bool
     setting: str
 
-    def find(self) -> tuple[QuantizedModule, LinearState]:
+    def find(self) -> tuple[Owner, LinearState]:
         """The module, and the state of this layer."""
         module, recipe = _modules[int(self.module)], context.setting(self.setting).recipe
         return module, replace(module._linear_state(self.weight, recipe, self.prefix), record=self.record)
 
-    def weight_of(self, module: QuantizedModule, given: Weight) -> Tensor:
+    def weight_of(self, module: Owner, given: Weight) -> Tensor:
         """The weight put together again; a copy that was not given is that of the live one."""
         if given.plain is not None:
             return given.plain
@@ -84,7 +90,10 @@ class Layer(NamedTuple):
 _WEIGHT = "Tensor? plain, Tensor[] components, str names, ScalarType dtype"
 _LAYER = "Tensor module, str weight, str prefix, bool record, str setting"
 _FORWARD = f"(Tensor x, {_WEIGHT}, {_LAYER}, Tensor? bias, SymInt out_features, bool keeps_input) -> Tensor[]"
-_BACKWARD = f"(Tensor grad, {_WEIGHT}, {_LAYER}, Tensor[] saved, SymInt[] x_shape, bool[] needed, ScalarType bias_dtype) -> Tensor[]"
+_BACKWARD = (
+    f"(Tensor grad, {_WEIGHT}, {_LAYER}, "
+    "Tensor[] saved, SymInt[] x_shape, bool[] needed, ScalarType bias_dtype) -> Tensor[]"
+)
 
 
 class _Forward(NamedTuple):
@@ -102,7 +111,9 @@ class _Forward(NamedTuple):
         return _Forward(arguments[0], Weight(*arguments[1:5]), Layer(*arguments[5:10]), *arguments[10:])
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, module: Tensor, name: str, prefix: str, record: bool) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, module: Tensor, name: str, prefix: str, record: bool
+) -> Tensor:
     """What `QuantizedModule._linear` computes, as a step of the graph that is being traced."""
     setting = context.current_setting()
     if not context.quantizes(setting) and not isinstance(weight, QuantizedTensor):
@@ -123,8 +134,8 @@ def _forward(*arguments: Any) -> list[Tensor]:
     x, given, layer, bias, _, keeps_input = _Forward.of(arguments)
     module, state = layer.find()
     call = recompute.call((id(module), layer.weight), given.plain is None, layer.setting)
-    module._checked_weight(layer.weight, call.recipe)
-    context.drop_failed_backward()
+    module._operand(layer.weight, call, x.device)
+    context.drop_failed_backward()  # autocast does it on entering, but where that is compiled nothing is left of it
     y, x_wgrad = functional.forward(x, layer.weight_of(module, given), bias, call, state, keeps_input)
     saved = [y]
     if keeps_input and isinstance(x_wgrad.operand, QuantizedStorage):

@@ -53,9 +53,7 @@ _settings: dict[str, Setting] = {NO_AUTOCAST: Setting(HighPrecision())}
 
 
 @torch.compiler.assume_constant_result
-def _setting_name(
-    enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool
-) -> str:
+def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool) -> str:
     """A short name for a setting, the same for equal ones."""
     setting = Setting(resolve(recipe) if enabled else HighPrecision(), group, strict)
     for name, known in _settings.items():

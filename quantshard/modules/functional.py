@@ -103,8 +103,10 @@ class _Linear(torch.autograd.Function):
             )
         weight, *x_tensors = ctx.saved_tensors
         x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
-        needed = ctx.needs_input_grad[:3]
-        return *backward(grads[0], weight, x_wgrad, ctx.call, ctx.state, ctx.x_shape, ctx.bias_dtype, needed), *[None] * 3
+        dx, dw, db = backward(
+            grads[0], weight, x_wgrad, ctx.call, ctx.state, ctx.x_shape, ctx.bias_dtype, ctx.needs_input_grad[:3]
+        )
+        return dx, dw, db, None, None, None
 
 
 def forward(

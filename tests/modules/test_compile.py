@@ -73,9 +73,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "LayerNormMLP": lambda **o: qs.LayerNormMLP(WIDTH, 20, activation="swiglu", normalization="RMSNorm", **o),
     "DotProductAttention": Core,
     "MultiheadAttention": RotaryAttention,
-    "TransformerLayer": lambda **o: qs.TransformerLayer(
-        WIDTH, 50, 3, hidden_dropout=0.0, attention_dropout=0.0, **o
-    ),
+    "TransformerLayer": lambda **o: qs.TransformerLayer(WIDTH, 50, 3, hidden_dropout=0.0, attention_dropout=0.0, **o),
 }
 
 
