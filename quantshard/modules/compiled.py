@@ -240,7 +240,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     grad, given, layer, saved, x_shape, needed, bias_dtype = _Backward.of(arguments)
     module, state = layer.find()
     asked = context.setting(layer.setting)
-    call = Call(asked.recipe, asked.amax_reduction_group)
+    call = Call(asked.recipe, asked.amax_reduction_group, asked.strict)
     if _scales_by_past(given.plain, layer.setting):
         *saved, call.amaxes[TensorRole.WEIGHT] = saved
     kept, transposed = _kept_input(layer.setting)

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from quantshard import private_torch
 from quantshard.amax import PendingAmaxes, world
@@ -38,7 +39,7 @@ backward_amaxes = PendingAmaxes()
 
 @dataclass(frozen=True)
 class Setting:
-    """What one autocast asks for: a recipe, the group over which delayed scaling reduces amaxes (None: all), strictness."""
+    """What one autocast asks for: a recipe, if strictly, and the group to reduce delayed amaxes over (None: all)."""
 
     recipe: Recipe
     amax_reduction_group: dist.ProcessGroup | None = None
@@ -97,11 +98,6 @@ def current_recipe() -> Recipe:
     return setting(current_setting()).recipe
 
 
-def current_amax_group() -> dist.ProcessGroup | None:
-    """The group over which the innermost autocast reduces delayed-scaling amaxes; None without process groups."""
-    return setting(current_setting()).amax_reduction_group
-
-
 def in_autocast() -> bool:
     """True inside an autocast, an `enabled=False` one included."""
     return bool(_autocasts)
@@ -139,14 +135,18 @@ def drop_failed_backward() -> None:
 
 
 @torch.library.custom_op("quantshard::record_forward_amaxes", mutates_args=())
-def _record_forward_amaxes() -> None:
-    """What leaving the outermost autocast does, as a step of a compiled graph."""
+def _record_forward_amaxes() -> Tensor:
+    """What leaving the outermost autocast does, as a step of a compiled graph. The result is empty.
+
+    Without one, inductor frees the output of the layer before and then uses it (torch 2.13).
+    """
     forward_amaxes.flush()
+    return torch.empty(0)
 
 
 @_record_forward_amaxes.register_fake
-def _() -> None:
-    return None
+def _() -> Tensor:
+    return torch.empty(0)
 
 
 private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
