@@ -42,6 +42,15 @@ def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, devic
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, for the result of an autograd function.
+
+    Where `to` (or `reshape`) changes nothing and returns its argument, torch 2.11's Dynamo takes the function's result
+    for one without a gradient, in silence.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def in_backward() -> bool:
     """True while autograd runs a backward pass on this thread. There is no public way to ask."""
     return torch._C._current_graph_task_id() != -1

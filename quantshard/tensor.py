@@ -344,7 +344,8 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         tensor._check_filled("dequantize")
-        return tensor._storage.dequantize().to(dtype).reshape(tensor.shape)
+        values = private_torch.cast(tensor._storage.dequantize(), dtype)
+        return values if values.shape == tensor.shape else values.reshape(tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
@@ -59,9 +60,9 @@ class _Activation(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.curve, ctx.gated = curve, gated
         if not gated:
-            return curve.value(x.float()).to(x.dtype)
+            return private_torch.cast(curve.value(x.float()), x.dtype)
         first, second = x.float().chunk(2, dim=-1)
-        return (curve.value(first) * second).to(x.dtype)
+        return private_torch.cast(curve.value(first) * second, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

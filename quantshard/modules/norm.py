@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 from quantshard.modules.base import QuantizedModule
@@ -55,7 +56,7 @@ class _Norm(torch.autograd.Function):
         out = _unit(x.float(), eps, centered)[0] * (weight.float() + offset)
         if bias is not None:
             out = out + bias.float()
-        return out.to(x.dtype)
+        return private_torch.cast(out, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:

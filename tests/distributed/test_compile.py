@@ -92,6 +92,8 @@ def test_compiled_has_the_bits_of_uncompiled(backend: str, capsys: pytest.Captur
     for ranks, label in itertools.product((1, 2, 3), [first, *others] if backend == "aot_eager" else [first]):
         cells = {}
         for recipe in RECIPES if label == first else RECIPES_OF_OTHERS:
+            if label == "autocast inside" and torch.__version__ < "2.12" and not isinstance(RECIPES[recipe], str):
+                continue  # see tests/modules/test_compile.py: by name only
             cells[recipe] = min(run_ranks(ranks, compared, ranks, backend, label, recipe))
         shown = "".join(f"{cells.get(recipe, '-'):<18}" for recipe in RECIPES)
         rows.append(f"{ranks:<6}{backend:<11}{label:<30}" + shown)

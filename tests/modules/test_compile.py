@@ -6,8 +6,10 @@ there bits are compared for linear layers alone, and whole modules within a boun
 
 from __future__ import annotations
 
+import ast
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,12 @@ def data(seed: int = 0, tokens: int = TOKENS) -> Tensor:
     return torch.randn(tokens, 2, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+def skip_objects(recipe: Any, inside: bool = True) -> None:
+    """torch 2.11's Dynamo raises for a recipe object in the autocast of a compiled function; a name will do."""
+    if inside and not isinstance(recipe, str) and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 compiles an autocast by a recipe's name only")
+
+
 def steps(module: nn.Module, recipe: Any, inside: bool, compiler: Callable[..., Any] | None) -> list[Tensor]:
     """Outputs and gradients of two training steps and one evaluation, and the state after them."""
 
@@ -104,6 +112,7 @@ def steps(module: nn.Module, recipe: Any, inside: bool, compiler: Callable[..., 
 
     function: Callable[[Tensor], Tensor] = within if inside else module
     if compiler is not None:
+        skip_objects(recipe, inside)
         function = compiler(function)
     seen = []
     for step in range(3):
@@ -248,7 +257,7 @@ def test_checkpointing_inside_a_compiled_function(how: Callable[..., Any], compi
         y.square().sum().backward()
         return [y.detach(), x.grad, layer.weight.grad, *layer.state_dict().values()]
 
-    for recipe in RECIPES:
+    for recipe in RECIPES if torch.__version__ >= "2.12" else ("current", "nvfp4"):
         if recipe == "delayed":
             with pytest.raises(Exception, match="does not keep; compile the checkpointed function"):
                 run(recipe, True, True)
@@ -267,6 +276,7 @@ def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool) -> None
             with qs.autocast(recipe=RECIPES[recipe]):
                 return module(x)
 
+        skip_objects(RECIPES[recipe])
         compiled = aot_eager(function)
         for step in range(2):
             x = data(step)
@@ -284,3 +294,20 @@ def test_checkpointing_a_compiled_function_without_its_autocast_is_refused(reent
         y = checkpoint(aot_eager(module), data(), use_reentrant=reentrant)
     with pytest.raises(UnsupportedOperationError, match="enter autocast inside the checkpointed function"):
         y.sum().backward()
+
+
+def test_no_autograd_function_returns_what_to_or_reshape_may_return_unchanged() -> None:
+    """torch 2.11's Dynamo loses the gradient then, in silence; these tests run on a later one."""
+    source = Path(qs.__file__).parent
+    found = [
+        f"{path.name}: {ast.unparse(node)}"
+        for path in source.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.ClassDef) and any("autograd.Function" in ast.unparse(b) for b in function.bases)
+        for method in function.body
+        if isinstance(method, ast.FunctionDef) and method.name == "forward"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value).endswith("dtype)")
+        if not ast.unparse(node.value).startswith("private_torch.cast(")
+    ]
+    assert not found
