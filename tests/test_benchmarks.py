@@ -1,0 +1,84 @@
+"""The benchmark of optimizers, with a small model and two steps: what it trains, keeps, compares and refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import optimizers as bench
+from benchmarks.optimizers import Compared, Run
+from quantshard.cli.data import collect
+
+SMALL = replace(
+    bench.DEMO,
+    hidden=32,
+    layers=1,
+    heads=2,
+    kv_heads=2,
+    ffn=32,
+    seq_length=16,
+    steps=2,
+    global_batch=1,
+    eval_sequences=3,
+)
+NO_MASTERS, FP32 = Run("mxfp8", "no masters", 0), Run("mxfp8", "fp32 masters", 0)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    return collect([str(tmp_path / "text")])
+
+
+@pytest.mark.slow
+def test_every_option_trains_and_is_compared(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "BLOCK", 1)
+    results = bench.measure(tmp_path / "results.json", SMALL, corpus)
+    assert list(results) == bench.plan()
+    assert {run.option for run in results} == set(bench.OPTIONS)
+    assert results[Run("bf16", "remainders", 0)]["losses"] == results[Run("bf16", "fp32 masters", 0)]["losses"]
+    rows = [line for line in bench.tables(results) if line.startswith("|")]
+    assert len(rows) == 2 + sum(map(len, bench.PLAN.values()))
+    bench.draw(tmp_path / "plot.svg", results)
+    assert (tmp_path / "plot.svg").stat().st_size > 10_000
+
+
+def test_a_second_call_trains_only_what_is_missing(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "PLAN", {"mxfp8": ("no masters",)})
+    monkeypatch.setattr(bench, "SEEDS", {})
+    file = tmp_path / "results.json"
+    first = bench.measure(file, SMALL, corpus)
+    trained = []
+    monkeypatch.setattr(bench, "train", lambda run, *_: trained.append(run) or {"heldout": 1.0, "seconds": 0.0})
+    monkeypatch.setattr(bench, "PLAN", {"mxfp8": ("fp32 masters", "no masters")})
+    second = bench.measure(file, SMALL, corpus)
+    assert trained == [FP32] and second[NO_MASTERS] == first[NO_MASTERS]
+    with pytest.raises(ValueError, match="other settings"):
+        bench.measure(file, replace(SMALL, steps=3), corpus)
+
+
+def test_runs_of_one_seed_differ_in_the_optimizer_alone(corpus):
+    windows = bench.Windows(corpus, SMALL.seq_length, SMALL.heldout)
+    fp32, no_masters = (bench.train(run, SMALL, windows) for run in (FP32, NO_MASTERS))
+    assert fp32["losses"][0] == no_masters["losses"][0]  # of the weights that both were born with
+    assert fp32["heldout"] != no_masters["heldout"]
+    assert bench.train(NO_MASTERS, SMALL, windows)["heldout"] == no_masters["heldout"]
+    assert bench.train(NO_MASTERS._replace(seed=1), SMALL, windows)["losses"][0] != no_masters["losses"][0]
+    assert (fp32["state_bytes"], no_masters["state_bytes"]) == (12, 8)
+
+
+def test_noise_is_that_of_the_control_and_shrinks_with_seeds():
+    control, other = Compared("mxfp8", bench.CONTROL, [3.0, -1.0]), Compared("nvfp4", "no masters", [7.0])
+    noise = bench.noise_of([control, other, Compared("nvfp4", bench.CONTROL, [2.0])])
+    assert noise == pytest.approx((14 / 3) ** 0.5)
+    assert other.bound(noise) == pytest.approx(3.18 * noise)
+    assert control.bound(noise) == pytest.approx(3.18 * noise / 2**0.5)
+
+
+def test_state_counts_tensors_alone():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], momentum=0.9)
+    assert not list(bench.state(optimizer))
+    param.grad = torch.ones(4)
+    optimizer.step()
+    assert [tensor.nbytes for tensor in bench.state(optimizer)] == [16]
