@@ -243,10 +243,13 @@ def tables(results: dict[Run, dict[str, Any]]) -> Iterator[str]:
             else:
                 difference, bound = statistics.fmean(item.differences), item.bound(noise)
                 verdict = "loses" if difference > bound else "better" if difference < -bound else "within the noise"
-                row += [f"{difference:+.3f} ± {bound:.3f}", "control" if name == CONTROL else verdict]
+                row += [f"{difference:+.4f} ± {bound:.4f}", "control" if name == CONTROL else verdict]
             yield f"| {' | '.join(row)} |"
     yield ""
     yield f"Noise: {noise:.4f}."
+    for name in FEW[1:]:
+        over = Compared("all", name, [d for item in compared if item.option == name for d in item.differences])
+        yield f"{name}, {len(PLAN)} recipes: {statistics.fmean(over.differences):+.4f} ± {over.bound(noise):.4f}."
     for item in compared:
         if len(item.differences) > 1:
             each = ", ".join(f"{difference:+.4f}" for difference in item.differences)
