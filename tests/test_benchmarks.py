@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
@@ -73,12 +72,3 @@ def test_noise_is_that_of_the_control_and_shrinks_with_seeds():
     assert noise == pytest.approx((14 / 3) ** 0.5)
     assert other.bound(noise) == pytest.approx(3.18 * noise)
     assert control.bound(noise) == pytest.approx(3.18 * noise / 2**0.5)
-
-
-def test_state_counts_tensors_alone():
-    param = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([param], momentum=0.9)
-    assert not list(bench.state(optimizer))
-    param.grad = torch.ones(4)
-    optimizer.step()
-    assert [tensor.nbytes for tensor in bench.state(optimizer)] == [16]
