@@ -35,7 +35,7 @@ def sharding_group(tensor: Tensor) -> Group:
         return None
     mesh = tensor.device_mesh
     if sum(not placement.is_replicate() for placement in tensor.placements) > 1 and hasattr(
-        tensor._local_tensor, "_storage"
+        private_torch.local_tensor(tensor), "_storage"
     ):
         raise ConfigurationError(
             limits.refusal("several sharding axes", f"a weight {tuple(tensor.shape)} ({tensor.placements})")

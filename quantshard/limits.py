@@ -101,8 +101,8 @@ REFUSALS: Final[dict[str, Limit]] = {
         "for a gradient penalty build this layer in high precision, outside of autocast",
     ),
     "unknown first forward": Limit(
-        "a layer that runs again in backward, outside of torch.utils.checkpoint, is not computed",
-        "the recipe and scales of its first forward are not known",
+        "a layer of quantized weights or delayed scaling that runs again in backward is not computed",
+        "outside of torch.utils.checkpoint the recipe and scales of its first forward are not known",
         "recompute with quantshard.checkpoint or torch.utils.checkpoint",
     ),
     "new data": Limit(
@@ -129,6 +129,6 @@ def refusal(name: str, subject: object) -> str:
     return f"{subject}: {REFUSALS[name]}"
 
 
-def fallback_error(name: str, subject: str) -> FallbackError:
-    """What strict raises for a fallback of `subject`, a parameter."""
-    return FallbackError(f"strict: {subject}: {FALLBACKS[name]}")
+def fallback_error(names: tuple[str, ...], subject: str) -> FallbackError:
+    """What strict raises for the fallbacks that `subject`, a parameter, takes."""
+    return FallbackError(f"strict: {subject}: " + "; besides, ".join(str(FALLBACKS[name]) for name in names))

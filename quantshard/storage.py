@@ -21,7 +21,7 @@ from quantshard.sharding import Shard, ceil_div
 KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
 """Names of the state that a weight carries besides its components; see `weight_state`."""
 
-INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, STREAMS_PER_RANK = 0, 1, 2, 3, 16
+INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 1, 2, 3, 4, 16
 """What the random words of one draw are for: the streams of `numerics.random_words` under a parameter's key. A tensor
 that differs between ranks adds rank * STREAMS_PER_RANK."""
 
@@ -82,7 +82,7 @@ class QuantizedStorage:
     def clone(self) -> QuantizedStorage:
         """An independent copy, of the state too."""
         state = {name: value.clone() for name, value in self.state.items()}
-        return replace(self.map(torch.clone), state=state, source=None)
+        return replace(self.map(torch.clone), state=state, gathered=False, fetch=None, source=None)
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
         """An independent copy on another device (None: the same one). Key and draws stay on the CPU."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -320,24 +320,28 @@ def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedSto
     # CPU offload gathers from a copy of the shard on another device; the draws to count are those of the shard
     return QuantizedStorage(
         local.cell, shard, components, local.home.state, version=local.version, gathered=True,
-        fetch=partial(_gather_copy, gathering), source=ref(local.home),
+        fetch=partial(_gather_copy, ref(local.home), gathering.mesh, local.device), source=ref(local.home),
     )  # fmt: skip
 
 
-def _gather_copy(gathering: Gathering, which: Copy) -> dict[str, Tensor]:
+def _gather_copy(
+    shard: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Copy
+) -> dict[str, Tensor]:
     """Gather one copy of a weight apart from FSDP2, which gathered the other for this pass.
 
     Activation recomputation needs it: it runs a forward in backward. Every rank recomputes the same, so every rank is
     in this collective.
     """
-    storage = gathering.storage
+    home = shard()
+    assert home is not None
+    storage = home.map(lambda part: part.to(device))  # under CPU offload the copy that FSDP2 made is gone by now
     slots = sharding.gather_slots(storage.cell.format, storage.shard, (which,), ((which,),))
     outputs = []
     for slot in slots:
         part = _padded(storage, slot)
-        outputs.append(part.new_empty(gathering.mesh.size() * slot.numel))
-        private_torch.all_gather_single(outputs[-1], part, group=gathering.mesh.get_group())
-    return _assemble(gathering._replace(slots=tuple(slots)), tuple(outputs)).components
+        outputs.append(part.new_empty(mesh.size() * slot.numel))
+        private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
+    return _assemble(Gathering(storage, tuple(slots), mesh), tuple(outputs)).components
 
 
 class _Dequantize(torch.autograd.Function):

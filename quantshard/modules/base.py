@@ -244,7 +244,7 @@ class QuantizedModule(nn.Module):
 
     def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
         if taken:
-            raise limits.fallback_error(taken[0], f"{type(self).__name__}.{name}")
+            raise limits.fallback_error(taken, f"{type(self).__name__}.{name}")
 
     def _warn_of_late_history(self, name: str) -> None:
         if self.training:

@@ -192,8 +192,8 @@ class autocast:
         recipe: a `Recipe` or its name (default: current scaling).
         amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all). Histories are
             equal within a group only, and a checkpoint holds those of the group of rank 0.
-        strict: raise where a layer would take a slower path than its native one (`limits.FALLBACKS`), backward passes
-            included.
+        strict: raise where a layer of quantshard would take a slower path than its native one (`limits.FALLBACKS`),
+            backward passes included; `explain(strict=True)` sees other modules, sharding and the optimizer too.
 
     Raises:
         FallbackError: under `strict`, from a module's forward.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import backend, numerics
+from quantshard import backend, limits, numerics
 from quantshard.amax import history_amax
 from quantshard.backend import Operand
 from quantshard.errors import UnsupportedOperationError
@@ -97,10 +97,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         if torch.is_grad_enabled():
-            raise UnsupportedOperationError(
-                "the backward of a quantized linear layer has no derivative of its own, so create_graph=True would "
-                "lose it in silence; for a gradient penalty build this layer in high precision, outside of autocast"
-            )
+            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         weight, *x_tensors = ctx.saved_tensors
         x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
         dx, dw, db = backward(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
-from quantshard import private_torch
+from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, unsupported
 from quantshard.recipe import Recipe, TensorRole
@@ -108,11 +108,8 @@ def _check_known_without_first(quantized: bool, setting: str | None) -> None:
     """
     delayed = context.is_delayed(setting or context.current_setting())
     if delayed or (quantized and setting is None and not context.in_autocast()):
-        raise UnsupportedOperationError(
-            "a layer ran in backward outside of torch.utils.checkpoint, so the recipe and scales of its first forward "
-            "are not known; recompute with quantshard.checkpoint or torch.utils.checkpoint"
-            + ("" if delayed else ", or enter autocast in the recomputed function")
-        )
+        way_out = "" if delayed else ", or enter autocast in the recomputed function"
+        raise UnsupportedOperationError(limits.refusal("unknown first forward", "a linear layer") + way_out)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, private_torch
+from quantshard import components, numerics, private_torch
 from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import guards, loading
@@ -31,6 +31,7 @@ from quantshard.optimizers.state import (
     make_weight,
 )
 from quantshard.optimizers.step import Work, rounded_roles
+from quantshard.storage import KEY, SEED_STREAM
 
 COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 SEED = "rounding_seed"
@@ -45,7 +46,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     All arithmetic is float32. A state of fewer bits is rounded stochastically when a step writes it, so that updates
     below its precision are kept on average, and a positive second moment never becomes zero. The random words depend
-    on a seed (drawn from torch's CPU generator at construction if one is needed, part of the state dict), the step,
+    on a seed (made at construction if one is needed, part of the state dict), the step,
     and the place in the global tensor: the bits are the same on any mesh and after any resumption.
 
     State dtypes: `torch.float32`; `torch.bfloat16`; `torch.float16`, scaled by a power of two for 128 elements of a
@@ -173,8 +174,10 @@ class FusedAdam(torch.optim.Optimizer):
         if self._seed is not None:
             group[SEED] = self._seed
         if self._capturable:
-            device = private_torch.local_tensor(group["params"][0]).device
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            first = next(iter([*group["params"], *self._names]), torch.empty(0))
+            device = private_torch.local_tensor(first).device
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            group["lr"] = lr.clone()  # of this group alone
             group.update({key: torch.tensor(int(group[key]), device=device) for key in COUNTERS})
 
     def _check_remainders(self) -> None:
@@ -214,10 +217,20 @@ class FusedAdam(torch.optim.Optimizer):
         self._versions[param] = guards.weight_version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
-            info = torch.iinfo(torch.int64)
-            seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
+            seed = self._new_seed()
             for group in self.param_groups:
                 group[SEED] = seed
+
+    def _new_seed(self) -> int:
+        """From the key of the first quantized weight, which replicas share, DDP's too; else from torch's generator."""
+        for param in (param for group in self.param_groups for param in group["params"]):
+            quantized = components.quantized(param)
+            if quantized is not None:
+                key = int(quantized._storage.state[KEY])
+                low, high = numerics.random_words(key, 0, SEED_STREAM, (1, 2))[0].tolist()
+                return int(high << 32 | low) - (1 << 63)
+        info = torch.iinfo(torch.int64)
+        return int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
 
     @torch.no_grad()
     def reseed_masters(self) -> None:

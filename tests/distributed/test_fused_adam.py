@@ -165,9 +165,8 @@ def refusals() -> dict[str, str]:
     bias.decoupled_grad = torch.zeros(131)
     found["plain gradient"] = message_of(optimizer.step, ConfigurationError)
     torch.manual_seed(rank)
-    found["seed"] = message_of(
-        lambda: FusedAdam(model.named_parameters(), exp_avg_dtype=torch.bfloat16), RankMismatchError
-    )
+    plain = list(model[2:].named_parameters())  # without a quantized weight, whose key would give the seed
+    found["seed"] = message_of(lambda: FusedAdam(plain, exp_avg_dtype=torch.bfloat16), RankMismatchError)
     torch.manual_seed(0)
 
     optimizer = FusedAdam(model.named_parameters(), capturable=True, max_skipped_in_a_row=1)

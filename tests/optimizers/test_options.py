@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from quantshard import components
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
+from quantshard.storage import KEY
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
 from tests.test_tensor import RECIPES, same
 
@@ -116,7 +118,9 @@ def test_loading_gives_the_same_future(masters, name):
         set_grads(params, step)
         optimizer.step()
     others, _ = build(MXFP8)
-    torch.manual_seed(77)
+    for weight in map(components.quantized, others.values()):
+        if weight is not None:
+            weight._storage.state[KEY].add_(1)  # the seed derives from it
     other = FusedAdam(others.items(), **MASTERS[masters], **dtypes)
     assert other.param_groups[0]["rounding_seed"] != optimizer.param_groups[0]["rounding_seed"]
     for key, param in others.items():
@@ -129,3 +133,13 @@ def test_loading_gives_the_same_future(masters, name):
     for key, param in params.items():
         assert same(values(param), values(others[key]))
         assert all(same(t, other.state[others[key]][k]) for k, t in optimizer.state[param].items())
+
+
+def test_the_seed_does_not_depend_on_torchs_generator():
+    """Replicas under DDP seed their data apart and build the optimizer then; their weights must be rounded alike."""
+    params, _ = build(MXFP8)
+    seeds = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        seeds.append(FusedAdam(params.items(), exp_avg_dtype=torch.bfloat16).param_groups[0]["rounding_seed"])
+    assert seeds[0] == seeds[1]
