@@ -313,6 +313,8 @@ def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedSto
         rows = shard.component_shape(by_name[slot.name])[0]
         components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
     for name, part in local.components.items():
+        if part.is_cuda:  # CPU offload made this copy on FSDP2's own stream, which must not reuse it too early
+            part.record_stream(torch.cuda.current_stream(part.device))
         if not gathering.slots:
             components[name] = part  # a mesh of one rank
         elif not local.shard.gathers(by_name[name]):
