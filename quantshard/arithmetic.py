@@ -8,7 +8,8 @@ as they are (a hidden `step()` with lr = 0 changes no bit); one that is infinite
 raises.
 
 A weight may also be read, as what is added to a plain tensor of its shape while autograd is off: weight decay of the
-L2 kind does `grad.add(param, alpha=weight_decay)`. Nothing else dequantizes, so no forward pass does so in silence.
+L2 kind does `grad.add(param, alpha=weight_decay)`; and as an operand of the in-place arithmetic of another weight. No
+other operation dequantizes, and none of these is differentiable, so no training forward does so in silence.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +29,7 @@ from quantshard import amax, private_torch
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Group, Requantization
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
-from quantshard.ops import rule
+from quantshard.ops import plain_like, rule
 from quantshard.storage import DRAWS, KEY, QuantizedStorage
 from quantshard.tensor import QuantizedTensor
 
@@ -323,16 +325,9 @@ def _foreach_add_to_plain(plain: Sequence[Any], weights: Sequence[Any], alpha: f
 
 
 @rule(aten.full_like.default, needed_by="torch.optim.Adagrad's state")
-def _full_like(
-    weight: QuantizedTensor,
-    value: float,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    memory_format: Any = None,
-) -> Tensor:
-    return torch.full(weight.shape, value, dtype=dtype or weight.dtype, device=device or weight.device)
+def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
+    full: Tensor = plain_like(partial(torch.full, fill_value=value))(weight, **options)
+    return full
 
 
 # Refused by name

@@ -196,7 +196,9 @@ def _empty_like(
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
 
 
-def _plain_like(make: Callable[..., Tensor]) -> Rule:
+def plain_like(make: Callable[..., Tensor]) -> Rule:
+    """A rule that makes a plain tensor with `make`, of the quantized one's shape; its dtype and device are defaults."""
+
     def like(
         tensor: QuantizedTensor,
         dtype: torch.dtype | None = None,
@@ -210,8 +212,8 @@ def _plain_like(make: Callable[..., Tensor]) -> Rule:
     return like
 
 
-rule(aten.zeros_like.default, needed_by="FSDP2: the gradient of an unused parameter")(_plain_like(torch.zeros))
-rule(aten.ones_like.default, needed_by="autograd")(_plain_like(torch.ones))
+rule(aten.zeros_like.default, needed_by="FSDP2: the gradient of an unused parameter")(plain_like(torch.zeros))
+rule(aten.ones_like.default, needed_by="autograd")(plain_like(torch.ones))
 
 
 @rule(aten.is_pinned.default, needed_by="FSDP2's CPU offload")

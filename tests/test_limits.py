@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +130,10 @@ def test_every_recipe_is_as_the_table_says() -> None:
         cell = resolve(name).weight
         assert cell is not None
         assert "turned" not in backend.fallbacks(linear(name).weight._storage, resolve(name), torch.device("cpu"))
+
+
+def test_every_entry_of_the_table_is_used() -> None:
+    """An entry that no code takes or raises would be a claim of the limits page alone."""
+    root = Path(limits.__file__).parent
+    source = "".join(p.read_text(encoding="utf-8") for p in root.rglob("*.py") if p.name != "limits.py")
+    assert [name for name in (*limits.FALLBACKS, *limits.REFUSALS) if f'"{name}"' not in source] == []

@@ -210,6 +210,11 @@ class autocast:
     ) -> None:
         if calibrating:
             raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
+        if amax_reduction_group is not None and torch.compiler.is_compiling():
+            raise ConfigurationError(
+                "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
+                "group; enter this autocast around the compiled function"
+            )
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.records = is_delayed(self.setting)
 

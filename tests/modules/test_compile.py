@@ -311,3 +311,14 @@ def test_no_autograd_function_returns_what_to_or_reshape_may_return_unchanged() 
         if not ast.unparse(node.value).startswith("private_torch.cast(")
     ]
     assert not found
+
+
+def test_a_process_group_inside_a_compiled_function_is_refused() -> None:
+    layer, group = build("Linear", "current"), nn.Identity()  # whatever is not None
+
+    def function(x: Tensor) -> Tensor:
+        with qs.autocast(recipe="current", amax_reduction_group=group):  # type: ignore[arg-type]
+            return layer(x)
+
+    with pytest.raises(Exception, match="enter this autocast around the compiled function"):
+        aot_eager(function)(data())
