@@ -6,6 +6,7 @@ the projections. `CompositeModule` is what modules made of modules share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -201,9 +202,9 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
     """Self-attention with its projections, optionally behind a normalization.
 
     Children: `qkv`, a `Linear`, or with `input_layernorm` `layernorm_qkv`, a `LayerNormLinear`; `core_attention`;
-    `proj`, a `Linear`. Queries, keys and values are one GEMM with one weight, whose rows are all queries, then all
-    keys, then all values, head by head. With `fuse_qkv_params=True` and `qkv_weight_interleaved=True` (its default), as
-    in TransformerEngine, they are instead group by group: the group's queries, its key, its value.
+    `proj`, a `Linear`. Queries, keys and values have a weight each, `query_weight`, `key_weight` and `value_weight`,
+    head by head. With `fuse_qkv_params=True` they are one weight, `weight`, whose rows are group by group, the group's
+    queries, its key, its value; or, with `qkv_weight_interleaved=False`, all queries, then all keys, then all values.
 
     Args:
         hidden_size: size of the last dim of input and output.
@@ -222,7 +223,7 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
         return_layernorm_output: return the normalized input too, last.
         input_layernorm: normalize the input.
         attention_type: only "self".
-        fuse_qkv_params: only chooses the order of rows, see above; the weight is one in either case.
+        fuse_qkv_params: one weight for queries, keys and values, see above.
         zero_centered_gamma: the normalization multiplies by 1 + its weight, which starts at 0.
         qkv_weight_interleaved: see above; without effect unless `fuse_qkv_params`.
         rotary_pos_interleaved: the layout of the rotary embedding.
@@ -271,13 +272,18 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
         self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
         self.kv_channels = kv_channels or _head_size(owner, hidden_size, num_attention_heads)
         self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
-        self.interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.fused, self.interleaved = fuse_qkv_params, qkv_weight_interleaved
         self.rotary_pos_interleaved, self.qkv_format = rotary_pos_interleaved, qkv_format
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output and input_layernorm
-        features = (num_attention_heads + 2 * self.num_gqa_groups) * self.kv_channels
+        kv_features = self.num_gqa_groups * self.kv_channels
+        parts = {"query": num_attention_heads * self.kv_channels, "key": kv_features, "value": kv_features}
+        features = sum(parts.values())
         common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
-        qkv = {**common, "init_method": init_method}
+        qkv = {
+            **common, "init_method": init_method, "parameters_split": None if fuse_qkv_params else parts,
+            "separate_outputs": not fuse_qkv_params,
+        }  # fmt: skip
         if input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
                 hidden_size, features, layernorm_epsilon, normalization=normalization,
@@ -337,15 +343,16 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
             return cast(Tensor, out)
         return (*out, normed) if self.return_bias else (out, normed)
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., features] -> queries [..., h, d], keys and values [..., groups, d]."""
+    def _split(self, qkv: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        """[..., features], or three parts of it -> queries [..., h, d], keys and values [..., groups, d]."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups
+        if not isinstance(qkv, Tensor):
+            return [part.unflatten(-1, (-1, self.kv_channels)) for part in qkv]
         by_head = qkv.unflatten(-1, (-1, self.kv_channels))
         if not self.interleaved:
-            q, k, v = by_head.split((heads, groups, groups), dim=-2)
-            return q, k, v
-        q, k, v = by_head.unflatten(-2, (groups, -1)).split((heads // groups, 1, 1), dim=-2)
-        return q.flatten(-3, -2), k.flatten(-3, -2), v.flatten(-3, -2)
+            return by_head.split((heads, groups, groups), dim=-2)
+        by_group = by_head.unflatten(-2, (groups, -1)).split((heads // groups, 1, 1), dim=-2)
+        return [part.flatten(-3, -2) for part in by_group]
 
 
 def child_name(parent: str | None, child: str) -> str | None:

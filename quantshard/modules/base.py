@@ -7,7 +7,7 @@ index in the global tensor, so a module is born the same whole, in shards, or on
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +57,55 @@ class WeightSpec:
         return whole[origin[0] : origin[0] + shape[0], origin[1] : origin[1] + shape[1]].to(device)
 
 
+@dataclass(frozen=True)
+class Projection:
+    """One linear layer of a module: one weight, or several that read the same input.
+
+    `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names. `prefix`: the same for
+    the amax histories, which all parts share.
+    """
+
+    parts: tuple[str, ...] = ("",)
+    prefix: str = ""
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights."""
+        return tuple(part + "weight" for part in self.parts)
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the biases."""
+        return tuple(part + "bias" for part in self.parts)
+
+
+def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
+    """TransformerEngine's `parameters_split`: prefix of each part's parameter names -> its share of the out_features.
+
+    Raises:
+        ConfigurationError: the parts do not add up to `out_features`.
+    """
+    if split is None:
+        return {"": out_features}
+    sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))
+    if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) < 1:
+        raise ConfigurationError(
+            f"{owner}(parameters_split={split!r}): its parts must add up to the {out_features} out_features"
+        )
+    return {name.rstrip("_") + "_": size for name, size in sizes.items()}
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of a layer's output (or bias) as one, along the last dim."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
+
+
 class QuantizedModule(nn.Module):
-    """Base of modules with weights that may be quantized. Subclasses call `_add_weight` and `_add_vector`."""
+    """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `_add_vector`."""
 
     def __init__(self, device: torch.device | str | None, params_dtype: torch.dtype | None) -> None:
         super().__init__()
+        self.use_bias = False
         self._plan = context.init_plan()
         self._device = torch.device(device) if device is not None else _default_device()
         self._dtype = params_dtype or torch.get_default_dtype()
@@ -71,6 +115,20 @@ class QuantizedModule(nn.Module):
         self._handle = compiled.handle(self)
 
     # Birth -----------------------------------------------------------------------------------------------------------
+
+    def _add_projection(
+        self, sizes: Mapping[str, int], in_features: int, init_method: InitMethod | None, bias: bool, prefix: str = ""
+    ) -> Projection:
+        """Register the parameters of a linear layer: `sizes` gives the out_features of each of its parts."""
+        projection = Projection(tuple(sizes), prefix)
+        for weight, name, size in zip(projection.weights, projection.biases, sizes.values(), strict=True):
+            self._add_weight(weight, WeightSpec((size, in_features), init_method))
+            if bias:
+                self._add_vector(name, size, 0.0)
+            else:
+                self.register_parameter(name, None)
+        self._add_histories(prefix)
+        return projection
 
     def _add_weight(self, name: str, spec: WeightSpec) -> None:
         """Register a weight, initialized unless the device is meta; quantized if `quantized_model_init` says so."""
@@ -192,14 +250,20 @@ class QuantizedModule(nn.Module):
         quantized = components.quantized(getattr(self, name))
         return self._plain_states[name] if quantized is None else quantized._storage.state
 
-    def _linear(self, x: Tensor, weight: str, bias: Tensor | None, prefix: str = "") -> Tensor:
-        """x [..., in_features] times one of this module's weights, transposed, plus bias; by the recipe in force."""
+    def _project(self, x: Tensor, layer: Projection, *, with_bias: bool = True) -> Sequence[Tensor]:
+        """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force."""
+        tensors = [getattr(self, weight) for weight in layer.weights]
+        biases = [getattr(self, bias) if with_bias else None for bias in layer.biases]
         if torch.compiler.is_compiling():
-            return compiled.linear(x, getattr(self, weight), bias, self._handle, weight, prefix, self.training)
-        quantized = components.quantized(getattr(self, weight)) is not None
-        call = recompute.call((id(self), weight), quantized)
-        checked = self._operand(weight, call, x.device)
-        return functional.linear(x, checked, bias, call, self._linear_state(weight, call.recipe, prefix))
+            return compiled.linear(x, tensors, biases, self._handle, layer.weights, layer.prefix, self.training)
+        quantized = any(components.quantized(tensor) is not None for tensor in tensors)
+        call = recompute.call((id(self), ",".join(layer.weights)), quantized)
+        checked = [self._operand(weight, call, x.device) for weight in layer.weights]
+        return functional.linear(x, checked, biases, call, self._linear_state(layer.weights, call.recipe, layer.prefix))
+
+    def _joined_bias(self, layer: Projection) -> Tensor | None:
+        """The bias of a whole layer, for callers that add it themselves; None without."""
+        return joined([getattr(self, bias) for bias in layer.biases]) if self.use_bias else None
 
     def _operand(self, name: str, call: Call, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
@@ -209,7 +273,7 @@ class QuantizedModule(nn.Module):
             self._refuse_fallbacks(name, backend.fallbacks(stored, call.recipe, device))
         return checked
 
-    def _linear_state(self, weight: str, recipe: Recipe, prefix: str = "") -> LinearState:
+    def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
         for name, length in self._history_lengths(recipe).items():
             existing = getattr(self, prefix + name, None)
@@ -222,25 +286,31 @@ class QuantizedModule(nn.Module):
                 if self.training and context.is_strict():
                     self._refuse_fallbacks(prefix + name, ("late history",))
                 self._warn_of_late_history(prefix + name)
-                device = private_torch.local_tensor(self.get_parameter(weight)).device
+                device = private_torch.local_tensor(self.get_parameter(weights[0])).device
                 self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=device))
+        seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
+        states = [self._state_for(weight, recipe) for weight in weights]
+        return LinearState(states, seen, seen_backward, record=self.training)
+
+    def _state_for(self, weight: str, recipe: Recipe) -> dict[str, Tensor]:
+        """`weight_state`, with the amax history that the recipe needs."""
         state = self.weight_state(weight)
         cell = recipe.weight
-        if cell is not None and cell.scaling.history:
-            device = private_torch.local_tensor(self.get_parameter(weight)).device
-            history = state.get(AMAX_HISTORY)
-            if history is not None and history.numel() != cell.scaling.history:
-                raise RecipeMismatchError(
-                    f"{type(self).__name__}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
-                    f"{recipe.name!r} asks for {cell.scaling.history}; use one recipe object for both"
-                )
-            if history is None:
-                state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
-            elif history.device != device and weight in self._plain_states:
-                # the module was moved; what is no parameter or buffer was not
-                state[AMAX_HISTORY] = history.to(device)
-        seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
-        return LinearState(state, seen, seen_backward, record=self.training)
+        if cell is None or not cell.scaling.history:
+            return state
+        device = private_torch.local_tensor(self.get_parameter(weight)).device
+        history = state.get(AMAX_HISTORY)
+        if history is not None and history.numel() != cell.scaling.history:
+            raise RecipeMismatchError(
+                f"{type(self).__name__}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
+                f"{recipe.name!r} asks for {cell.scaling.history}; use one recipe object for both"
+            )
+        if history is None:
+            state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+        elif history.device != device and weight in self._plain_states:
+            # the module was moved; what is no parameter or buffer was not
+            state[AMAX_HISTORY] = history.to(device)
+        return state
 
     def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
         if taken:

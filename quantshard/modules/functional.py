@@ -1,5 +1,8 @@
 """The linear layer's three GEMMs, each operand quantized as the recipe's table says.
 
+A layer has one weight, or several that read the same input (queries, keys and values; the halves of a gated MLP): it is
+quantized once for all of them.
+
     fprop   y  = x  @ w^T + b     x quantized along in_features, w as stored
     dgrad   dx = dy @ w           dy quantized along out_features
     wgrad   dw = dy^T @ x         dy^T and x^T quantized along tokens
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,29 +42,31 @@ from quantshard.tensor import QuantizedTensor
 
 @dataclass
 class LinearState:
-    """What one linear layer carries between steps: state of its weight, and delayed-scaling histories.
+    """What one linear layer carries between steps: state of its weights, and delayed-scaling histories.
 
-    `weight`: the weight's key, draws and, under delayed scaling, amax history. `record`: whether amaxes seen now are
-    recorded (in training).
+    `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
+    seen now are recorded (in training).
     """
 
-    weight: dict[str, Tensor]
+    weights: Sequence[dict[str, Tensor]]
     input_history: Tensor | None
     grad_output_history: Tensor | None
     record: bool
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, state: LinearState) -> Tensor:
-    """x [..., in_features] times weight [out_features, in_features] transposed, plus bias; the dtype is that of x."""
-    if not call.recipe.table and not isinstance(weight, QuantizedTensor):
-        return plain_linear(x, weight, bias)
-    keeps_input = torch.is_grad_enabled() and weight.requires_grad
-    out: Tensor = _Linear.apply(x, weight, bias, call, state, keeps_input)
-    return out
+def linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: Call, state: LinearState
+) -> tuple[Tensor, ...]:
+    """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype."""
+    if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
+        return tuple(plain_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    outputs: tuple[Tensor, ...] = _Linear.apply(x, call, state, keeps_input, *weights, *biases)
+    return outputs
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in high precision."""
+    """The same in high precision, for one weight."""
     tokens = x.reshape(-1, x.shape[-1])
     y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return _shaped_as(y, x)
@@ -79,74 +84,109 @@ def _shaped_as(y: Tensor, x: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        state: LinearState,
-        keeps_input: bool,
-    ) -> Tensor:
-        y, x_wgrad = forward(x, weight, bias, call, state, keeps_input)
+        ctx: Any, x: Tensor, call: Call, state: LinearState, keeps_input: bool, *weights_and_biases: Any
+    ) -> tuple[Tensor, ...]:
+        parts = len(weights_and_biases) // 2
+        weights, biases = weights_and_biases[:parts], weights_and_biases[parts:]
+        outputs, x_wgrad = forward(x, weights, biases, call, state, keeps_input)
         ctx.call, ctx.state, ctx.x_shape = call, state, x.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
-        ctx.save_for_backward(weight, *x_tensors)
-        return y
+        ctx.save_for_backward(*weights, *x_tensors)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
-        weight, *x_tensors = ctx.saved_tensors
+        parts, saved = len(grads), ctx.saved_tensors
+        weights, x_tensors = saved[:parts], saved[parts:]
         x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
-        dx, dw, db = backward(
-            grads[0], weight, x_wgrad, ctx.call, ctx.state, ctx.x_shape, ctx.bias_dtype, ctx.needs_input_grad[:3]
-        )
-        return dx, dw, db, None, None, None
+        needs = ctx.needs_input_grad
+        needed = Needed(needs[0], needs[4 : 4 + parts], needs[4 + parts :])
+        dx, dws, dbs = backward(
+            grads, weights, x_wgrad, ctx.call, ctx.state, ctx.x_shape, ctx.bias_dtypes, needed
+        )  # fmt: skip
+        return dx, None, None, None, *dws, *dbs
+
+
+class Needed(NamedTuple):
+    """Which gradients are needed: of the input, of each weight, of each bias."""
+
+    x: bool
+    weights: Sequence[bool]
+    biases: Sequence[bool]
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, state: LinearState, keeps_input: bool
-) -> tuple[Tensor, WgradOperand]:
-    """fprop: the output [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`."""
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    call: Call,
+    state: LinearState,
+    keeps_input: bool,
+) -> tuple[list[Tensor], WgradOperand]:
+    """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`."""
     if call.repeated:
         context.flush_after_backward()
     tokens = x.reshape(-1, x.shape[-1])
     x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, call, state, need_second=keeps_input)
-    w = _weight_operand(weight, call, state)
-    y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
-    return _shaped_as(y, x), x_wgrad
+    outputs = []
+    for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        w = _weight_operand(weight, part, call, state)
+        y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
+        outputs.append(_shaped_as(y, x))
+    return outputs, x_wgrad
 
 
 def backward(
-    grad: Tensor,
-    weight: Tensor,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
     x_wgrad: WgradOperand,
     call: Call,
     state: LinearState,
     x_shape: Sequence[int],
-    bias_dtype: torch.dtype | None,
-    needed: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dgrad and wgrad: of the gradients of input, weight and bias those that are `needed`, from that of the output."""
-    dy = grad.reshape(-1, weight.shape[0])
-    need_x, need_w, need_bias = needed
-    dy_dgrad, dy_wgrad = _both_ways(dy, TensorRole.GRAD_OUTPUT, call, state, need_first=need_x, need_second=need_w)
-    dx = dw = db = None
-    # codes saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step
-    poison = torch.where(torch.isfinite(dy).all(), 0.0, torch.nan).to(dy.dtype)
-    if need_x:
-        w = _weight_operand(weight, call, state)
-        dx = (backend.matmul(dy_dgrad, w, grad.dtype) + poison).view(*x_shape)
-    if need_w:
-        dw = backend.matmul(
-            dy_wgrad.operand, x_wgrad.operand, weight.dtype,
-            transpose_a=not dy_wgrad.transposed, transpose_b=x_wgrad.transposed,
-        ) + poison.to(weight.dtype)  # fmt: skip
-    if need_bias and bias_dtype is not None:
-        db = dy.float().sum(0).to(bias_dtype)
-    return dx, dw, db
+    bias_dtypes: Sequence[torch.dtype | None],
+    needed: Needed,
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
+
+    `grads`: those of the outputs. What several weights add to the gradient of the input is summed in float32.
+    """
+    dxs: list[Tensor] = []
+    dws: list[Tensor | None] = []
+    dbs: list[Tensor | None] = []
+    x_dtype = grads[0].dtype
+    for part, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        need_w = needed.weights[part]
+        dy = grad.reshape(-1, weight.shape[0])
+        dy_dgrad, dy_wgrad = _both_ways(
+            dy, TensorRole.GRAD_OUTPUT, call, state, part, need_first=needed.x, need_second=need_w
+        )
+        # codes saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step
+        poison = torch.where(torch.isfinite(dy).all(), 0.0, torch.nan).to(dy.dtype)
+        if needed.x:
+            w = _weight_operand(weight, part, call, state)
+            dxs.append(backend.matmul(dy_dgrad, w, x_dtype if len(grads) == 1 else torch.float32) + poison)
+        dw = db = None
+        if need_w:
+            dw = backend.matmul(
+                dy_wgrad.operand, x_wgrad.operand, weight.dtype,
+                transpose_a=not dy_wgrad.transposed, transpose_b=x_wgrad.transposed,
+            ) + poison.to(weight.dtype)  # fmt: skip
+        bias_dtype = bias_dtypes[part]
+        if needed.biases[part] and bias_dtype is not None:
+            db = dy.float().sum(0).to(bias_dtype)
+        dws.append(dw)
+        dbs.append(db)
+    return (_sum(dxs).to(x_dtype).view(*x_shape) if dxs else None), dws, dbs
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    total, *others = terms
+    for term in others:
+        total = total + term
+    return total
 
 
 @dataclass
@@ -162,18 +202,19 @@ def _both_ways(
     role: TensorRole,
     call: Call,
     state: LinearState,
+    part: int = 0,
     *,
     need_first: bool = True,
     need_second: bool = True,
 ) -> tuple[Operand, WgradOperand]:
     """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
 
-    Where one quantization serves both (square blocks, plain rounding), it is made once.
+    `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once.
     """
     first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
     second = call.recipe.cell(role, Gemm.WGRAD)
     amax = _delayed_amax(values, role, first or second, call, state)
-    words = _Words(state, values.device)
+    words = _Words(state.weights[part], values.device)
     shared = serves_both(first, second)
     as_is: Operand = values
     if first is not None and (need_first or shared):
@@ -199,43 +240,46 @@ class _Words:
     Ranks hold different gradients, so each rank has streams of its own.
     """
 
-    def __init__(self, state: LinearState, device: torch.device) -> None:
-        self.state, self.device, self.draw = state, device, -1
+    def __init__(self, weight: dict[str, Tensor], device: torch.device) -> None:
+        self.weight, self.device, self.draw = weight, device, -1
 
     def of(self, values: Tensor, cell: Cell, stream: int) -> Tensor | None:
         """Words for `values` [R, C], C padded as the cell's transform pads it; None if it rounds to nearest."""
         if not cell.scaling.stochastic_rounding:
             return None
         if self.draw < 0:
-            draws = self.state.weight[DRAWS]
+            draws = self.weight[DRAWS]
             self.draw = int(draws)
             draws.add_(1)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         cols = values.shape[1] + (-values.shape[1] % 16 if cell.scaling.random_hadamard else 0)
         return numerics.random_words(
-            int(self.state.weight[KEY]), self.draw, rank * STREAMS_PER_RANK + stream, (values.shape[0], cols),
+            int(self.weight[KEY]), self.draw, rank * STREAMS_PER_RANK + stream, (values.shape[0], cols),
             device=self.device,
         )  # fmt: skip
 
 
-def _identity(state: LinearState, role: TensorRole) -> int:
-    """A number for one history that is equal on all ranks: they agree on the weight's key."""
-    return int(state.weight[KEY]) * len(TensorRole) + list(TensorRole).index(role)
+def _identity(state: LinearState, role: TensorRole, part: int) -> int:
+    """A number for one history that is equal on all ranks: they agree on the weights' keys."""
+    return int(state.weights[part][KEY]) * len(TensorRole) + list(TensorRole).index(role)
 
 
-def _delayed_amax(values: Tensor, role: TensorRole, cell: Cell | None, call: Call, state: LinearState) -> Tensor | None:
+def _delayed_amax(
+    values: Tensor, role: TensorRole, cell: Cell | None, call: Call, state: LinearState, part: int = 0
+) -> Tensor | None:
     """Under delayed scaling: the amax of the history to scale by; the tensor's own is noted for later.
 
     Of an input or a weight both are done once for a call: its backward and its recomputation scale by the same amax.
+    All output gradients of a layer share one history, as one GEMM's would.
     """
     if cell is None or not cell.scaling.history:
         return None
-    if role in call.amaxes:
-        return call.amaxes[role]
+    if (role, part) in call.amaxes:
+        return call.amaxes[role, part]
     history = {
         TensorRole.INPUT: state.input_history,
         TensorRole.GRAD_OUTPUT: state.grad_output_history,
-        TensorRole.WEIGHT: state.weight.get(AMAX_HISTORY),
+        TensorRole.WEIGHT: state.weights[part].get(AMAX_HISTORY),
     }[role]
     assert history is not None
     if state.record:
@@ -243,21 +287,22 @@ def _delayed_amax(values: Tensor, role: TensorRole, cell: Cell | None, call: Cal
         pending = context.backward_amaxes if backward else context.forward_amaxes
         if backward:
             context.flush_after_backward()
-        pending.note(_identity(state, role), history, numerics.block_amax(values, (ALL, ALL)).view(()), call.group)
+        amax = numerics.block_amax(values, (ALL, ALL)).view(())
+        pending.note(_identity(state, role, part), history, amax, call.group)
     amax = history_amax(history, cell.scaling.most_recent)
     if role is not TensorRole.GRAD_OUTPUT:
-        call.amaxes[role] = amax
+        call.amaxes[role, part] = amax
     return amax
 
 
-def _weight_operand(weight: Tensor, call: Call, state: LinearState) -> Operand:
-    """The weight for a GEMM: as it is stored, or quantized now from high precision."""
+def _weight_operand(weight: Tensor, part: int, call: Call, state: LinearState) -> Operand:
+    """A weight for the GEMM: as it is stored, or quantized now from high precision."""
     if isinstance(weight, QuantizedTensor):
         return weight._storage
     cell = call.recipe.weight
     if cell is None:
         return weight
-    amax = _delayed_amax(weight.detach(), TensorRole.WEIGHT, cell, call, state)
+    amax = _delayed_amax(weight.detach(), TensorRole.WEIGHT, cell, call, state, part)
     return backend.quantize(weight, cell, amax=amax)
 
 
@@ -271,7 +316,7 @@ def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...
     )
 
 
-def _from_saved(rebuild: tuple[Any, ...], tensors: list[Tensor]) -> WgradOperand:
+def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
     transposed, described = rebuild
     if described is None:
         return WgradOperand(tensors[0], transposed)

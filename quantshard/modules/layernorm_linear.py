@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantshard.modules import unsupported
-from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
+from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
 from quantshard.modules.norm import Normalization
 
 
@@ -28,6 +29,7 @@ class LayerNormLinear(QuantizedModule):
         return_bias: return the bias behind the output instead of adding it.
         params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_layernorm_output: return the normalized input too, last.
+        parameters_split, separate_outputs: see `Linear`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
@@ -46,6 +48,8 @@ class LayerNormLinear(QuantizedModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        separate_outputs: bool = False,
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         name: str | None = None,
@@ -55,25 +59,22 @@ class LayerNormLinear(QuantizedModule):
         super().__init__(device, params_dtype)
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias
-        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs
         self.normalization = Normalization(normalization, in_features, eps, zero_centered_gamma)
         self.normalization.add_parameters(self, "layer_norm_")
-        self._add_weight("weight", WeightSpec((out_features, in_features), init_method))
-        if bias:
-            self._add_vector("bias", out_features, 0.0)
-        else:
-            self.register_parameter("bias", None)
-        self._add_histories()
+        sizes = split_sizes("LayerNormLinear", out_features, parameters_split)
+        self._layer = self._add_projection(sizes, in_features, init_method, bias)
 
-    def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(self, inp: Tensor, **others: Any) -> Any:
         """Input [..., in_features] -> [..., out_features], in the input's dtype.
 
         With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
         """
         unsupported.refuse("LayerNormLinear.forward", others)
         normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
-        out = self._linear(normed, "weight", None if self.return_bias else self.bias)
-        more: tuple[Tensor | None, ...] = (self.bias,) if self.return_bias else ()
+        outputs = self._project(normed, self._layer, with_bias=not self.return_bias)
+        out = outputs if self.separate_outputs else joined(outputs)
+        more: tuple[Tensor | None, ...] = (self._joined_bias(self._layer),) if self.return_bias else ()
         if self.return_layernorm_output:
             more += (normed,)
         return (out, *more) if more else out

@@ -1,7 +1,8 @@
 """LayerNormMLP: normalization, linear layer, activation, linear layer in one module.
 
 The activation runs in float32 and is rounded once; for backward only its input is kept, in its own dtype. A gated
-activation (GLU) reads twice as many features as it writes: `act(first half) * second half`, TransformerEngine's order.
+activation (GLU) is `act(gate) * up`, where gate and up are the outputs of two weights. They are two parameters, not the
+halves of one: so each is cut by tensor parallelism as its own, and has its own grid of blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
-from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
+from quantshard.modules.base import InitMethod, QuantizedModule
 from quantshard.modules.norm import Normalization
 
 _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
@@ -48,46 +49,49 @@ _GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu",
 ACTIVATIONS = (*_CURVES, *_GATED)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply one of `ACTIVATIONS`: x [..., n] -> [..., n], or [..., n / 2] if it is gated, in the dtype of x."""
-    out: Tensor = _Activation.apply(x, _CURVES[_GATED.get(activation, activation)], activation in _GATED)
+def is_gated(activation: str) -> bool:
+    """True for the activations of `ACTIVATIONS` that take two inputs."""
+    return activation in _GATED
+
+
+def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
+    """Apply one of `ACTIVATIONS` to x [...], of its dtype; if it is gated multiply by `up`, of the same shape."""
+    out: Tensor = _Activation.apply(x, up, _CURVES[_GATED.get(activation, activation)])
     return out
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, curve: Curve, gated: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.curve, ctx.gated = curve, gated
-        if not gated:
-            return private_torch.cast(curve.value(x.float()), x.dtype)
-        first, second = x.float().chunk(2, dim=-1)
-        return private_torch.cast(curve.value(first) * second, x.dtype)
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, curve: Curve) -> Tensor:
+        ctx.save_for_backward(x, up)
+        ctx.curve = curve
+        out = curve.value(x.float())
+        return private_torch.cast(out if up is None else out * up.float(), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        dy = grads[0].float()
-        if not ctx.gated:
-            return ctx.curve.gradient(dy, x.float()).to(x.dtype), None, None
-        first, second = x.float().chunk(2, dim=-1)
-        both = (ctx.curve.gradient(dy * second, first), dy * ctx.curve.value(first))
-        return torch.cat(both, dim=-1).to(x.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, up = ctx.saved_tensors
+        dy, high = grads[0].float(), x.float()
+        if up is None:
+            return ctx.curve.gradient(dy, high).to(x.dtype), None, None
+        dup = (dy * ctx.curve.value(high)).to(up.dtype)
+        return ctx.curve.gradient(dy * up.float(), high).to(x.dtype), dup, None
 
 
 class LayerNormMLP(QuantizedModule):
     """y = act(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [ffn_hidden_size, hidden_size],
-    with twice the rows for a gated activation (those of the activated half first), `fc1_bias`, `fc2_weight`
-    [hidden_size, ffn_hidden_size], `fc2_bias` (both None without bias). The two weights are stored quantized if built
-    under `quantized_model_init`, and each has its own amax histories, `fc1_...` and `fc2_...`.
+    `fc1_bias`, `fc2_weight` [hidden_size, ffn_hidden_size], `fc2_bias` (biases are None without bias). A gated
+    activation has `fc1_gate_weight`, which it is applied to, and `fc1_up_weight`, and their biases, instead of
+    those of fc1. Weights are stored quantized if built under `quantized_model_init`. Under delayed scaling there are
+    amax histories `fc1_...` and `fc2_...`.
 
     Args:
         hidden_size: size of the last dim of input and output.
         ffn_hidden_size: features between the two linear layers.
         eps: of the normalization.
-        init_method: fills the whole of fc1_weight in place (default: N(0, 0.023**2) by the counter generator).
+        init_method: fills the whole of each fc1 weight in place (default: N(0, 0.023**2) by the counter generator).
         bias: add the biases, kept in high precision.
         normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu" (the tanh approximation, as in TransformerEngine), "relu", "silu", "srelu" (relu squared),
@@ -132,17 +136,11 @@ class LayerNormMLP(QuantizedModule):
         self.return_layernorm_output = return_layernorm_output
         self.normalization = Normalization(normalization, hidden_size, eps, zero_centered_gamma)
         self.normalization.add_parameters(self, "layer_norm_")
-        fc1_features = ffn_hidden_size * (2 if activation in _GATED else 1)
-        self._add_layer("fc1_", WeightSpec((fc1_features, hidden_size), init_method))
-        self._add_layer("fc2_", WeightSpec((hidden_size, ffn_hidden_size), output_layer_init_method))
-
-    def _add_layer(self, prefix: str, spec: WeightSpec) -> None:
-        self._add_weight(prefix + "weight", spec)
-        if self.use_bias:
-            self._add_vector(prefix + "bias", spec.shape[0], 0.0)
-        else:
-            self.register_parameter(prefix + "bias", None)
-        self._add_histories(prefix)
+        gated = ("fc1_gate_", "fc1_up_") if is_gated(activation) else ("fc1_",)
+        self._fc1 = self._add_projection(dict.fromkeys(gated, ffn_hidden_size), hidden_size, init_method, bias, "fc1_")
+        self._fc2 = self._add_projection(
+            {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, "fc2_"
+        )  # fmt: skip
 
     def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor | None, ...]:
         """Input [..., hidden_size] -> the same shape and dtype.
@@ -151,8 +149,9 @@ class LayerNormMLP(QuantizedModule):
         """
         unsupported.refuse("LayerNormMLP.forward", others)
         normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
-        hidden = activate(self._linear(normed, "fc1_weight", self.fc1_bias, "fc1_"), self.activation)
-        out = self._linear(hidden, "fc2_weight", None if self.return_bias else self.fc2_bias, "fc2_")
+        first, *up = self._project(normed, self._fc1)
+        hidden = activate(first, self.activation, *up)
+        (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias)
         more: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
         if self.return_layernorm_output:
             more += (normed,)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantshard.modules import unsupported
-from quantshard.modules.base import InitMethod, QuantizedModule, WeightSpec
+from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
 
 
 class Linear(QuantizedModule):
@@ -23,6 +24,9 @@ class Linear(QuantizedModule):
         init_method: fills the whole weight in place (default: N(0, 0.023**2) by the counter generator).
         params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_bias: return (output without bias, bias) instead of adding it.
+        parameters_split: make several weights instead of one, which read the same input: names and out_features of
+            each (a dict), or names of equal parts. "query" has the parameters `query_weight` and `query_bias`.
+        separate_outputs: return a tuple of the parts' outputs instead of one concatenated output.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: shown in printed tables and messages.
@@ -38,6 +42,8 @@ class Linear(QuantizedModule):
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        separate_outputs: bool = False,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
@@ -46,18 +52,16 @@ class Linear(QuantizedModule):
         super().__init__(device, params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
-        self._add_weight("weight", WeightSpec((out_features, in_features), init_method))
-        if bias:
-            self._add_vector("bias", out_features, 0.0)
-        else:
-            self.register_parameter("bias", None)
-        self._add_histories()
+        self.separate_outputs = separate_outputs
+        sizes = split_sizes("Linear", out_features, parameters_split)
+        self._layer = self._add_projection(sizes, in_features, init_method, bias)
 
-    def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Input [..., in_features] -> [..., out_features], in the input's dtype."""
+    def forward(self, inp: Tensor, **others: Any) -> Any:
+        """Input [..., in_features] -> [..., out_features], in the input's dtype; see the arguments for tuples."""
         unsupported.refuse("Linear.forward", others)
-        out = self._linear(inp, "weight", None if self.return_bias else self.bias)
-        return (out, self.bias) if self.return_bias else out
+        outputs = self._project(inp, self._layer, with_bias=not self.return_bias)
+        out = outputs if self.separate_outputs else joined(outputs)
+        return (out, self._joined_bias(self._layer)) if self.return_bias else out
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -23,7 +23,7 @@ from quantshard.modules import context, unsupported
 from quantshard.recipe import Recipe, TensorRole
 
 Layer = tuple[int, str]
-"""A linear layer: id of its module, and the name of its weight there."""
+"""A linear layer: id of its module, and the names of its weights there."""
 
 _CALLS = "_quantshard_calls"
 
@@ -33,14 +33,14 @@ class Call:
     """One forward of one linear layer.
 
     `group`: over which delayed scaling reduces amaxes. `amaxes`: those to scale by under delayed scaling, kept by the
-    first forward. `strict`: no fallback is taken. `repeated`: this is a second forward, whose amaxes were recorded by
-    the first.
+    first forward, of the input (0) and of each weight. `strict`: no fallback is taken. `repeated`: this is a second
+    forward, whose amaxes were recorded by the first.
     """
 
     recipe: Recipe
     group: dist.ProcessGroup | None
     strict: bool
-    amaxes: dict[TensorRole, Tensor] = field(default_factory=dict)
+    amaxes: dict[tuple[TensorRole, int], Tensor] = field(default_factory=dict)
     repeated: bool = False
 
 

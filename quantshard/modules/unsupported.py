@@ -60,7 +60,6 @@ _LINEAR = {
 _ONE_LINEAR = {
     **_LINEAR,
     **_because(NO_TENSOR_PARALLEL, parallel_mode=None, ub_name=None),
-    **_because("a layer has one weight; build one layer for each part", parameters_split=None),
 }
 _GATHERED = _because(NO_TENSOR_PARALLEL, return_layernorm_output_gathered=False)
 _WARM_UP = _because(

@@ -167,24 +167,31 @@ def multihead(**arguments):
 
 @pytest.mark.parametrize("groups", [3, 1])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("fused_interleaved", [False, True])
-def test_multihead_is_its_parts(fused_interleaved, bias, groups):
-    """The rows of the qkv weight are all q, all k, all v; or, interleaved, each group's q, k, v."""
-    module = multihead(num_gqa_groups=groups, bias=bias, fuse_qkv_params=fused_interleaved)
+@pytest.mark.parametrize("order", ["apart", "fused", "interleaved"])
+def test_multihead_is_its_parts(order, bias, groups):
+    """Queries, keys and values have a weight each, or one whose rows are all q, k and v or each group's q, k and v."""
+    fused = order != "apart"
+    options = {"num_gqa_groups": groups, "bias": bias}
+    module = multihead(**options, fuse_qkv_params=fused, qkv_weight_interleaved=order == "interleaved")
     x = torch.randn(QUERIES, BATCH, 96)
-    projected = torch.nn.functional.linear(x, module.qkv.weight, module.qkv.bias)
     per = 3 // groups
-    if fused_interleaved:
-        blocks = projected.view(QUERIES, BATCH, groups, per + 2, SIZE)
-        q, k, v = blocks[..., :per, :].flatten(2, 3), blocks[..., per, :], blocks[..., per + 1, :]
+    if not fused:
+        layer = module.qkv
+        weights = [(layer.query_weight, layer.query_bias), (layer.key_weight, layer.key_bias)]
+        weights.append((layer.value_weight, layer.value_bias))
+        assert [weight.shape[0] for weight, _ in weights] == [96, groups * SIZE, groups * SIZE]
+        q, k, v = (torch.nn.functional.linear(x, *each).unflatten(-1, (-1, SIZE)) for each in weights)
     else:
-        cut = (96, groups * SIZE, groups * SIZE)
-        q, k, v = (part.unflatten(-1, (-1, SIZE)) for part in projected.split(cut, dim=-1))
+        projected = torch.nn.functional.linear(x, module.qkv.weight, module.qkv.bias)
+        if order == "interleaved":
+            blocks = projected.view(QUERIES, BATCH, groups, per + 2, SIZE)
+            q, k, v = blocks[..., :per, :].flatten(2, 3), blocks[..., per, :], blocks[..., per + 1, :]
+        else:
+            cut = (96, groups * SIZE, groups * SIZE)
+            q, k, v = (part.unflatten(-1, (-1, SIZE)) for part in projected.split(cut, dim=-1))
     context = DotProductAttention(3, SIZE, groups)(q, k, v)
     want = torch.nn.functional.linear(context, module.proj.weight, module.proj.bias)
     assert torch.equal(module(x), want)
-    plain = multihead(num_gqa_groups=groups, bias=bias, fuse_qkv_params=fused_interleaved, qkv_weight_interleaved=False)
-    assert torch.equal(plain(x), module(x)) == (not fused_interleaved or groups == 1)
 
 
 def test_multihead_with_norm_rotary_and_tuple():
@@ -194,7 +201,8 @@ def test_multihead_with_norm_rotary_and_tuple():
     fused = module.layernorm_qkv
     wanted = torch.nn.functional.rms_norm(x.double(), (96,), fused.layer_norm_weight.double(), 1e-5)
     torch.testing.assert_close(normed.double(), wanted, rtol=1e-5, atol=1e-5)
-    q, k, v = torch.nn.functional.linear(normed, fused.weight, fused.bias).unflatten(-1, (9, SIZE)).split(3, dim=-2)
+    parts = [(getattr(fused, f"{name}_weight"), getattr(fused, f"{name}_bias")) for name in ("query", "key", "value")]
+    q, k, v = (torch.nn.functional.linear(normed, *part).unflatten(-1, (-1, SIZE)) for part in parts)
     context = DotProductAttention(3, SIZE)(apply_rotary_pos_emb(q, freqs), apply_rotary_pos_emb(k, freqs), v)
     assert torch.equal(out, torch.nn.functional.linear(context, module.proj.weight))
     assert bias is module.proj.bias
@@ -214,7 +222,8 @@ def test_projections_are_quantized_and_names_handed_down():
     with quantized_model_init(recipe="mxfp8"):
         module = MultiheadAttention(96, 3, input_layernorm=True, name="attn")
     quantized = [n for n, p in module.named_parameters() if type(p).__name__ != "Parameter"]
-    assert quantized == ["layernorm_qkv.weight", "proj.weight"]
+    parts = [f"layernorm_qkv.{part}_weight" for part in ("query", "key", "value")]
+    assert quantized == [*parts, "proj.weight"]
     assert (module.layernorm_qkv.name, module.proj.name) == ("attn.layernorm_qkv", "attn.proj")
 
 

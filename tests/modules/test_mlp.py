@@ -47,6 +47,13 @@ def defined(x, activation):
     return DEFINED[GATES[activation]](x[..., :half]) * x[..., half:]
 
 
+def activated(x, activation):
+    """A gated activation multiplies the first half of x by the second."""
+    return (
+        activate(x.chunk(2, -1)[0], activation, x.chunk(2, -1)[1]) if activation in GATES else activate(x, activation)
+    )
+
+
 def activation_input(dtype=torch.float32):
     torch.manual_seed(0)
     x = torch.cat((torch.linspace(-12, 12, 970), torch.tensor([0.0, -0.0, 1e-20, -1e-20]), torch.randn(26)))
@@ -59,12 +66,12 @@ def test_every_activation_is_defined_here():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_and_its_gradient(activation):
-    """Each is some operations on numbers of at most (1 + |x|)**2, times 1 + |the gating half|, each off by a few u."""
+    """Each is some operations on numbers of at most (1 + |x|)**2, times 1 + |up|, each off by a few u."""
     x, dy = activation_input()
     exact, x = x.double().requires_grad_(), x.requires_grad_()
     want = defined(exact, activation)
     dy = dy[..., : want.shape[-1]]
-    got = activate(x, activation)
+    got = activated(x, activation)
     want.backward(dy.double())
     got.backward(dy)
     halves = (1 + exact.detach().abs()).split(want.shape[-1], dim=-1)
@@ -78,7 +85,7 @@ def test_activation_and_its_gradient(activation):
 def test_bfloat16_activation_is_float32_rounded_once(activation):
     x, dy = activation_input(torch.bfloat16)
     low, high = x.clone().requires_grad_(), x.float().requires_grad_()
-    a, b = activate(low, activation), activate(high, activation)
+    a, b = activated(low, activation), activated(high, activation)
     assert torch.equal(a, b.bfloat16())
     dy = dy[..., : a.shape[-1]]
     a.backward(dy)
@@ -95,9 +102,9 @@ def test_only_the_input_is_kept_for_backward():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        activate(x, "swiglu")
-    assert [t.dtype for t in saved] == [torch.bfloat16]
-    assert saved[0].shape == x.shape
+        activated(x, "swiglu")
+    assert [t.dtype for t in saved] == [torch.bfloat16] * 2
+    assert sum(t.numel() for t in saved) == x.numel()
 
 
 # Fused modules against their parts
@@ -114,13 +121,19 @@ def build(recipe, make, seed=0):
     return module
 
 
-def part(recipe, weight, bias, state):
-    """A Linear that shares a parameter of a fused module; `state` is the weight's in high precision."""
+def part(recipe, module, prefixes=("",)):
+    """A Linear that shares the parameters of a fused module, and the state of its high-precision weights."""
+    first = module.get_parameter(prefixes[0] + "weight")
+    split = prefixes if len(prefixes) > 1 else None
+    sizes = (first.shape[1], len(prefixes) * first.shape[0])
+    bias = getattr(module, prefixes[0] + "bias") is not None
     with quantized_model_init(recipe=recipe):
-        linear = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, params_dtype=weight.dtype)
-    linear.weight, linear.bias = weight, bias
-    if linear._plain_states:
-        linear._plain_states["weight"] = state
+        linear = Linear(*sizes, bias=bias, params_dtype=first.dtype, parameters_split=split, separate_outputs=True)
+    for mine, its in zip(linear._layer.parts, prefixes, strict=True):
+        for kind in ("weight", "bias"):
+            setattr(linear, mine + kind, getattr(module, its + kind))
+        if linear._plain_states:
+            linear._plain_states[mine + "weight"] = module.weight_state(its + "weight")
     return linear
 
 
@@ -161,10 +174,10 @@ def test_layernorm_linear_is_its_parts(recipe, normalization, dtype):
         return LayerNormLinear(96, 57, 1e-3, normalization=normalization, zero_centered_gamma=True, params_dtype=dtype)
 
     fused, again = build(recipe, make), build(recipe, make)
-    linear = part(recipe, again.weight, again.bias, again.weight_state("weight"))
+    linear = part(recipe, again)
     shape = (5, 2, 96)
     whole = run(recipe, fused, list(fused.parameters()), shape, dtype)
-    pieces = run(recipe, lambda x: linear(normalized(again, x)), list(again.parameters()), shape, dtype)
+    pieces = run(recipe, lambda x: linear(normalized(again, x))[0], list(again.parameters()), shape, dtype)
     assert_same(whole, pieces)
     assert whole[0].shape == (5, 2, 57)
 
@@ -177,16 +190,16 @@ def test_layernorm_mlp_is_its_parts(recipe, activation, dtype):
         return LayerNormMLP(96, 200, bias=activation == "gelu", activation=activation, params_dtype=dtype)
 
     fused, again = build(recipe, make), build(recipe, make)
-    fc1, fc2 = (
-        part(recipe, again.get_parameter(n + "weight"), getattr(again, n + "bias"), again.weight_state(n + "weight"))
-        for n in ("fc1_", "fc2_")
-    )
-    assert fc1.weight.shape[0] == (400 if activation == "swiglu" else 200)
+    fc1 = part(recipe, again, ("fc1_gate_", "fc1_up_") if activation == "swiglu" else ("fc1_",))
+    fc2 = part(recipe, again, ("fc2_",))
     shape = (3, 1, 96)
+
+    def apart(x):
+        first, *up = fc1(normalized(again, x))
+        return fc2(activate(first, activation, *up))[0]
+
     whole = run(recipe, fused, list(fused.parameters()), shape, dtype)
-    pieces = run(
-        recipe, lambda x: fc2(activate(fc1(normalized(again, x)), activation)), list(again.parameters()), shape, dtype
-    )
+    pieces = run(recipe, apart, list(again.parameters()), shape, dtype)
     assert_same(whole, pieces)
     for name in ("input_amax_history", "grad_output_amax_history"):  # each layer has its own
         mine: list[Any] = [getattr(fused, prefix + name, None) for prefix in ("fc1_", "fc2_")]
@@ -235,8 +248,10 @@ def test_names_and_storage():
     assert [(n, tuple(p.shape), type(p).__name__) for n, p in mlp.named_parameters()] == [
         ("layer_norm_weight", (96,), "Parameter"),
         ("layer_norm_bias", (96,), "Parameter"),
-        ("fc1_weight", (400, 96), "QuantizedTensor"),
-        ("fc1_bias", (400,), "Parameter"),
+        ("fc1_gate_weight", (200, 96), "QuantizedTensor"),
+        ("fc1_gate_bias", (200,), "Parameter"),
+        ("fc1_up_weight", (200, 96), "QuantizedTensor"),
+        ("fc1_up_bias", (200,), "Parameter"),
         ("fc2_weight", (96, 200), "QuantizedTensor"),
         ("fc2_bias", (96,), "Parameter"),
     ]
@@ -271,7 +286,7 @@ def test_state_dict_round_trip(recipe):
         (lambda: LayerNormMLP(96, 200, activation="glu"), "'glu'.*gelu, relu"),
         (lambda: LayerNormMLP(96, 200, normalization="BatchNorm"), "'BatchNorm'.*'LayerNorm' or 'RMSNorm'"),
         (lambda: LayerNormLinear(96, 57, normalization="L2"), "'L2'"),
-        (lambda: LayerNormLinear(96, 57, parameters_split=("q", "k")), "one layer for each part"),
+        (lambda: LayerNormLinear(96, 57, parameters_split=("q", "k")), "add up to the 57 out_features"),
         (lambda: LayerNormLinear(96, 57, tp_size=2), r"LayerNormLinear\(tp_size=2\).*not there yet"),
         (lambda: LayerNormMLP(96, 200, set_parallel_mode=True), "tensor parallelism is not there yet"),
         (lambda: LayerNormMLP(96, 200)(torch.ones(2, 96), is_first_microbatch=True), "quantized_model_init"),

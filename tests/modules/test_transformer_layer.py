@@ -57,15 +57,16 @@ def llama(p, x, freqs):
         return x * cos + torch.cat((-b, a), dim=-1) * sin
 
     h = norm(x, p[attention + "layernorm_qkv.layer_norm_weight"])
-    q, k, v = (h @ p[attention + "layernorm_qkv.weight"].t()).split((96, 32, 32), dim=-1)
+    q, k, v = (h @ p[f"{attention}layernorm_qkv.{part}_weight"].t() for part in ("query", "key", "value"))
     q, k, v = rotate(q.unflatten(-1, (3, 32))), rotate(k.unsqueeze(-2)), v.unsqueeze(-2)
     scores = torch.einsum("qbhd,kbgd->bhqk", q, k) / 32**0.5
     hidden = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).triu(1)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     context = torch.einsum("bhqk,kbgd->qbhd", weights, v).flatten(-2)
     x = x + context @ p[attention + "proj.weight"].t()
-    h = norm(x, p[mlp + "layer_norm_weight"]) @ p[mlp + "fc1_weight"].t()
-    return x + (F.silu(h[..., :200]) * h[..., 200:]) @ p[mlp + "fc2_weight"].t()
+    h = norm(x, p[mlp + "layer_norm_weight"])
+    gate, up = h @ p[mlp + "fc1_gate_weight"].t(), h @ p[mlp + "fc1_up_weight"].t()
+    return x + (F.silu(gate) * up) @ p[mlp + "fc2_weight"].t()
 
 
 def gpt(p, x, freqs):
@@ -73,8 +74,8 @@ def gpt(p, x, freqs):
     a, m = "self_attention.", "layernorm_mlp."
     fused = a + "layernorm_qkv."
     h = F.layer_norm(x, (96,), p[fused + "layer_norm_weight"], p[fused + "layer_norm_bias"])
-    qkv = F.linear(h, p[fused + "weight"], p[fused + "bias"]).unflatten(-1, (3, 3, 32)).permute(2, 1, 3, 0, 4)
-    q, k, v = qkv.unbind()
+    parts = [(p[f"{fused}{part}_weight"], p[f"{fused}{part}_bias"]) for part in ("query", "key", "value")]
+    q, k, v = (F.linear(h, *part).unflatten(-1, (3, 32)).permute(1, 2, 0, 3) for part in parts)
     context = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(-2)
     x = x + F.linear(context, p[a + "proj.weight"], p[a + "proj.bias"])
     h = F.layer_norm(x, (96,), p[m + "layer_norm_weight"], p[m + "layer_norm_bias"])
@@ -178,7 +179,7 @@ def test_every_recipe_trains_odd_shapes(recipe, style, dtype):
 def test_what_is_quantized(recipe):
     stored = {name for name, p in layer(recipe).named_parameters() if type(p) is not torch.nn.Parameter}
     assert stored == {
-        "self_attention.layernorm_qkv.weight",
+        *(f"self_attention.layernorm_qkv.{part}_weight" for part in ("query", "key", "value")),
         "self_attention.proj.weight",
         "layernorm_mlp.fc1_weight",
         "layernorm_mlp.fc2_weight",
@@ -214,7 +215,7 @@ def test_births(style, recipe, dtype):
     emptied.reset_parameters()
     same(born, emptied.state_dict())
     other = layer(recipe, seed=1, params_dtype=dtype, **STYLES[style]).state_dict()
-    assert not torch.equal(born["layernorm_mlp.fc1_weight"], other["layernorm_mlp.fc1_weight"])
+    assert not torch.equal(born["layernorm_mlp.fc2_weight"], other["layernorm_mlp.fc2_weight"])
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -267,7 +268,9 @@ def test_init_methods_reach_their_weights():
     module = layer(init_method=fill(1.0), output_layer_init_method=fill(2.0))
     parameters = dict(module.named_parameters())
     for name, value in [
-        ("self_attention.layernorm_qkv.weight", 1.0),
+        ("self_attention.layernorm_qkv.query_weight", 1.0),
+        ("self_attention.layernorm_qkv.key_weight", 1.0),
+        ("self_attention.layernorm_qkv.value_weight", 1.0),
         ("self_attention.proj.weight", 2.0),
         ("layernorm_mlp.fc1_weight", 1.0),
         ("layernorm_mlp.fc2_weight", 2.0),

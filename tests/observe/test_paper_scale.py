@@ -42,8 +42,8 @@ MESHES = {
     "FSDP 128 x TP 8": {"dp_shard": 128, "tp": 8},
 }
 TP_CUTS = {
-    "embedding.weight": 0, "layernorm_qkv.weight": 0, "proj.weight": 1, "fc1_weight": 0, "fc2_weight": 1,
-    "head.weight": 0,
+    "embedding.weight": 0, "layernorm_qkv.weight": 0, "proj.weight": 1, "fc1_gate_weight": 0, "fc1_up_weight": 0,
+    "fc2_weight": 1, "head.weight": 0,
 }  # fmt: skip
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -61,7 +61,7 @@ class Model(nn.Module):
             self.layers = nn.ModuleList(
                 qs.TransformerLayer(
                     HIDDEN, FFN, HEADS, KV_HEADS, hidden_dropout=0, attention_dropout=0, params_dtype=dtype, bias=False,
-                    activation="swiglu", normalization="RMSNorm", device=device,
+                    activation="swiglu", normalization="RMSNorm", fuse_qkv_params=True, device=device,
                 )
                 for _ in range(layers)
             )  # fmt: skip
