@@ -31,7 +31,8 @@ PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public s
 
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 renamed it, and warns of the old name."""
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 renamed both, and warns of the old names."""
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
