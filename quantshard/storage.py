@@ -204,14 +204,19 @@ def weight_state(cell: Cell | None, device: torch.device | str) -> dict[str, Ten
     The key is drawn on the CPU whatever the parameter's device, "meta" included, so that equally seeded ranks get
     equal keys. `device`: where the amax history lies.
     """
-    info = torch.iinfo(torch.int64)
     state = {
-        KEY: torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu"),
+        KEY: random_key(),
         DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu"),
     }
     if cell is not None and cell.scaling.history:
         state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
     return state
+
+
+def random_key() -> Tensor:
+    """A key for the counter generator: int64 [1] from torch's CPU generator, on the CPU."""
+    info = torch.iinfo(torch.int64)
+    return torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu")
 
 
 def rounding_words(storage: QuantizedStorage) -> Tensor:

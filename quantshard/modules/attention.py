@@ -6,19 +6,24 @@ the projections. `CompositeModule` is what modules made of modules share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from quantshard.amax import Group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
+from quantshard.modules.meshes import check_meshes, mesh_of_group
 from quantshard.modules.rotary import apply_rotary_pos_emb
 
 QKV_FORMATS = ("sbhd", "bshd")
@@ -31,6 +36,16 @@ RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 
 class CompositeModule(nn.Module):
     """A module whose parameters all belong to its children."""
+
+    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+        """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
+        for child in self.children():
+            child.set_device_mesh(tp_mesh, weight_mesh)  # type: ignore[operator]
+
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
+        """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
+        for child in self.children():
+            child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
 
     def reset_parameters(self) -> None:
         """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
@@ -58,7 +73,7 @@ def check_window(owner: str, window_size: Window | None) -> None:
         )
 
 
-class DotProductAttention(unsupported.NoParallelGroups, nn.Module):
+class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
     """softmax(q @ k^T * softmax_scale) @ v, for every head, in high precision.
 
     Mask types: "no_mask"; "causal" (a query sees the keys at its position and before) and "causal_bottom_right" (the
@@ -75,6 +90,9 @@ class DotProductAttention(unsupported.NoParallelGroups, nn.Module):
         qkv_format: "sbhd" (sequence first) or "bshd" (batch first).
         attn_mask_type: see above; `forward` can ask for another.
         window_size: only what means "no window" is supported.
+        tp_size, tp_group, tp_mesh: tensor parallelism: this rank computes `num_attention_heads` / size heads of the
+            queries and `num_gqa_groups` / size of keys and values.
+        sequence_parallel: without effect; it is that of the projections around.
         layer_number: shown in printed tables.
         attention_type: only "self"; queries and keys may nevertheless differ in length.
         softmax_scale: default 1 / sqrt(kv_channels).
@@ -92,6 +110,10 @@ class DotProductAttention(unsupported.NoParallelGroups, nn.Module):
         attn_mask_type: str = "causal",
         window_size: Window | None = None,
         *,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_mesh: DeviceMesh | None = None,
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
@@ -111,6 +133,37 @@ class DotProductAttention(unsupported.NoParallelGroups, nn.Module):
         self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
         self.softmax_scale, self.layer_number, self.name = softmax_scale, layer_number, name
+        self.sequence_parallel, self.tp_size = sequence_parallel, tp_size
+        self._check_heads()
+        if tp_group is not None:
+            self.set_tensor_parallel_group(tp_group)
+        self.set_device_mesh(tp_mesh)
+
+    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+        """Divide the heads over the tensor-parallel axis of a mesh.
+
+        Raises:
+            ConfigurationError: a mesh of the wrong size, or one that does not divide the heads.
+        """
+        if tp_mesh is not None:
+            check_meshes("DotProductAttention", tp_mesh, weight_mesh, self.tp_size)
+            self.tp_size = tp_mesh.size()
+            self._check_heads()
+
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
+        """Divide the heads over the ranks of a process group."""
+        if tp_group is not None:
+            self.set_device_mesh(mesh_of_group(tp_group, torch.device("cpu")))
+
+    def _check_heads(self) -> None:
+        for what in ("num_attention_heads", "num_gqa_groups"):
+            heads = getattr(self, what)
+            if heads % self.tp_size:
+                raise ConfigurationError(
+                    f"DotProductAttention: tensor parallelism divides the heads, and {what} {heads} is not a multiple "
+                    f"of tp_size {self.tp_size}; choose a tp_size that divides both, such as "
+                    f"{math.gcd(self.num_attention_heads, self.num_gqa_groups)}"
+                )
 
     def forward(
         self,
@@ -163,7 +216,8 @@ class DotProductAttention(unsupported.NoParallelGroups, nn.Module):
         )
 
     def _check_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        heads, groups, size = self.num_attention_heads, self.num_gqa_groups, self.kv_channels
+        heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
+        size = self.kv_channels
         fits = all(x.ndim == 4 for x in (query, key, value)) and key.shape == value.shape
         if not fits or tuple(query.shape[2:]) != (heads, size) or tuple(key.shape[2:]) != (groups, size):
             raise ConfigurationError(
@@ -198,7 +252,7 @@ def _visible(kind: str, masked_out: Tensor | None, queries: int, keys: int, devi
     return ~masked_out
 
 
-class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
+class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
     """Self-attention with its projections, optionally behind a normalization.
 
     Children: `qkv`, a `Linear`, or with `input_layernorm` `layernorm_qkv`, a `LayerNormLinear`; `core_attention`;
@@ -229,6 +283,9 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
         rotary_pos_interleaved: the layout of the rotary embedding.
         bias: add biases, kept in high precision.
         normalization: "LayerNorm" or "RMSNorm".
+        set_parallel_mode: let tensor parallelism cut the heads: qkv by columns, `proj` by rows. With one fused weight
+            its rows must be interleaved by group, as they are by default.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         name: shown in printed tables and messages.
@@ -249,6 +306,7 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
         window_size: Window | None = None,
         *,
         num_gqa_groups: int | None = None,
+        set_parallel_mode: bool = False,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
@@ -260,6 +318,11 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
         rotary_pos_interleaved: bool = False,
         bias: bool = True,
         normalization: str = "LayerNorm",
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
         name: str | None = None,
@@ -279,9 +342,19 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
         kv_features = self.num_gqa_groups * self.kv_channels
         parts = {"query": num_attention_heads * self.kv_channels, "key": kv_features, "value": kv_features}
         features = sum(parts.values())
-        common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
+        tp: dict[str, Any] = {
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "tp_mesh": tp_mesh,
+        }
+        common: dict[str, Any] = {
+            **tp, "weight_mesh": weight_mesh, "bias": bias, "params_dtype": params_dtype, "device": device,
+        }  # fmt: skip
+        self.set_parallel_mode = set_parallel_mode
         qkv = {
-            **common, "init_method": init_method, "parameters_split": None if fuse_qkv_params else parts,
+            **common, "parallel_mode": "column" if set_parallel_mode else None, "init_method": init_method,
+            "parameters_split": None if fuse_qkv_params else parts,
             "separate_outputs": not fuse_qkv_params,
         }  # fmt: skip
         if input_layernorm:
@@ -295,11 +368,35 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
         self.core_attention = DotProductAttention(
             num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
             window_size, layer_number=layer_number, name=child_name(name, "core_attention"),
+            **(tp if set_parallel_mode else {}),
         )  # fmt: skip
         self.proj = Linear(
             num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,
-            return_bias=return_bias, name=child_name(name, "proj"), **common,
+            return_bias=return_bias, name=child_name(name, "proj"),
+            parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
+        self._check_order(owner)
+
+    def _check_order(self, owner: str) -> None:
+        if self.fused and not self.interleaved and self.core_attention.tp_size > 1:
+            raise ConfigurationError(
+                f"{owner}(fuse_qkv_params=True, qkv_weight_interleaved=False): tensor parallelism over "
+                f"{self.core_attention.tp_size} ranks cuts the weight into runs of rows, and queries, keys and values "
+                "one behind the other would end up on different ranks; leave qkv_weight_interleaved=True, or "
+                "fuse_qkv_params=False"
+            )
+
+    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+        """Put the parameters on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
+        for child in self.children():
+            if self.set_parallel_mode or child is not self.core_attention:
+                child.set_device_mesh(tp_mesh, weight_mesh)  # type: ignore[operator]
+        self._check_order(type(self).__name__)
+
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
+        """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
+        if tp_group is not None:
+            self.set_device_mesh(mesh_of_group(tp_group, next(self.parameters()).device))
 
     def forward(
         self,
@@ -345,7 +442,8 @@ class MultiheadAttention(unsupported.NoParallelGroups, CompositeModule):
 
     def _split(self, qkv: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """[..., features], or three parts of it -> queries [..., h, d], keys and values [..., groups, d]."""
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        tp_size = self.core_attention.tp_size
+        heads, groups = self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
         if not isinstance(qkv, Tensor):
             return [part.unflatten(-1, (-1, self.kv_channels)) for part in qkv]
         by_head = qkv.unflatten(-1, (-1, self.kv_channels))

@@ -7,23 +7,25 @@ index in the global tensor, so a module is born the same whole, in shards, or on
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, backend, components, limits, numerics, private_torch
+from quantshard import amax, backend, components, distribute, limits, numerics, private_torch, sharding
 from quantshard import storage as storages
-from quantshard.errors import CheckpointError, ConfigurationError, RecipeMismatchError
-from quantshard.modules import compiled, context, functional, recompute
+from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
+from quantshard.modules import compiled, context, functional, parallel, recompute
 from quantshard.modules.functional import LinearState
+from quantshard.modules.meshes import OnMesh, Parallelism
 from quantshard.modules.recompute import Call
+from quantshard.modules.state_dict import Saved
 from quantshard.recipe import Recipe
 from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
-from quantshard.tensor import QuantizedTensor, quantize
+from quantshard.tensor import QuantizedTensor
 
 InitMethod = Callable[[Tensor], Any]
 DEFAULT_STD = 0.023
@@ -62,11 +64,12 @@ class Projection:
     """One linear layer of a module: one weight, or several that read the same input.
 
     `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names. `prefix`: the same for
-    the amax histories, which all parts share.
+    the amax histories, which all parts share. `mode`: how tensor parallelism cuts it, "column", "row" or not at all.
     """
 
     parts: tuple[str, ...] = ("",)
     prefix: str = ""
+    mode: str | None = None
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -100,14 +103,20 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(OnMesh, Saved):
     """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `_add_vector`."""
 
-    def __init__(self, device: torch.device | str | None, params_dtype: torch.dtype | None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        device: torch.device | str | None,
+        params_dtype: torch.dtype | None,
+        parallelism: Parallelism = Parallelism(),  # noqa: B008 (frozen)
+    ) -> None:
+        self_device = torch.device(device) if device is not None else _default_device()
+        super().__init__(parallelism, self_device)
         self.use_bias = False
         self._plan = context.init_plan()
-        self._device = torch.device(device) if device is not None else _default_device()
+        self._device = self_device
         self._dtype = params_dtype or torch.get_default_dtype()
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
@@ -117,40 +126,69 @@ class QuantizedModule(nn.Module):
     # Birth -----------------------------------------------------------------------------------------------------------
 
     def _add_projection(
-        self, sizes: Mapping[str, int], in_features: int, init_method: InitMethod | None, bias: bool, prefix: str = ""
+        self,
+        sizes: Mapping[str, int],
+        in_features: int,
+        init_method: InitMethod | None,
+        bias: bool,
+        *,
+        prefix: str = "",
+        mode: str | None = None,
     ) -> Projection:
         """Register the parameters of a linear layer: `sizes` gives the out_features of each of its parts."""
-        projection = Projection(tuple(sizes), prefix)
+        parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
+        projection = Projection(tuple(sizes), prefix, mode)
+        cut, bias_cut = {None: (None, None), "column": (0, 0), "row": (1, None)}[mode]
         for weight, name, size in zip(projection.weights, projection.biases, sizes.values(), strict=True):
-            self._add_weight(weight, WeightSpec((size, in_features), init_method))
+            self._add_weight(weight, WeightSpec((size, in_features), init_method), cut)
             if bias:
-                self._add_vector(name, size, 0.0)
+                self._add_vector(name, size, 0.0, bias_cut)
             else:
                 self.register_parameter(name, None)
         self._add_histories(prefix)
         return projection
 
-    def _add_weight(self, name: str, spec: WeightSpec) -> None:
-        """Register a weight, initialized unless the device is meta; quantized if `quantized_model_init` says so."""
-        self._weights[name] = spec
+    def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
+        """Register a weight, initialized unless the device is meta; quantized if `quantized_model_init` says so.
+
+        `cut`: the dim that tensor parallelism cuts.
+        """
+        self._check_divides(name, spec.shape, cut)
+        self._weights[name], self._cuts[name] = spec, cut
         cell = self._plan.recipe.weight
         state = storages.weight_state(cell, self._device)
-        if self._device.type == "meta":
-            values = torch.empty(spec.shape, dtype=self._dtype, device="meta")
-        else:
-            values = spec.values(int(state[KEY]), (0, 0), spec.shape, self._device).to(self._dtype)
-        if self._plan.quantize:
-            assert cell is not None
-            keep = self._plan.preserve_high_precision
-            values = quantize(values, cell, state=state, keep_high_precision=keep)
-        else:
+        stored = cell if self._plan.quantize else None
+        if stored is None:
             self._plain_states[name] = state
-        self.register_parameter(name, nn.Parameter(values))
+        param: nn.Parameter
+        if self.tp_mesh is not None:
+            param = distribute.empty_parameter(
+                spec.shape, self.tp_mesh, cut, dtype=self._dtype, device=self._device, cell=stored, state=state
+            )
+        elif stored is None:
+            param = nn.Parameter(torch.empty(spec.shape, dtype=self._dtype, device=self._device))
+        else:
+            storage = storages.empty(stored, sharding.whole(spec.shape), self._device, state)
+            param = nn.Parameter(QuantizedTensor(storage, self._dtype))
+        self.register_parameter(name, param)
+        if not param.is_meta:
+            self._fill([name])
 
-    def _add_vector(self, name: str, size: int, fill: float) -> None:
+    def _add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
         """Register a 1-D parameter that starts as a constant and stays in high precision."""
-        self._vectors[name] = fill
-        self.register_parameter(name, nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device)))
+        self._check_divides(name, (size,), cut)
+        self._vectors[name], self._cuts[name] = fill, cut
+        param = nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device))
+        if self.tp_mesh is not None:
+            param = distribute.shard_parameter(param, self.tp_mesh, cut)
+        self.register_parameter(name, param)
+
+    def _check_divides(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
+        if cut is not None and shape[cut] % self.tp_size:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name} {list(shape)}: tensor parallelism over {self.tp_size} ranks cuts dim "
+                f"{cut}, and {shape[cut]} is not a multiple of {self.tp_size}; choose sizes that tp_size divides"
+            )
 
     def _add_histories(self, prefix: str = "") -> None:
         """Register the amax histories that delayed scaling of this layer's activations needs, if it is planned."""
@@ -182,10 +220,19 @@ class QuantizedModule(nn.Module):
                 "written to them is lost; call reshard() on the FSDP-wrapped module first"
             )
         self._materialize()
-        self._check_keys()
+        self._fill(self._weights)
+        for name, fill in self._vectors.items():
+            private_torch.local_tensor(self.get_parameter(name)).fill_(fill)
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    @torch.no_grad()
+    def _fill(self, names: Iterable[str]) -> None:
+        """Give weights their initial values. A collective call if they are sharded."""
+        self._check_keys(names)
         quantized: list[tuple[Tensor, Tensor]] = []
-        for name, spec in self._weights.items():
-            param, state = self.get_parameter(name), self.weight_state(name)
+        for name in names:
+            param, state, spec = self.get_parameter(name), self.weight_state(name), self._weights[name]
             state[DRAWS].zero_()
             if AMAX_HISTORY in state:
                 state[AMAX_HISTORY].zero_()
@@ -194,18 +241,14 @@ class QuantizedModule(nn.Module):
             origin = local._storage.shard.origin if isinstance(local, QuantizedTensor) else (first[0], first[1])
             shape = (local.shape[0], local.shape[1])
             values = spec.values(int(state[KEY]), origin, shape, local.device).to(self._dtype)
-            if not isinstance(local, QuantizedTensor):
+            if isinstance(local, QuantizedTensor):
+                quantized.append((param, values))
+            else:
                 local.copy_(values)
-                continue
-            quantized.append((param, values))
         amax.requantize_(quantized)
         if self._plan.preserve_high_precision:
             for written, values in quantized:
-                components.storage_of(written).high_precision = values.cpu()
-        for name, fill in self._vectors.items():
-            private_torch.local_tensor(self.get_parameter(name)).fill_(fill)
-        for buffer in self.buffers(recurse=False):
-            buffer.zero_()
+                components.storage_of(written).high_precision = values.cpu().clone()
 
     def _materialize(self) -> None:
         for name, param in list(self.named_parameters(recurse=False)):
@@ -226,8 +269,8 @@ class QuantizedModule(nn.Module):
                 device = private_torch.local_tensor(self.get_parameter(name)).device
                 state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=device)
 
-    def _check_keys(self) -> None:
-        for name in self._weights:
+    def _check_keys(self, names: Iterable[str]) -> None:
+        for name in names:
             param = self.get_parameter(name)
             group = private_torch.mesh_group(param)
             amax.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
@@ -245,25 +288,30 @@ class QuantizedModule(nn.Module):
 
     # Use -------------------------------------------------------------------------------------------------------------
 
-    def weight_state(self, name: str) -> dict[str, Tensor]:
-        """The key, draws and amax history of a weight, live."""
-        quantized = components.quantized(getattr(self, name))
-        return self._plain_states[name] if quantized is None else quantized._storage.state
-
     def _project(self, x: Tensor, layer: Projection, *, with_bias: bool = True) -> Sequence[Tensor]:
         """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force."""
         tensors = [getattr(self, weight) for weight in layer.weights]
-        biases = [getattr(self, bias) if with_bias else None for bias in layer.biases]
+        biases = [self._local(bias) if with_bias else None for bias in layer.biases]
         if torch.compiler.is_compiling():
+            if self.tp_size > 1:
+                raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
             return compiled.linear(x, tensors, biases, self._handle, layer.weights, layer.prefix, self.training)
         quantized = any(components.quantized(tensor) is not None for tensor in tensors)
         call = recompute.call((id(self), ",".join(layer.weights)), quantized)
         checked = [self._operand(weight, call, x.device) for weight in layer.weights]
-        return functional.linear(x, checked, biases, call, self._linear_state(layer.weights, call.recipe, layer.prefix))
+        state = self._linear_state(layer.weights, call.recipe, layer.prefix)
+        return functional.linear(x, checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
+
+    def _normalized(self, normalize: Callable[..., Tensor], x: Tensor, prefix: str = "") -> Tensor:
+        """x through a normalization whose parameters, named behind `prefix`, are this module's."""
+        return normalize(x, self._whole_on_rows(prefix + "weight"), self._whole_on_rows(prefix + "bias"))
 
     def _joined_bias(self, layer: Projection) -> Tensor | None:
         """The bias of a whole layer, for callers that add it themselves; None without."""
-        return joined([getattr(self, bias) for bias in layer.biases]) if self.use_bias else None
+        if not self.use_bias:
+            return None
+        local = self._whole_on_rows if layer.mode == "row" else self._local
+        return joined([local(bias) for bias in layer.biases])
 
     def _operand(self, name: str, call: Call, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
@@ -327,14 +375,8 @@ class QuantizedModule(nn.Module):
             RecipeMismatchError: it is stored in another format than the recipe's.
             ConfigurationError: it is still sharded, or was gathered before it was last written to.
         """
-        weight = getattr(self, name)
-        assert weight is not None
-        local = private_torch.local_tensor(weight)
-        if isinstance(weight, DTensor) and any(not placement.is_replicate() for placement in weight.placements):
-            raise ConfigurationError(
-                f"{type(self).__name__}.{name} is still sharded ({weight.placements} of {weight.device_mesh}); call "
-                "the module through the FSDP-wrapped one that gathers it, or call unshard() on that first"
-            )
+        local = self._local(name)
+        assert local is not None
         if isinstance(local, QuantizedTensor) and local._storage.is_stale:
             raise ConfigurationError(
                 f"{type(self).__name__}.{name} was gathered by FSDP before its last update, so this forward would use "
@@ -347,111 +389,11 @@ class QuantizedModule(nn.Module):
                 f"{type(self).__name__}.{name} is stored as {local._storage.cell}, but autocast's recipe "
                 f"{recipe.name!r} wants {wanted}; use one recipe object for quantized_model_init and autocast"
             )
-        return local if isinstance(weight, DTensor) and not isinstance(local, QuantizedTensor) else weight
-
-    # Checkpoint ------------------------------------------------------------------------------------------------------
-
-    def _state_keys(self, name: str) -> dict[str, Tensor]:
-        """Key suffix -> live tensor, for all that the state dict holds of a weight."""
-        param = getattr(self, name)
-        assert param is not None
-        if components.quantized(param) is not None:
-            return components.state_of(param)
-        return {"": param, **{f"_{key}": value for key, value in self._plain_states[name].items()}}
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._weights:
-            for suffix, value in self._state_keys(name).items():
-                destination[prefix + name + suffix] = value if keep_vars else value.detach()
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        rest = dict(state_dict)
-        ready = []
-        for name in self._weights:
-            keys = self._state_keys(name)
-            found = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
-            self._drop_placeholders(name, found)
-            is_quantized = components.quantized(getattr(self, name)) is not None
-            try:
-                ready.append((name, self._fitting(name, found, prefix, is_quantized)))
-            except CheckpointError as error:
-                error_msgs.append(str(error))
-                continue
-            missing_keys += [prefix + name + s for s in keys if s not in found and (is_quantized or s == "")]
-        if len(ready) < len(self._weights):
-            return  # a module whose weights do not fit keeps its biases and histories too
-        for name, pairs in ready:
-            components.write(getattr(self, name), pairs)
-        others: list[str] = []
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
-        missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
-
-    def _drop_placeholders(self, name: str, found: dict[str, Tensor]) -> None:
-        """Leave out of `found` what torch.distributed.checkpoint.state_dict has in place of a missing weight.
-
-        With `full_state_dict` it fills in the live parameter; `ignore_frozen_params` drops the codes alone.
-        """
-        local = components.quantized(getattr(self, name))
-        if local is None:
-            return
-        given = components.quantized(found.get(""))
-        if given is not None and given._storage is local._storage:
-            del found[""]
-        if "" not in found and not getattr(self, name).requires_grad:
-            found.clear()
-
-    def _fitting(
-        self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool
-    ) -> list[tuple[Tensor, Tensor]]:
-        """What to copy where for one weight; nothing is written yet."""
-        param = getattr(self, name)
-        assert param is not None
-        if param.is_meta and found:
-            raise CheckpointError(
-                f"{prefix}{name} is on the meta device, where loading does nothing; call reset_parameters() or "
-                "to_empty() first"
-            )
-        if is_quantized:
-            return components.fitting(param, found, prefix + name)
-        live = self._state_keys(name)
-        for suffix, value in found.items():
-            if suffix == "" and not value.is_floating_point():
-                raise CheckpointError(
-                    f"{prefix}{name}: the state dict holds quantized codes ({value.dtype}), but this model's weight is "
-                    "in high precision; build the model under quantized_model_init with the checkpoint's recipe"
-                )
-            if value.shape != live[suffix].shape:
-                raise CheckpointError(
-                    f"{prefix}{name}{suffix}: shape {tuple(value.shape)} in the state dict, "
-                    f"{tuple(live[suffix].shape)} in this model"
-                )
-        return [(live[suffix], value) for suffix, value in found.items()]
+        return cast(Tensor, local)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = compiled.handle(self)  # a copy is another module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes
-            for weight in self.__dict__.get("_weights", ()):
-                if name.startswith(weight + "_"):
-                    found = self._state_keys(weight).get(name.removeprefix(weight))
-                    if found is not None:
-                        return found
-            raise
 
 
 def _default_device() -> torch.device:

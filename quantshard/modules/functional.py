@@ -17,17 +17,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import backend, limits, numerics
 from quantshard.amax import history_amax
-from quantshard.backend import Operand
+from quantshard.backend import Operand, Split
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
-from quantshard.modules import context
+from quantshard.modules import context, parallel
+from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
 from quantshard.recipe import Cell, Gemm, TensorRole
+from quantshard.sharding import Shard
 from quantshard.storage import (
     AMAX_HISTORY,
     DGRAD_STREAM,
@@ -45,13 +46,25 @@ class LinearState:
     """What one linear layer carries between steps: state of its weights, and delayed-scaling histories.
 
     `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
-    seen now are recorded (in training).
+    seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism.
     """
 
     weights: Sequence[dict[str, Tensor]]
     input_history: Tensor | None
     grad_output_history: Tensor | None
     record: bool
+    tp: TensorParallel = parallel.NONE
+
+    def split(self, role: TensorRole) -> Split | None:
+        """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
+
+        Along features, it stays so. Along tokens (under sequence parallelism) the GEMMs need it gathered.
+        """
+        if self.tp.size == 1 or self.tp.mode is None:
+            return None
+        if (role is TensorRole.INPUT) == (self.tp.mode == "row"):
+            return self.tp.split(1)
+        return self.tp.split(0) if self.tp.sequence_parallel else None
 
 
 def linear(
@@ -59,10 +72,26 @@ def linear(
 ) -> tuple[Tensor, ...]:
     """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype."""
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
-        return tuple(plain_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return _plain_linears(x, weights, biases, state.tp)
     keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     outputs: tuple[Tensor, ...] = _Linear.apply(x, call, state, keeps_input, *weights, *biases)
     return outputs
+
+
+def _plain_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
+) -> tuple[Tensor, ...]:
+    if tp.mode == "column":
+        x = parallel.gather_rows(x, tp) if tp.sequence_parallel else parallel.copy(x, tp)
+    if tp.mode != "row" or tp.size == 1:
+        return tuple(plain_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    outputs = []
+    for weight, bias in zip(weights, biases, strict=True):
+        y = _summed(plain_linear(x, weight, None), tp)
+        if bias is not None:
+            y = y + (parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias).to(y.dtype)
+        outputs.append(y)
+    return tuple(outputs)
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -72,13 +101,25 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _shaped_as(y, x)
 
 
-def _shaped_as(y: Tensor, x: Tensor) -> Tensor:
-    """y [tokens, features] with the leading dims of x.
+def _shaped_as(y: Tensor, x: Tensor, split: Split | None = None) -> Tensor:
+    """y [tokens, features] with the leading dims of x, of which `split` says how it was cut.
 
     Not by view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place.
     """
-    out: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+    out: Tensor = torch.ops.aten._unsafe_view(y, [*_leading(x.shape, split), y.shape[-1]])
     return out
+
+
+def _leading(shape: Sequence[int], split: Split | None) -> list[int]:
+    """The dims before the last of an activation of which each rank has a piece of `shape`, once rows are gathered."""
+    if split is None or split.dim != 0:
+        return list(shape[:-1])
+    return [shape[0] * split.size, *shape[1:-1]]
+
+
+def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum of y [sequence, ..., features] over the ranks; under sequence parallelism this rank's part of it."""
+    return parallel.scatter_rows(y, tp) if tp.sequence_parallel else parallel.reduce(y, tp)
 
 
 class _Linear(torch.autograd.Function):
@@ -129,13 +170,18 @@ def forward(
     """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`."""
     if call.repeated:
         context.flush_after_backward()
+    split = state.split(TensorRole.INPUT)
+    partial = split is not None and split.dim == 1  # each rank has a part of every sum
     tokens = x.reshape(-1, x.shape[-1])
     x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, call, state, need_second=keeps_input)
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = _weight_operand(weight, part, call, state)
-        y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=bias)
-        outputs.append(_shaped_as(y, x))
+        y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=None if partial else bias)
+        y = _shaped_as(y, x, split)
+        if partial:
+            y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
+        outputs.append(y)
     return outputs, x_wgrad
 
 
@@ -156,7 +202,9 @@ def backward(
     dxs: list[Tensor] = []
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
-    x_dtype = grads[0].dtype
+    x_dtype, split = grads[0].dtype, state.split(TensorRole.GRAD_OUTPUT)
+    if any(needed.weights):
+        x_wgrad = x_wgrad.whole()
     for part, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
         need_w = needed.weights[part]
         dy = grad.reshape(-1, weight.shape[0])
@@ -176,13 +224,17 @@ def backward(
             ) + poison.to(weight.dtype)  # fmt: skip
         bias_dtype = bias_dtypes[part]
         if needed.biases[part] and bias_dtype is not None:
-            db = dy.float().sum(0).to(bias_dtype)
+            db = dy.float().sum(0)
+            db = (db if split is None or split.dim == 1 else parallel.reduce(db, state.tp)).to(bias_dtype)
         dws.append(dw)
         dbs.append(db)
-    return (_sum(dxs).to(x_dtype).view(*x_shape) if dxs else None), dws, dbs
+    if not dxs:
+        return None, dws, dbs
+    dx = _total(dxs).to(x_dtype).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 
-def _sum(terms: list[Tensor]) -> Tensor:
+def _total(terms: list[Tensor]) -> Tensor:
     total, *others = terms
     for term in others:
         total = total + term
@@ -191,10 +243,28 @@ def _sum(terms: list[Tensor]) -> Tensor:
 
 @dataclass
 class WgradOperand:
-    """An operand of wgrad: [tokens, features], or its transpose where it had to be quantized along tokens."""
+    """An operand of wgrad: [tokens, features], or its transpose where it had to be quantized along tokens.
+
+    `split`: this rank has a piece, cut along tokens, which `whole` gathers; only that is kept for backward. `cell`,
+    `words`: the piece is in high precision still, since it can be quantized as a part of the whole only.
+    """
 
     operand: Operand
     transposed: bool
+    split: Split | None = None
+    cell: Cell | None = None
+    words: backend.Words | None = None
+
+    def whole(self) -> WgradOperand:
+        """This operand with the pieces of all ranks: a collective call if it is split."""
+        if self.split is None:
+            return self
+        if isinstance(self.operand, QuantizedStorage):
+            return WgradOperand(backend.gather(self.operand, self.split), self.transposed)
+        if self.cell is None:
+            return WgradOperand(backend.gather_values(self.operand, self.split), self.transposed)
+        whole = backend.quantize_and_gather(self.operand, self.cell, self.split, words=self.words)
+        return WgradOperand(whole, self.transposed)
 
 
 def _both_ways(
@@ -209,24 +279,51 @@ def _both_ways(
 ) -> tuple[Operand, WgradOperand]:
     """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
 
-    `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once.
+    `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
+    input whose tokens are spread over ranks is not gathered for wgrad yet.
     """
     first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
     second = call.recipe.cell(role, Gemm.WGRAD)
     amax = _delayed_amax(values, role, first or second, call, state)
-    words = _Words(state.weights[part], values.device)
-    shared = serves_both(first, second)
-    as_is: Operand = values
+    words = _Words(state.weights[part], state.tp, values.device)
+    shared, split = serves_both(first, second), state.split(role)
+    spread = split if split is not None and split.dim == 0 else None
+    piece: Operand = values
     if first is not None and (need_first or shared):
-        as_is = backend.quantize(values, first, amax=amax, words=words.of(values, first, DGRAD_STREAM))
+        piece = _quantized(values, first, split, amax, words.of(DGRAD_STREAM))
+    as_is = piece
+    if spread is not None and (need_first or (shared and role is not TensorRole.INPUT)):
+        as_is = _gathered(piece, spread)
     if not need_second:
         return as_is, WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all of them alive
     if second is None or shared:
-        return as_is, WgradOperand(as_is if shared else values, False)
-    turned = values.t()
-    return as_is, WgradOperand(
-        backend.quantize(turned, second, amax=amax, words=words.of(turned, second, WGRAD_STREAM)), True
-    )
+        kept = WgradOperand(piece if shared else values, False, spread)
+    else:
+        kept = _turned(values.t(), second, split, amax, words.of(WGRAD_STREAM))
+    return as_is, kept if role is TensorRole.INPUT else kept.whole()
+
+
+def _quantized(
+    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.Words
+) -> QuantizedStorage:
+    """This rank's piece of an operand."""
+    shape = (values.shape[0], values.shape[1])
+    drawn = words(backend.shard_of(shape, cell, split)) if cell.scaling.stochastic_rounding else None
+    return backend.quantize(values, cell, amax=amax, words=drawn, split=split)
+
+
+def _gathered(piece: Operand, split: Split) -> Operand:
+    return backend.gather_values(piece, split) if isinstance(piece, Tensor) else backend.gather(piece, split)
+
+
+def _turned(values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.Words) -> WgradOperand:
+    """An operand of wgrad from the transposed values [features, tokens], of which `split` says how they were cut."""
+    if split is None or split.dim == 1:  # features stay apart
+        return WgradOperand(_quantized(values, cell, split and split.transposed, amax, words), True)
+    tokens = split.transposed
+    if not backend.gathers_codes(cell, (values.shape[0], values.shape[1]), tokens):
+        return WgradOperand(values, True, tokens, cell, words)
+    return WgradOperand(_quantized(values, cell, tokens, amax, words), True, tokens)
 
 
 def serves_both(first: Cell | None, second: Cell | None) -> bool:
@@ -237,26 +334,28 @@ def serves_both(first: Cell | None, second: Cell | None) -> bool:
 class _Words:
     """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
 
-    Ranks hold different gradients, so each rank has streams of its own.
+    Ranks that work on different data have streams of their own; those of one tensor-parallel group share the words of
+    the tensor that they hold pieces of, by global index.
     """
 
-    def __init__(self, weight: dict[str, Tensor], device: torch.device) -> None:
-        self.weight, self.device, self.draw = weight, device, -1
+    def __init__(self, weight: dict[str, Tensor], tp: TensorParallel, device: torch.device) -> None:
+        self.weight, self.tp, self.device, self.draw = weight, tp, device, -1
 
-    def of(self, values: Tensor, cell: Cell, stream: int) -> Tensor | None:
-        """Words for `values` [R, C], C padded as the cell's transform pads it; None if it rounds to nearest."""
-        if not cell.scaling.stochastic_rounding:
-            return None
-        if self.draw < 0:
-            draws = self.weight[DRAWS]
-            self.draw = int(draws)
-            draws.add_(1)
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        cols = values.shape[1] + (-values.shape[1] % 16 if cell.scaling.random_hadamard else 0)
-        return numerics.random_words(
-            int(self.weight[KEY]), self.draw, rank * STREAMS_PER_RANK + stream, (values.shape[0], cols),
-            device=self.device,
-        )  # fmt: skip
+    def of(self, stream: int) -> backend.Words:
+        """Words of one of the uses of a gradient, for any rectangle of it."""
+
+        def words(shard: Shard) -> Tensor:
+            if self.draw < 0:
+                draws = self.weight[DRAWS]
+                self.draw = int(draws)
+                draws.add_(1)
+            base = parallel.stream_base(self.tp.group) * STREAMS_PER_RANK
+            return numerics.random_words(
+                int(self.weight[KEY]), self.draw, base + stream, shard.global_shape, shard.origin, shard.shape,
+                device=self.device,
+            )  # fmt: skip
+
+        return words
 
 
 def _identity(state: LinearState, role: TensorRole, part: int) -> int:
@@ -308,17 +407,17 @@ def _weight_operand(weight: Tensor, part: int, call: Call, state: LinearState) -
 
 def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     """Split an operand into what is saved as tensors for backward and what is needed to put it together again."""
+    others = (operand.transposed, operand.split, operand.cell, operand.words)
     if isinstance(operand.operand, Tensor):
-        return (operand.transposed, None), (operand.operand,)
+        return (None, others), (operand.operand,)
     storage = operand.operand
-    return (operand.transposed, (storage.cell, storage.shard, tuple(storage.components))), tuple(
-        storage.components.values()
-    )
+    described = (storage.cell, storage.shard, tuple(storage.components))
+    return (described, others), tuple(storage.components.values())
 
 
 def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
-    transposed, described = rebuild
+    described, others = rebuild
     if described is None:
-        return WgradOperand(tensors[0], transposed)
+        return WgradOperand(tensors[0], *others)
     cell, shard, names = described
-    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), transposed)
+    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), *others)

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.modules.meshes import Parallelism
 from quantshard.modules.norm import Normalization
 
 
@@ -29,8 +32,10 @@ class LayerNormLinear(QuantizedModule):
         return_bias: return the bias behind the output instead of adding it.
         params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_layernorm_output: return the normalized input too, last.
-        parameters_split, separate_outputs: see `Linear`.
+        return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
+        parallel_mode, parameters_split, separate_outputs: see `Linear`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
@@ -51,19 +56,27 @@ class LayerNormLinear(QuantizedModule):
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         separate_outputs: bool = False,
         zero_centered_gamma: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
         unsupported.refuse("LayerNormLinear", others)
-        super().__init__(device, params_dtype)
+        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.normalization = Normalization(normalization, in_features, eps, zero_centered_gamma)
         self.normalization.add_parameters(self, "layer_norm_")
         sizes = split_sizes("LayerNormLinear", out_features, parameters_split)
-        self._layer = self._add_projection(sizes, in_features, init_method, bias)
+        self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
 
     def forward(self, inp: Tensor, **others: Any) -> Any:
         """Input [..., in_features] -> [..., out_features], in the input's dtype.
@@ -71,12 +84,12 @@ class LayerNormLinear(QuantizedModule):
         With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
         """
         unsupported.refuse("LayerNormLinear.forward", others)
-        normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
+        normed = self._normalized(self.normalization, inp, "layer_norm_")
         outputs = self._project(normed, self._layer, with_bias=not self.return_bias)
         out = outputs if self.separate_outputs else joined(outputs)
         more: tuple[Tensor | None, ...] = (self._joined_bias(self._layer),) if self.return_bias else ()
         if self.return_layernorm_output:
-            more += (normed,)
+            more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
         return (out, *more) if more else out
 
     def extra_repr(self) -> str:

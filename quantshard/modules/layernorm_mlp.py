@@ -11,13 +11,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule
+from quantshard.modules.meshes import Parallelism
 from quantshard.modules.norm import Normalization
 
 _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
@@ -100,6 +103,9 @@ class LayerNormMLP(QuantizedModule):
         return_bias: return fc2_bias behind the output instead of adding it.
         params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_layernorm_output: return the normalized input too, last.
+        return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
+        set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
@@ -121,6 +127,13 @@ class LayerNormMLP(QuantizedModule):
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
@@ -130,16 +143,25 @@ class LayerNormMLP(QuantizedModule):
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
-        super().__init__(device, params_dtype)
+        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.normalization = Normalization(normalization, hidden_size, eps, zero_centered_gamma)
         self.normalization.add_parameters(self, "layer_norm_")
         gated = ("fc1_gate_", "fc1_up_") if is_gated(activation) else ("fc1_",)
-        self._fc1 = self._add_projection(dict.fromkeys(gated, ffn_hidden_size), hidden_size, init_method, bias, "fc1_")
+        self._fc1 = self._add_projection(
+            dict.fromkeys(gated, ffn_hidden_size),
+            hidden_size,
+            init_method,
+            bias,
+            prefix="fc1_",
+            mode="column" if set_parallel_mode else None,
+        )
         self._fc2 = self._add_projection(
-            {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, "fc2_"
+            {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_",
+            mode="row" if set_parallel_mode else None
         )  # fmt: skip
 
     def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor | None, ...]:
@@ -148,13 +170,13 @@ class LayerNormMLP(QuantizedModule):
         With `return_bias` or `return_layernorm_output` a tuple: output, then fc2_bias, then normalized input.
         """
         unsupported.refuse("LayerNormMLP.forward", others)
-        normed = self.normalization(inp, self.layer_norm_weight, self.layer_norm_bias)
+        normed = self._normalized(self.normalization, inp, "layer_norm_")
         first, *up = self._project(normed, self._fc1)
         hidden = activate(first, self.activation, *up)
         (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias)
-        more: tuple[Tensor | None, ...] = (self.fc2_bias,) if self.return_bias else ()
+        more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2),) if self.return_bias else ()
         if self.return_layernorm_output:
-            more += (normed,)
+            more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
         return (out, *more) if more else out
 
     def extra_repr(self) -> str:

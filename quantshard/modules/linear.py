@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.modules.meshes import Parallelism
 
 
 class Linear(QuantizedModule):
@@ -27,6 +30,9 @@ class Linear(QuantizedModule):
         parameters_split: make several weights instead of one, which read the same input: names and out_features of
             each (a dict), or names of equal parts. "query" has the parameters `query_weight` and `query_bias`.
         separate_outputs: return a tuple of the parts' outputs instead of one concatenated output.
+        parallel_mode: how tensor parallelism cuts the weight: "column" (out_features; the output stays cut) or "row"
+            (in_features; the input is cut).
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: shown in printed tables and messages.
@@ -44,17 +50,23 @@ class Linear(QuantizedModule):
         return_bias: bool = False,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         separate_outputs: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
         unsupported.refuse("Linear", others)
-        super().__init__(device, params_dtype)
+        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.separate_outputs = separate_outputs
         sizes = split_sizes("Linear", out_features, parameters_split)
-        self._layer = self._add_projection(sizes, in_features, init_method, bias)
+        self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
 
     def forward(self, inp: Tensor, **others: Any) -> Any:
         """Input [..., in_features] -> [..., out_features], in the input's dtype; see the arguments for tuples."""

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules import unsupported
 from quantshard.modules.base import QuantizedModule
+from quantshard.modules.meshes import Parallelism
 
 KINDS = ("LayerNorm", "RMSNorm")
 
@@ -131,22 +132,24 @@ class _NormModule(QuantizedModule):
         zero_centered_gamma: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         *,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         kind = "LayerNorm" if isinstance(self, LayerNorm) else "RMSNorm"
-        unsupported.refuse(kind, {"sequence_parallel": sequence_parallel})
         if None not in (params_dtype, dtype) and params_dtype != dtype:
             raise ConfigurationError(
                 f"{kind}(params_dtype={params_dtype}, dtype={dtype}): they mean the same; give one"
             )
-        super().__init__(device, params_dtype or dtype)
+        asked = Parallelism(None, 1, bool(sequence_parallel), tp_mesh, weight_mesh)
+        super().__init__(device, params_dtype or dtype, asked)
         self.normalization = Normalization(kind, _size(kind, normalized_shape, hidden_size), eps, zero_centered_gamma)
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
         """Input [..., size] -> the same shape and dtype."""
-        return self.normalization(inp, self.weight, self.bias)
+        return self._normalized(self.normalization, inp)
 
     def extra_repr(self) -> str:
         return str(self.normalization).partition("(")[2].removesuffix(")")
@@ -161,6 +164,9 @@ class LayerNorm(_NormModule):
         params_dtype: dtype of the parameters; default: torch's default dtype. `dtype` is the same.
         zero_centered_gamma: multiply by 1 + weight, with a weight that starts at 0.
         hidden_size: TransformerEngine's old name for `normalized_shape`.
+        sequence_parallel: the input's rows (dim 0) are spread over the ranks of `tp_mesh`, so that the gradients of
+            the parameters are summed over them.
+        tp_mesh, weight_mesh: see `meshes.Parallelism`; the parameters are whole on every rank.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
     """
 

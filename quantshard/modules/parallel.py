@@ -28,10 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import private_torch
+from quantshard import amax, numerics, private_torch
+from quantshard import storage as storages
 from quantshard.amax import Group
 from quantshard.backend import Split
 from quantshard.errors import ConfigurationError
+
+_SEED_GROUP_ALIKE = (
+    "bring torch's CPU generator into one state on the ranks of a tensor-parallel group (torch.manual_seed)"
+)
 
 MODES = (None, "column", "row")
 """How a layer's weight is cut: not at all, along its output features, or along its input features."""
@@ -58,8 +63,7 @@ class TensorParallel:
         Raises:
             ConfigurationError: the mode is not one of `MODES`, or this rank is not in the group.
         """
-        if mode not in MODES:
-            raise ConfigurationError(f"parallel_mode={mode!r}: use one of: {', '.join(map(repr, MODES))}")
+        check_mode("a layer", mode, False)
         if group is None:
             return cls(None, 1, 0, mode, sequence_parallel)
         rank = dist.get_rank(group)
@@ -72,6 +76,25 @@ class TensorParallel:
     def split(self, dim: int) -> Split:
         """A matrix that is cut along `dim` over this group, for `backend.quantize` and `backend.gather`."""
         return Split(dim, self.group)
+
+
+NONE = TensorParallel()
+"""A layer that is not cut."""
+
+
+def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
+    """Raise unless a linear layer can be cut so.
+
+    Raises:
+        ConfigurationError: the mode is not one of `MODES`, or there is none although activations are split.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(f"{owner}(parallel_mode={mode!r}): use one of: {', '.join(map(repr, MODES))}")
+    if mode is None and sequence_parallel:
+        raise ConfigurationError(
+            f"{owner}(sequence_parallel=True) gathers or scatters tokens around a weight that is cut, but nothing says "
+            "how: give parallel_mode, or set_parallel_mode=True for modules of several layers"
+        )
 
 
 def stream_base(group: Group) -> int:
@@ -158,6 +181,28 @@ def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
             "sequence_parallel off"
         )
     return shape[0] // tp.size
+
+
+def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
+    """x [rows, ..., features] with elements dropped at probability p, and the others divided by 1 - p.
+
+    Over several ranks the mask belongs to the whole activation: it is of the counter generator, by global index, under
+    a key that is drawn from torch's CPU generator. So ranks that have the same rows drop the same elements.
+
+    Raises:
+        RankMismatchError: on every rank, if those of the group draw different keys.
+    """
+    if tp.size == 1:
+        return torch.nn.functional.dropout(x, p)
+    key = storages.random_key()
+    amax.check_equal_on_ranks({"dropout": key}, tp.group, "the random key", _SEED_GROUP_ALIKE)
+    values = x.reshape(-1, x.shape[-1])
+    shape = (values.shape[0], values.shape[1])
+    whole, origin = shape, (0, 0)
+    if tp.sequence_parallel:
+        whole, origin = (shape[0] * tp.size, shape[1]), (shape[0] * tp.rank, 0)
+    words = numerics.random_words(int(key), 0, 0, whole, origin, shape, device=x.device)
+    return x * (words.view(x.shape) >= p * 2.0**32) / (1 - p)
 
 
 class _Copy(torch.autograd.Function):

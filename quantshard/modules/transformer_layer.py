@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import unsupported
+from quantshard.modules import parallel, unsupported
 from quantshard.modules.attention import CompositeModule, MultiheadAttention, RotaryEmbedding, Window, child_name
 from quantshard.modules.base import InitMethod
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
 
 
-class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
+class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
     """x + attention(norm(x)), then the same with the MLP.
 
     Children: `self_attention` (`MultiheadAttention`), `layernorm_mlp` (`LayerNormMLP`) and, with `output_layernorm`,
@@ -30,7 +31,8 @@ class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
         num_gqa_groups: heads of keys and values (default: as many as of queries).
         layernorm_epsilon: eps of the normalizations.
         hidden_dropout: probability with which an element of a block's output is dropped in training, before the
-            residual is added.
+            residual is added. Under tensor parallelism torch's CPU generator must be in one state on the ranks of a
+            tensor-parallel group; of several groups each may have its own.
         attention_dropout: probability with which a softmax weight is dropped in training.
         init_method: fills the whole weight of the qkv and the first MLP projection (default: N(0, 0.023**2) by the
             counter generator).
@@ -49,6 +51,8 @@ class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
         bias: add biases in the linear layers, kept in high precision.
         activation: of the MLP; see `LayerNormMLP`.
         normalization: "LayerNorm" or "RMSNorm".
+        set_parallel_mode: let tensor parallelism cut the heads, and the features of the MLP.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         name: shown in printed tables and messages.
@@ -82,6 +86,12 @@ class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
         bias: bool = True,
         activation: str = "gelu",
         normalization: str = "LayerNorm",
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
         name: str | None = None,
@@ -102,8 +112,12 @@ class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         norm: dict[str, Any] = {
             "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
+            "sequence_parallel": sequence_parallel, "tp_mesh": tp_mesh, "weight_mesh": weight_mesh,
         }  # fmt: skip
-        common = {**norm, "bias": bias, "normalization": normalization}
+        common = {
+            **norm, "bias": bias, "normalization": normalization, "tp_group": tp_group, "tp_size": tp_size,
+            "set_parallel_mode": set_parallel_mode,
+        }  # fmt: skip
         self.self_attention = MultiheadAttention(
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method,
             output_layer_init_method, layer_number, self_attn_mask_type, window_size, num_gqa_groups=num_gqa_groups,
@@ -118,6 +132,7 @@ class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
         if output_layernorm:
             kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
             self.layernorm = kind(hidden_size, layernorm_epsilon, **norm)
+            self.layernorm.set_tensor_parallel_group(tp_group if tp_mesh is None else None)
 
     def forward(
         self,
@@ -152,7 +167,9 @@ class TransformerLayer(unsupported.NoParallelGroups, CompositeModule):
         return self.layernorm(out) if self.output_layernorm else out
 
     def _add(self, block: Tensor, residual: Tensor) -> Tensor:
-        return residual + F.dropout(block, self.hidden_dropout, self.training)
+        if not self.training or self.hidden_dropout == 0:
+            return residual + block
+        return residual + parallel.dropout(block, self.hidden_dropout, self.layernorm_mlp._tensor_parallel(None))
 
     def extra_repr(self) -> str:
         number = f"layer_number={self.layer_number}, " if self.layer_number is not None else ""

@@ -30,12 +30,11 @@ def _because(reason: str, **defaults: Any) -> Arguments:
     return {name: Unsupported(default, reason) for name, default in defaults.items()}
 
 
-NO_TENSOR_PARALLEL = "tensor parallelism is not there yet; leave it out and shard the model with fully_shard"
+NO_OVERLAP = "the collectives of tensor parallelism are not overlapped with GEMMs; leave it out"
 NO_CONTEXT_PARALLEL = "context parallelism is not there; leave it out, and keep each sequence whole on its rank"
 NO_CROSS_ATTENTION = "there is no cross-attention; build it from Linear and DotProductAttention"
 NO_SLIDING_WINDOW = "there is no sliding window; use attn_mask_type='arbitrary' with a mask of the window"
 
-_TENSOR_PARALLEL = _because(NO_TENSOR_PARALLEL, tp_group=None, tp_size=1, sequence_parallel=False)
 _RNG_TRACKER = _because("dropout draws from torch's generator; leave it out", get_rng_state_tracker=None)
 _FUSED_WGRAD = _because(
     "gradients go to .grad, where autograd and FSDP2 look for them; leave it out",
@@ -43,7 +42,7 @@ _FUSED_WGRAD = _because(
     delay_wgrad_compute=False,
 )
 _USERBUFFERS = _because(
-    "it overlaps the collectives of tensor parallelism, which is not there yet; leave it out",
+    NO_OVERLAP,
     ub_overlap_ag=False,
     ub_overlap_rs=False,
     ub_overlap_rs_dgrad=False,
@@ -51,17 +50,12 @@ _USERBUFFERS = _because(
     ub_bulk_wgrad=False,
 )
 _LINEAR = {
-    **_TENSOR_PARALLEL,
     **_RNG_TRACKER,
     **_FUSED_WGRAD,
     **_USERBUFFERS,
-    **_because(NO_TENSOR_PARALLEL, symmetric_ar_type=None),
+    **_because("sums over ranks are those of the communication backend; leave it out", symmetric_ar_type=None),
 }
-_ONE_LINEAR = {
-    **_LINEAR,
-    **_because(NO_TENSOR_PARALLEL, parallel_mode=None, ub_name=None),
-}
-_GATHERED = _because(NO_TENSOR_PARALLEL, return_layernorm_output_gathered=False)
+_ONE_LINEAR = {**_LINEAR, **_because(NO_OVERLAP, ub_name=None)}
 _WARM_UP = _because(
     "there is no JIT warm-up, so no shape is needed; leave it out", seq_length=None, micro_batch_size=None
 )
@@ -100,27 +94,22 @@ _CORE_ATTENTION_CALL = {
 }
 
 ARGUMENTS: dict[str, Arguments] = {
-    "LayerNorm": _because(NO_TENSOR_PARALLEL, sequence_parallel=None),
-    "RMSNorm": _because(NO_TENSOR_PARALLEL, sequence_parallel=None),
     "Linear": {
         **_ONE_LINEAR,
         **_because("dropout draws from torch's generator; leave it out", rng_tracker_name=None),
         **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
     },
     "Linear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
-    "LayerNormLinear": {**_ONE_LINEAR, **_GATHERED},
+    "LayerNormLinear": _ONE_LINEAR,
     "LayerNormLinear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
     "LayerNormMLP": {
         **_LINEAR,
-        **_GATHERED,
         **_WARM_UP,
-        **_because(NO_TENSOR_PARALLEL, set_parallel_mode=False),
         **_because("only activations without parameters are there; leave it out", activation_params=None),
         **_because("recompute activations with quantshard.checkpoint around the module", checkpoint=False),
     },
     "LayerNormMLP.forward": _CACHED_WEIGHTS,
     "DotProductAttention": {
-        **_TENSOR_PARALLEL,
         **_RNG_TRACKER,
         **_ATTENTION,
         **_because(NO_CONTEXT_PARALLEL, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p"),
@@ -135,7 +124,6 @@ ARGUMENTS: dict[str, Arguments] = {
         **_WARM_UP,
         **_ATTENTION,
         **_QK_NORM,
-        **_because(NO_TENSOR_PARALLEL, set_parallel_mode=False),
     },
     "MultiheadAttention.forward": {
         **_CORE_ATTENTION_CALL,
@@ -147,9 +135,9 @@ ARGUMENTS: dict[str, Arguments] = {
         **_WARM_UP,
         **_ATTENTION,
         **_QK_NORM,
-        **_because(NO_TENSOR_PARALLEL, set_parallel_mode=False, ub_tp_comm_overlap=False),
+        **_because(NO_OVERLAP, ub_tp_comm_overlap=False),
         **_because(
-            NO_TENSOR_PARALLEL, ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True
+            NO_OVERLAP, ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True
         ),  # on by default there, but without effect unless ub_tp_comm_overlap is
         **_because(
             NO_CROSS_ATTENTION,
@@ -178,7 +166,11 @@ ARGUMENTS: dict[str, Arguments] = {
         ),
     },
     "checkpoint": {
-        **_because(NO_TENSOR_PARALLEL, distribute_saved_activations=False, tp_group=None),
+        **_because(
+            "the inputs of a checkpointed function are kept as they are; leave it out, or use sequence_parallel",
+            distribute_saved_activations=False,
+            tp_group=None,
+        ),
         **_RNG_TRACKER,
     },
     "apply_rotary_pos_emb": {
@@ -208,13 +200,8 @@ def refuse(owner: str, given: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"{owner}({name}={shown}) is not supported: {known.reason}")
 
 
-class NoParallelGroups:
-    """TransformerEngine's methods by which a module is handed process groups; they refuse all but None."""
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Refuse a tensor-parallel group."""
-        if tp_group is not None:
-            raise ConfigurationError(f"{type(self).__name__}.set_tensor_parallel_group: {NO_TENSOR_PARALLEL}")
+class NoContextParallelGroup:
+    """TransformerEngine's method by which a module is handed a context-parallel group; it refuses all but None."""
 
     def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse a context-parallel group."""

@@ -293,7 +293,14 @@ def test_rotary_survives_meta():
         (lambda: DotProductAttention(3, SIZE, 2), "3 is not a multiple of num_gqa_groups 2"),
         (lambda: DotProductAttention(3, SIZE, cp_group=object()), "context parallelism"),
         (lambda: DotProductAttention(3, SIZE).set_context_parallel_group(object(), [0], None), "context parallelism"),
-        (lambda: MultiheadAttention(96, 3).set_tensor_parallel_group(object()), "tensor parallelism is not there yet"),
+        (lambda: DotProductAttention(4, SIZE, 2, tp_size=4), "num_gqa_groups 2 is not a multiple of tp_size 4"),
+        (lambda: DotProductAttention(3, SIZE, tp_size=2), "num_attention_heads 3 is not a multiple of tp_size 2"),
+        (
+            lambda: MultiheadAttention(
+                96, 6, fuse_qkv_params=True, qkv_weight_interleaved=False, set_parallel_mode=True, tp_size=2
+            ),
+            "leave qkv_weight_interleaved=True",
+        ),
         (lambda: MultiheadAttention(96, 3, attention_type="cross"), "no cross-attention"),
         (lambda: MultiheadAttention(96, 3, qk_norm_type="RMSNorm"), "queries and keys are not normalized"),
         (lambda: MultiheadAttention(96, 3, window_size=(0, 0)), "no sliding window"),

@@ -162,7 +162,6 @@ def test_size_arguments():
         ({}, "once"),
         ({"normalized_shape": 3, "hidden_size": 3}, "once"),
         ({"normalized_shape": (2, 3)}, "flatten the last 2"),
-        ({"normalized_shape": 3, "sequence_parallel": True}, "tensor parallelism is not there yet"),
         ({"normalized_shape": 3, "params_dtype": torch.float32, "dtype": torch.bfloat16}, "give one"),
     ]
     for bad, message in refused:

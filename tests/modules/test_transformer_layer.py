@@ -439,9 +439,7 @@ def test_unknown_names_are_type_errors(owner):
     [
         ({"layer_type": "decoder"}, "no cross-attention.*decoder-only model use 'encoder'"),
         ({"apply_residual_connection_post_layernorm": True}, "return_layernorm_output=True"),
-        ({"tp_group": object()}, "tensor parallelism is not there yet"),
-        ({"tp_size": 2}, "tensor parallelism is not there yet"),
-        ({"sequence_parallel": True}, "tensor parallelism is not there yet"),
+        ({"tp_size": 2, "set_parallel_mode": True}, "num_attention_heads 3 is not a multiple of tp_size 2"),
         ({"drop_path_rate": 0.1}, "no stochastic depth"),
         ({"window_size": (128, 0)}, "no sliding window"),
         ({"activation": "tanh"}, "'tanh'"),

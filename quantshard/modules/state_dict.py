@@ -1,0 +1,121 @@
+"""How a module with weights that may be quantized is saved to a state dict and loaded from one: as plain components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantshard import components
+from quantshard.errors import CheckpointError
+
+
+class Saved(nn.Module):
+    """A module whose `_weights` are saved by their components and state; `_plain_states`: the state of plain ones."""
+
+    _weights: dict[str, Any]
+    _plain_states: dict[str, dict[str, Tensor]]
+
+    def weight_state(self, name: str) -> dict[str, Tensor]:
+        """The key, draws and amax history of a weight, live."""
+        quantized = components.quantized(getattr(self, name))
+        return self._plain_states[name] if quantized is None else quantized._storage.state
+
+    def _state_keys(self, name: str) -> dict[str, Tensor]:
+        """Key suffix -> live tensor, for all that the state dict holds of a weight."""
+        param = getattr(self, name)
+        assert param is not None
+        if components.quantized(param) is not None:
+            return components.state_of(param)
+        return {"": param, **{f"_{key}": value for key, value in self._plain_states[name].items()}}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._weights:
+            for suffix, value in self._state_keys(name).items():
+                destination[prefix + name + suffix] = value if keep_vars else value.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = dict(state_dict)
+        ready = []
+        for name in self._weights:
+            keys = self._state_keys(name)
+            found = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
+            self._drop_placeholders(name, found)
+            is_quantized = components.quantized(getattr(self, name)) is not None
+            try:
+                ready.append((name, self._fitting(name, found, prefix, is_quantized)))
+            except CheckpointError as error:
+                error_msgs.append(str(error))
+                continue
+            missing_keys += [prefix + name + s for s in keys if s not in found and (is_quantized or s == "")]
+        if len(ready) < len(self._weights):
+            return  # a module whose weights do not fit keeps its biases and histories too
+        for name, pairs in ready:
+            components.write(getattr(self, name), pairs)
+        others: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
+        missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
+
+    def _drop_placeholders(self, name: str, found: dict[str, Tensor]) -> None:
+        """Leave out of `found` what torch.distributed.checkpoint.state_dict has in place of a missing weight.
+
+        With `full_state_dict` it fills in the live parameter; `ignore_frozen_params` drops the codes alone.
+        """
+        local = components.quantized(getattr(self, name))
+        if local is None:
+            return
+        given = components.quantized(found.get(""))
+        if given is not None and given._storage is local._storage:
+            del found[""]
+        if "" not in found and not getattr(self, name).requires_grad:
+            found.clear()
+
+    def _fitting(
+        self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What to copy where for one weight; nothing is written yet."""
+        param = getattr(self, name)
+        assert param is not None
+        if param.is_meta and found:
+            raise CheckpointError(
+                f"{prefix}{name} is on the meta device, where loading does nothing; call reset_parameters() or "
+                "to_empty() first"
+            )
+        if is_quantized:
+            return components.fitting(param, found, prefix + name)
+        live = self._state_keys(name)
+        for suffix, value in found.items():
+            if suffix == "" and not value.is_floating_point():
+                raise CheckpointError(
+                    f"{prefix}{name}: the state dict holds quantized codes ({value.dtype}), but this model's weight is "
+                    "in high precision; build the model under quantized_model_init with the checkpoint's recipe"
+                )
+            if value.shape != live[suffix].shape:
+                raise CheckpointError(
+                    f"{prefix}{name}{suffix}: shape {tuple(value.shape)} in the state dict, "
+                    f"{tuple(live[suffix].shape)} in this model"
+                )
+        return [(live[suffix], value) for suffix, value in found.items()]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes
+            for weight in self.__dict__.get("_weights", ()):
+                if name.startswith(weight + "_"):
+                    found = self._state_keys(weight).get(name.removeprefix(weight))
+                    if found is not None:
+                        return found
+            raise

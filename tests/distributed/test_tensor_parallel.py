@@ -1,0 +1,184 @@
+"""Modules on tensor-parallel meshes beside the same module in one process; prints module x mesh x recipe.
+
+Born bitwise equal everywhere. Two steps then differ by the order of sums: activations are quantized to the same bits,
+since amaxes of one activation are reduced over the ranks that hold pieces of it. In float32 a sum of n products in
+another order is off by at most n * 2**-24 of the sum of magnitudes, about 2**-24 * sqrt(n) of the norm: 1e-6 leaves a
+factor of 3 for the n of up to 336 here, and for the few layers that such a difference runs through. Behind a second
+quantization such a difference can move a value over a rounding boundary to the next code, a relative step of 2**-3 at
+most. With values off by 2**-23 that happens to one of 2**20 elements, or one of the few thousand here, and moves the
+norm by 2**-3 / sqrt(10**3) at most: 4e-3. Data-parallel ranks scale their own activations, so there only BF16, MXFP8
+(power-of-two scales of blocks within a token) and delayed scaling (scales of the past) are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import quantshard as qs
+from quantshard.errors import ConfigurationError
+from tests.distributed.models import RECIPES
+from tests.distributed.pool import run_ranks
+from tests.distributed.tensor_parallel import BLOCKS, FFN, HIDDEN, LINEARS, MESHES, MODULES, Case, table
+
+pytestmark = pytest.mark.distributed
+
+ORDER_OF_SUMS, ONE_CODE = 1e-6, 4e-3
+ALIKE_ON_DATA = ("bf16", "mxfp8", "delayed", "mxfp8 two copies")
+"""Recipes whose scales of activations do not depend on the other tokens of a step."""
+
+
+def covering(mesh: str) -> list[Case]:
+    """Cases of one mesh: every module with every second recipe in turn, sequence parallelism and births alternating."""
+    recipes = ["bf16", *RECIPES] if len(MESHES[mesh]) == 1 else list(ALIKE_ON_DATA)
+    cases = []
+    for (row, module), (column, recipe) in itertools.product(enumerate(MODULES), enumerate(recipes)):
+        keeps = mesh == "tp 2" or (row + column) % 2 == 0
+        if keeps and not (mesh == "tp 4" and module == "TransformerLayer"):  # of 2 groups of keys
+            sequence, meta = (row + column // 2) % 2 == 0, row % 3 != 0
+            cases.append(Case(module, recipe, mesh, sequence, "meta" if meta else "direct"))
+    return cases
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_modules_are_those_of_one_process(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """1, 2 and 4 ranks: births bitwise, two steps within the bounds above."""
+    cases = covering(mesh)
+    lines, wrong = [], []
+    for case, results in zip(cases, zip(*run_ranks(cases[0].ranks, table, cases), strict=True), strict=True):
+        # rank 0 alone rounds NVFP4's gradients with the words of one process
+        (unequal, worst, where), *others = results
+        unequal = sum((other[0] for other in others), unequal)
+        bound = ORDER_OF_SUMS if case.recipe == "bf16" or case.module in LINEARS else ONE_CODE
+        fits = not unequal and worst <= bound
+        sequence = "sequence" if case.sequence_parallel else "-"
+        born = "equal" if not unequal else "DIFFER"
+        lines.append(
+            f"{mesh:<28}{case.module:<22}{case.recipe:<18}{sequence:<10}{born:<8}{worst:.1e}  {'ok' if fits else 'WRONG'}"
+        )
+        if not fits:
+            wrong.append((case, unequal, worst, where))
+    with capsys.disabled():
+        head = f"{'mesh':<28}{'module':<22}{'recipe':<18}{'parallel':<10}{'born':<8}off"
+        print("\n" + "\n".join([head, *lines]))
+    assert not wrong
+
+
+def test_every_pair_is_tried() -> None:
+    """Of module and recipe, module and mesh, recipe and sequence parallelism."""
+    cases = [case for mesh in MESHES for case in covering(mesh)]
+    assert {(case.module, case.recipe) for case in cases} == set(itertools.product(MODULES, ["bf16", *RECIPES]))
+    missing = set(itertools.product(MODULES, MESHES)) - {(case.module, case.mesh) for case in cases}
+    assert missing == {("TransformerLayer", "tp 4")}
+    assert len({(case.recipe, case.sequence_parallel) for case in cases}) == 2 * (len(RECIPES) + 1)
+
+
+def message(function: object) -> str:
+    try:
+        function()  # type: ignore[operator]
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp = mesh["tp"]
+    on_tp = {"tp_mesh": tp, "device": "cpu"}
+    sharded = torch.distributed.fsdp.fully_shard(qs.Linear(HIDDEN, FFN, parallel_mode="column"), mesh=mesh["dp"])
+    placed = qs.Linear(HIDDEN, FFN, parallel_mode="column", **on_tp)
+    rows = qs.Linear(HIDDEN, FFN, parallel_mode="column", sequence_parallel=True, **on_tp)
+    scattering = qs.Linear(HIDDEN // 2, FFN, parallel_mode="row", sequence_parallel=True, **on_tp)
+    with qs.quantized_model_init(recipe="nvfp4"):
+        odd = [lambda: qs.Linear(2 * 9, 8, parallel_mode="row", **on_tp)]
+        odd_message = message(odd[0])
+    assert rows is not None
+    return [
+        message(lambda: qs.LayerNormMLP(HIDDEN, FFN + 1, set_parallel_mode=True, **on_tp)),
+        message(lambda: qs.MultiheadAttention(HIDDEN, 4, num_gqa_groups=1, set_parallel_mode=True, **on_tp)),
+        message(lambda: qs.Linear(HIDDEN, FFN, parallel_mode="column", tp_size=4, **on_tp)),
+        message(lambda: qs.Linear(HIDDEN, FFN, parallel_mode="column", tp_mesh=mesh)),
+        message(lambda: sharded.set_device_mesh(tp)),
+        message(lambda: placed.set_device_mesh(mesh["dp"])),
+        message(lambda: placed.set_device_mesh(tp, weight_mesh=mesh["dp"])),
+        message(lambda: scattering(torch.ones(7, 3, HIDDEN // 4))),
+        odd_message,
+    ]
+
+
+WANTED = [
+    "LayerNormMLP.fc1_weight [113, 80]: tensor parallelism over 2 ranks cuts dim 0, and 113 is not a multiple of 2",
+    "num_gqa_groups 1 is not a multiple of tp_size 2",
+    "has 2 ranks, but tp_size is 4",
+    "tp_mesh has 2 axes ('dp', 'tp')",
+    "call it once, before fully_shard",
+    "call it once, before fully_shard",
+    "weight_mesh lacks the ranks",
+    "cannot divide the 7 rows",
+    "9",
+]
+
+
+def test_refused_on_every_rank() -> None:
+    """4 ranks: one sentence with the numbers, on each."""
+    for messages in run_ranks(4, refusals):
+        for found, wanted in zip(messages, WANTED, strict=True):
+            assert wanted in found, messages
+
+
+def late() -> list[str]:
+    """Differences of modules that got their mesh after construction, by a mesh or by a group."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    wrong = []
+    for name, make in BLOCKS.items():
+        with qs.quantized_model_init(recipe="block"):
+            modules = []
+            for options in ({"tp_mesh": mesh["tp"]}, {"tp_group": mesh.get_group("tp")}, {}, {"tp_size": 2}):
+                torch.manual_seed(0)
+                modules.append(make(**options))
+        modules[2].set_device_mesh(mesh["tp"], weight_mesh=mesh["tp"])
+        modules[3].set_tensor_parallel_group(mesh.get_group("tp"))
+        modules[1].set_device_mesh(mesh["tp"])
+        x = torch.randn(4, 2, HIDDEN)
+        with qs.autocast(recipe="block"):
+            outputs = [module(x) for module in modules]
+        for module, y in zip(modules, outputs, strict=True):
+            same = all(
+                torch.equal(a.to_local(), b.to_local())
+                for a, b in zip(modules[0].state_dict().values(), module.state_dict().values(), strict=True)
+                if hasattr(a, "to_local")
+            )
+            if not same or not torch.equal(y, outputs[0]):
+                wrong.append(name)
+    return wrong
+
+
+def test_a_mesh_or_a_group_at_construction_or_later() -> None:
+    """2 ranks: the same pieces and outputs."""
+    assert run_ranks(2, late) == [[], []]
+
+
+def dropped(sequence_parallel: bool) -> tuple[bool, float]:
+    """Whether ranks dropped what one process with that key drops, and how much."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    from quantshard.modules import parallel
+
+    tp = parallel.TensorParallel.of(mesh.get_group(), None, sequence_parallel)
+    x = torch.ones(40, 3, 50)
+    torch.manual_seed(5)
+    y = parallel.dropout(x.chunk(2)[tp.rank] if sequence_parallel else x, 0.3, tp)
+    whole = parallel.join_rows(y, tp) if sequence_parallel else y
+    torch.manual_seed(5)
+    wanted = parallel.dropout(x, 0.3, parallel.TensorParallel.of(mesh.get_group()))
+    return torch.equal(whole, wanted), float((whole == 0).float().mean())
+
+
+def test_dropout_belongs_to_the_whole_activation() -> None:
+    """2 ranks: with the tokens spread or not; 6000 elements, a share of 0.3 within 4 standard errors."""
+    for sequence_parallel in (False, True):
+        for same, share in run_ranks(2, dropped, sequence_parallel):
+            assert same
+            assert abs(share - 0.3) <= 4 * (0.3 * 0.7 / 6000) ** 0.5
