@@ -111,7 +111,7 @@ def _amaxes(storage: QuantizedStorage, values: Tensor, amax: Tensor | None, spli
         (name,) = scale_names(storage.cell)
         return {name: amax.view(1, 1)}
     amaxes = storage.measure(values)
-    if split is not None and split.size > 1:
+    if split is not None:
         reduction = FlatMax()
         for name, grid in amaxes.items():
             if storage.shard.shares_blocks(storage.cell.format.by_name[name]):
@@ -196,16 +196,13 @@ def gather_values(values: Tensor, split: Split) -> Tensor:
 
 def _all_gather(pieces: list[Tensor], split: Split) -> list[Tensor]:
     """The wholes of several matrices, from one collective of their bytes; none if they have no bytes."""
-    aligned = sorted(
-        range(len(pieces)), key=lambda i: -pieces[i].itemsize
-    )  # each begins at a multiple of its item size
-    parts = [pieces[i].reshape(-1).view(torch.uint8) for i in aligned]
+    parts = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
     sent = torch.cat(parts) if len(parts) > 1 else parts[0]
     flat = sent.new_empty(split.size * sent.numel())
     if sent.numel() > 0:
         private_torch.all_gather_single(flat, sent, group=split.group)
     received = flat.view(split.size, sent.numel()).split([part.numel() for part in parts], dim=1)
-    return [_joined(received[aligned.index(i)], piece, split.dim) for i, piece in enumerate(pieces)]
+    return [_joined(of_ranks, piece, split.dim) for of_ranks, piece in zip(received, pieces, strict=True)]
 
 
 def _joined(received: Tensor, piece: Tensor, dim: int) -> Tensor:

@@ -239,10 +239,10 @@ def stream_of(base: int) -> int:
 # Layers cut over a group
 
 
-def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
     """Small integers, whose sums and products are exact in any order."""
     values = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(dtype).requires_grad_()
+    return values.to(device, dtype).requires_grad_()
 
 
 def block(tensors: dict[str, Tensor], w1: Tensor, w2: Tensor, tp: TensorParallel) -> Tensor:
@@ -258,15 +258,16 @@ def block(tensors: dict[str, Tensor], w1: Tensor, w2: Tensor, tp: TensorParallel
     return parallel.join_rows(y, tp)
 
 
-def block_gradients(rows: int, sequence_parallel: bool, penalty: bool, alone: bool) -> dict[str, Tensor]:
+def block_gradients(rows: int, sequence_parallel: bool, penalty: bool, device: str, alone: bool) -> dict[str, Tensor]:
     """The block's output and gradients, those of the weights whole; `alone`: of one process that has all of it."""
     group = None if alone else dist.group.WORLD
     tp = TensorParallel.of(group, "column", sequence_parallel)
-    tensors = {"x": integers(rows, 2, 5, seed=1), "gamma": integers(5, seed=2), "bias": integers(5, seed=3)}
-    w1, w2 = integers(7, 5, seed=4), integers(5, 7, seed=5)  # 7 features: pieces are uneven
+    shapes = {"x": (rows, 2, 5), "gamma": (5,), "bias": (5,)}
+    tensors = {name: integers(*shape, seed=len(name), device=device) for name, shape in shapes.items()}
+    w1, w2 = integers(7, 5, seed=7, device=device), integers(5, 7, seed=8, device=device)  # pieces of 7 are uneven
     cut1, cut2 = w1.tensor_split(tp.size)[tp.rank], w2.tensor_split(tp.size, 1)[tp.rank]
     out = block(tensors, cut1, cut2, tp)
-    loss = (out * integers(rows, 2, 5, seed=6).detach()).sum()
+    loss = (out * integers(rows, 2, 5, seed=9, device=device).detach()).sum()
     if penalty:
         (dx,) = torch.autograd.grad(loss, tensors["x"], create_graph=True)
         loss = (dx * dx).sum()
@@ -278,13 +279,13 @@ def block_gradients(rows: int, sequence_parallel: bool, penalty: bool, alone: bo
     return {name: t for name, t in named.items() if t is not None}
 
 
-def layers_cut(rows: list[int]) -> list[str]:
+def layers_cut(rows: list[int], device: str = "cpu") -> list[str]:
     """What differs between a block that is cut over the ranks and one that is not."""
     checks = Checks()
     for number in rows:
         for sequence_parallel in (False, True):
             for penalty in (False, True):
-                args = (number * dist.get_world_size(), sequence_parallel, penalty)
+                args = (number * dist.get_world_size(), sequence_parallel, penalty, device)
                 expected, found = block_gradients(*args, alone=True), block_gradients(*args, alone=False)
                 checks.that(expected.keys() == found.keys(), args, found.keys())
                 for name, value in expected.items():
@@ -308,7 +309,7 @@ def one_by_one(dtype: torch.dtype, rows: int, device: str = "cpu") -> dict[str, 
     tp = TensorParallel.of(dist.group.WORLD, sequence_parallel=True)
     found = {}
     for name, operation in OPERATIONS.items():
-        x = (integers(rows, 2, 3, seed=8, dtype=dtype) * (tp.rank + 1)).detach().to(device).requires_grad_()
+        x = (integers(rows, 2, 3, seed=8, dtype=dtype, device=device) * (tp.rank + 1)).detach().requires_grad_()
         with Wire() as forward:
             out = operation(x, tp)
         grad = torch.arange(out.numel(), device=device).remainder(5).view(out.shape).to(dtype) * (tp.rank + 1)

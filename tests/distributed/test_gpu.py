@@ -16,6 +16,7 @@ import quantshard as qs
 from quantshard import numerics
 from quantshard.formats import FORMATS, Scaling
 from quantshard.optimizers import FusedAdam
+from tests.distributed import parallel, test_parallel
 from tests.distributed.models import MESHES, RECIPES, Case, bits, build, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import MASTERS
@@ -175,6 +176,19 @@ def test_replicas_stay_equal_under_ddp(recipe: str) -> None:
         pytest.skip("needs two GPUs")
     one, other = run_ranks(2, replicas, recipe)
     assert one == other
+
+
+def test_operands_in_pieces() -> None:
+    """1 to 4 ranks: of every cell, the bits and the collectives of the whole; sums around GEMMs that are cut."""
+    pieces = [replace(piece, device="cuda") for piece in test_parallel.ALL_PIECES]
+    for ranks in range(1, min(torch.cuda.device_count(), 4) + 1):
+        for wrong in run_ranks(ranks, parallel.quantized_in_pieces, pieces):
+            assert not wrong, "\n".join(wrong[:20])
+        for wrong in run_ranks(ranks, parallel.layers_cut, [1, 3, 0], "cuda"):
+            assert not wrong, "\n".join(wrong)
+        test_parallel.check_operations(
+            run_ranks(ranks, parallel.one_by_one, torch.bfloat16, 12, "cuda"), 12 * 2 * 3 * 2
+        )
 
 
 def test_bits_are_of_the_state_dict() -> None:
