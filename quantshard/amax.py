@@ -3,12 +3,16 @@
 A block that straddles ranks must get one scale, so the amaxes of all blocks that ranks share are reduced (MAX) before
 any code is written. `FlatMax` does it for everything that is registered in one flat collective per process group;
 `Requantization` is the two halves, measure and write, of giving a weight new values around it.
+
+Where several mesh axes shard a weight (FSDP over tensor parallelism), each component is reduced over those of them
+that left its grid whole, axis by axis: one collective for each axis, whatever the components need.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,36 +21,48 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import limits, private_torch
+from quantshard import private_torch, sharding
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
+"""Whom to reduce over: a process group; the ranks that several span together, one for each mesh axis; or None or an
+empty tuple, this rank alone."""
 
 
-def sharding_group(tensor: Tensor) -> Group:
-    """The process group over which a parameter is sharded, or None where this rank holds all of it.
+def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The ranks over which a parameter is sharded, as the process groups of its sharding axes.
 
-    With several sharding axes it is the group of all of them together; replicating axes are left out, since replicas
-    compute the same values.
+    Replicating axes are left out, since replicas compute the same values.
     """
     if not isinstance(tensor, DTensor):
-        return None
-    mesh = tensor.device_mesh
-    if sum(not placement.is_replicate() for placement in tensor.placements) > 1 and hasattr(
-        private_torch.local_tensor(tensor), "_storage"
-    ):
-        raise ConfigurationError(
-            limits.refusal("several sharding axes", f"a weight {tuple(tensor.shape)} ({tensor.placements})")
-        )
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    axes = [axis for axis in axes if mesh.size(axis) > 1]
-    if not axes:
-        return None
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    return private_torch.flattened_group(mesh, axes)
+        return ()
+    axes = [axis for axis, dim in enumerate(private_torch.cut_dims(tensor.placements)) if dim is not None]
+    return private_torch.axis_groups(tensor.device_mesh, axes)
+
+
+def united(groups: Iterable[Group]) -> tuple[dist.ProcessGroup, ...]:
+    """The ranks that several groups span together."""
+    return tuple(dict.fromkeys(member for group in groups for member in _members(group)))
+
+
+def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:
+    """The components with amaxes whose blocks several ranks hold, each with the ranks to reduce them over.
+
+    `owner`: the parameter whose storage, or a state of which, this is.
+    """
+    if not isinstance(owner, DTensor):
+        return {}
+    dims, by_name = private_torch.cut_dims(owner.placements), storage.cell.format.by_name
+    axes = {
+        name: sharding.whole_axes(storage.shard, by_name[name], dims) for name in storages.scale_names(storage.cell)
+    }
+    groups = {name: private_torch.axis_groups(owner.device_mesh, sorted(found)) for name, found in axes.items()}
+    return {name: group for name, group in groups.items() if group}
+
+
+_SMALLEST = 1024  # 4 KiB cost what 4 bytes cost
 
 
 @dataclass
@@ -55,26 +71,46 @@ class FlatMax:
 
     Values are float32 and not negative. They are compared as the integers that their bits spell: the order is the
     same, and NaN, which a floating-point MAX may lose, stands above infinity and survives.
+
+    `padded`: each collective is filled up to a power of two, so that ranks that are out of step mostly meet in one of
+    the same size, and can learn of it.
     """
 
-    _pending: dict[dist.ProcessGroup, list[Tensor]] = field(default_factory=dict)
+    padded: bool = False
+    _pending: list[tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = field(default_factory=list)
 
     def add(self, tensor: Tensor, group: Group) -> None:
         """Register a float32 tensor; it is written in place by `reduce`. Without a group it stays as it is."""
-        if group is not None and tensor.numel() > 0:
-            self._pending.setdefault(group, []).append(tensor)
+        if _members(group):
+            self._pending.append((tensor, _members(group)))
 
     def reduce(self) -> None:
-        """Run the collectives. Every rank of a group must have registered the same shapes in the same order."""
-        for group, tensors in self._pending.items():
-            # abs: torch's vectorized amax gives NaN with a sign bit, which would be below all numbers
-            device = collective_device(group)  # parameters that FSDP2 offloaded are on the CPU
-            flat = torch.cat([t.reshape(-1).to(device) for t in tensors]).abs().view(torch.int32)
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-            parts = flat.view(torch.float32).split([t.numel() for t in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
-        self._pending.clear()
+        """Run the collectives. Every rank of a group must have registered the same shapes in the same order, empty
+        tensors too: the order of the groups, which is part of what is computed, must be the same on all ranks."""
+        pending, self._pending = self._pending, []
+        for group in dict.fromkeys(group for _, groups in pending for group in groups):
+            self._reduce_over(group, [tensor for tensor, groups in pending if group in groups])
+
+    def _reduce_over(self, group: dist.ProcessGroup, tensors: list[Tensor]) -> None:
+        numel = sum(tensor.numel() for tensor in tensors)
+        if numel == 0:
+            return
+        # abs: torch's vectorized amax gives NaN with a sign bit, which would be below all numbers
+        device = collective_device(group)  # parameters that FSDP2 offloaded are on the CPU
+        parts = [tensor.reshape(-1).to(device) for tensor in tensors]
+        if self.padded:
+            parts.append(parts[0].new_zeros(max(_SMALLEST, 2 ** math.ceil(math.log2(numel))) - numel))
+        flat = torch.cat(parts).abs().view(torch.int32)
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+        reduced = flat.view(torch.float32)[:numel].split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, reduced, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _members(group: Group) -> tuple[dist.ProcessGroup, ...]:
+    if group is None:
+        return ()
+    return group if isinstance(group, tuple) else (group,)
 
 
 class Requantization:
@@ -84,13 +120,14 @@ class Requantization:
     the initial values that a weight may have kept (`get_high_precision_init_val`): it no longer has them.
     """
 
-    def __init__(self, storage: QuantizedStorage, values: Tensor, group: Group, reduction: FlatMax) -> None:
+    def __init__(
+        self, storage: QuantizedStorage, values: Tensor, shared: Mapping[str, Group], reduction: FlatMax
+    ) -> None:
+        """`shared`: what `shared_scales` gives for the storage."""
         self.storage = storage
         self.amaxes = storage.measure(values)
-        by_name = storage.cell.format.by_name
         for name, grid in self.amaxes.items():
-            if storage.shard.shares_blocks(by_name[name]):
-                reduction.add(grid, group)
+            reduction.add(grid, shared.get(name))
 
     def commit(self, values: Tensor, words: Tensor | None = None) -> None:
         """Write codes and scales; under delayed scaling with the scale of past amaxes, then record this one."""
@@ -108,7 +145,7 @@ class Requantization:
 
 
 def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Quantize new local values into weights, with one collective per process group for all of them together.
+    """Quantize new local values into weights, with one collective per sharding axis for all of them together.
 
     Args:
         weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
@@ -117,8 +154,9 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
     reduction = FlatMax()
     weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
     begun = [
-        (Requantization(_storage_of(weight), values, sharding_group(weight), reduction), values)
+        (Requantization(storage, values, shared_scales(weight, storage), reduction), values)
         for weight, values in weights
+        for storage in (_storage_of(weight),)
     ]
     reduction.reduce()
     for requantization, values in begun:
@@ -142,7 +180,7 @@ def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
     return values
 
 
-def any_rank(flag: bool, group: Group) -> bool:
+def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
     """True on every rank of `group` (None: this rank alone) if `flag` is true on one of them. One collective."""
     if group is None:
         return flag
@@ -151,7 +189,7 @@ def any_rank(flag: bool, group: Group) -> bool:
     return bool(value.item())
 
 
-def world() -> Group:
+def world() -> dist.ProcessGroup | None:
     """The group of all processes, or None where there are no process groups."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
@@ -184,12 +222,12 @@ class PendingAmaxes:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[int, int], tuple[Tensor, Tensor, Group]] = {}
+        self._pending: dict[tuple[int, int], tuple[Tensor, Tensor, dist.ProcessGroup | None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def note(self, identity: int, history: Tensor, amax: Tensor, group: Group) -> None:
+    def note(self, identity: int, history: Tensor, amax: Tensor, group: dist.ProcessGroup | None) -> None:
         """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
         amax = amax.detach().view(1)
         tied = 0  # modules that share a weight share its identity, and are told apart by their order
@@ -204,7 +242,7 @@ class PendingAmaxes:
         Raises:
             RankMismatchError: on every rank, if ranks of a group saw different modules.
         """
-        by_group: dict[Group, list[tuple[int, int]]] = {}
+        by_group: dict[dist.ProcessGroup | None, list[tuple[int, int]]] = {}
         for identity in sorted(self._pending):
             by_group.setdefault(self._pending[identity][2], []).append(identity)
         pending, self._pending = self._pending, {}
@@ -244,19 +282,20 @@ SEED_ALIKE = "seed torch alike on all ranks (torch.manual_seed(seed)) before the
 
 
 def check_equal_on_ranks(named: dict[str, Tensor], group: Group, what: str, remedy: str = SEED_ALIKE) -> None:
-    """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`. One collective.
+    """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`. One collective for
+    each of its process groups.
 
     Raises:
         RankMismatchError: naming the first that differs.
     """
-    if group is None or not named:
+    if not _members(group) or not named:
         return
     values = torch.cat([v.reshape(1) for v in named.values()])
     extremes = torch.stack([values, ~values])
-    device = collective_device(group)
-    reduced = extremes.to(device)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
-    highest, lowest = reduced[0].cpu(), ~reduced[1].cpu()
+    for each in _members(group):
+        extremes = extremes.to(collective_device(each))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=each)
+    highest, lowest = extremes[0].cpu(), ~extremes[1].cpu()
     for name, high, low in zip(named, highest.tolist(), lowest.tolist(), strict=True):
         if high != low:
             raise RankMismatchError(f"{what} of {name!r} differs between ranks ({low} and {high}); {remedy}")
@@ -283,6 +322,8 @@ __all__ = [
     "history_amax",
     "record_amax_",
     "requantize_",
+    "shared_scales",
     "sharding_group",
+    "united",
     "world",
 ]

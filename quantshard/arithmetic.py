@@ -14,16 +14,16 @@ other operation dequantizes, and none of these is differentiable, so no training
 
 from __future__ import annotations
 
-import math
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 from quantshard import amax, private_torch
 from quantshard import storage as storages
@@ -181,34 +181,36 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
 
     The new values of a whole list are held until the reduction is done: float32, as long as the call lasts.
     """
+    owners = [_owner_of(weight) for weight in weights]
     by_group: dict[Group, list[int]] = {}
-    for index, weight in enumerate(weights):
-        by_group.setdefault(_group_of(weight), []).append(index)
-    reduction = FlatMax()
-    begun: dict[int, Requantization] = {}
-    flags: dict[Group, Tensor] = {}
-    for group, members in by_group.items():
-        flags[group] = _flags([weights[i]._storage for i in members], [results[i] for i in members], operation)
-        reduction.add(flags[group], group)
-        for i in members:
-            begun[i] = Requantization(weights[i]._storage, results[i], group, reduction)
-        reduction.add(_padding(flags[group], [begun[i] for i in members]), group)
-    reduction.reduce()
-    changed = [
-        i
+    for index, owner in enumerate(owners):
+        by_group.setdefault(amax.sharding_group(owner), []).append(index)
+    reduction = FlatMax(padded=True)
+    flags = {
+        group: _flags([weights[i]._storage for i in members], [results[i] for i in members], operation)
         for group, members in by_group.items()
-        for i in _changed([weights[j] for j in members], members, flags[group], operation)
+    }
+    for group, flag in flags.items():
+        reduction.add(flag, group)
+    non_finite = torch.stack([~torch.isfinite(result).all() for result in results]).float()
+    reduction.add(non_finite, amax.united(by_group))
+    begun = [
+        Requantization(weight._storage, result, amax.shared_scales(owner, weight._storage), reduction)
+        for weight, owner, result in zip(weights, owners, results, strict=True)
     ]
+    reduction.reduce()
+    changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
+    _check_finite(weights, non_finite, operation)
     for i in changed:
         begun[i].commit(results[i], storages.rounding_words(weights[i]._storage))
         torch.autograd.graph.increment_version(weights[i])
 
 
-_DIGEST, _SMALLEST = 0xFFFFFF, 1024  # a float32 holds integers of 24 bits exactly; 4 KiB cost what 4 bytes cost
+_DIGEST = 0xFFFFFF  # a float32 holds integers of 24 bits exactly
 
 
 def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
-    """Float32 [2 + 2 n]: what ranks must agree on, and of each of n weights: does it change, is it not finite.
+    """Float32 [2 + n]: what ranks must agree on, and whether each of n weights changes.
 
     The first two are a digest of the operation and the weights, and its complement: after MAX they still add up only if
     all ranks gave the same.
@@ -216,34 +218,24 @@ def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operatio
     identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
     digest = zlib.crc32(repr(identity).encode()) & _DIGEST
     change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
-    non_finite = [~torch.isfinite(result).all() for result in results]
     agreed = torch.tensor([digest, _DIGEST - digest], dtype=torch.float32, device=results[0].device)
-    return torch.cat([agreed, torch.stack([*change, *non_finite]).float()])
+    return torch.cat([agreed, torch.stack(change).float()])
 
 
-def _padding(flags: Tensor, begun: Iterable[Requantization]) -> Tensor:
-    """Zeros that fill a group's part of the reduction up to a power of two.
-
-    So ranks that are out of step mostly meet in a collective of one size, and learn of it from the digest.
-    """
-    used = flags.numel()
-    for item in begun:
-        shard, by_name = item.storage.shard, item.storage.cell.format.by_name
-        used += sum(grid.numel() for name, grid in item.amaxes.items() if shard.shares_blocks(by_name[name]))
-    return flags.new_zeros(max(_SMALLEST, 2 ** math.ceil(math.log2(used))) - used)
-
-
-def _changed(weights: Sequence[QuantizedTensor], members: list[int], flags: Tensor, operation: str) -> list[int]:
+def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     """Those of the `members` whose values change."""
-    highest, lowest, *each = flags.tolist()
+    highest, lowest, *change = flags.tolist()
     if highest + lowest != _DIGEST:
         raise RankMismatchError(
             f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most "
             "often a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the "
             "weights' random keys differ: seed torch alike on all ranks before the model is built"
         )
-    change, non_finite = each[: len(weights)], each[len(weights) :]
-    for weight, bad in zip(weights, non_finite, strict=True):
+    return [i for i, changes in zip(members, change, strict=True) if changes]
+
+
+def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operation: str) -> None:
+    for weight, bad in zip(weights, non_finite.tolist(), strict=True):
         if bad:
             raise NonFiniteGradientError(
                 f"{operation} would give {_name(weight)} infinite or NaN values, so it changed no weight. The "
@@ -251,7 +243,6 @@ def _changed(weights: Sequence[QuantizedTensor], members: list[int], flags: Tens
                 "step() (torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); optimizers.MasterWeights and "
                 "optimizers.FusedAdam skip such a step by themselves"
             )
-    return [i for i, changes in zip(members, change, strict=True) if changes]
 
 
 # Which ranks hold the other pieces of a weight. Inside a dispatch only the local tensor is known, and FSDP2 tells it
@@ -260,10 +251,15 @@ def _changed(weights: Sequence[QuantizedTensor], members: list[int], flags: Tens
 _parameters: WeakKeyDictionary[QuantizedStorage, weakref.ReferenceType[Tensor]] = WeakKeyDictionary()
 
 
-def _group_of(weight: QuantizedTensor) -> Group:
+def _owner_of(weight: QuantizedTensor) -> Tensor:
+    """The parameter whose local tensor this is, or for a whole weight itself."""
     storage = weight._storage
-    if storage.shard.cut is None:
-        return None
+    cut = storage.shard.cut
+    if cut is None:
+        return weight
+    if storage.mesh is not None:  # tensor parallelism alone
+        shape = torch.Size(storage.shard.global_shape)
+        return private_torch.dtensor_around(weight, storage.mesh, [Shard(cut.dim)], shape)
     if storage not in _parameters:
         for parameter, _ in private_torch.sharded_parameters():
             local: Any = private_torch.local_tensor(parameter)
@@ -275,7 +271,7 @@ def _group_of(weight: QuantizedTensor) -> Group:
             f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "
             "module: nothing tells which ranks hold the others; change the module's own parameter"
         )
-    return amax.sharding_group(owner)
+    return owner
 
 
 def _name(weight: QuantizedTensor) -> str:

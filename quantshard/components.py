@@ -8,14 +8,16 @@ and reading them back needs no code of ours: see docs/format.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from quantshard import private_torch, sharding
+from quantshard import limits, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMAT_NAME_BYTES, Component, Copy, Format
 from quantshard.sharding import Shard
@@ -67,23 +69,49 @@ def read_format_tag(tag: Tensor) -> str:
 
 def component_placements(shard: Shard, component: Component, placements: tuple[Placement, ...]) -> list[Placement]:
     """Placements of a component of a weight with the given ones: the weight's on each mesh axis whose cut is clean for
-    the component, else replicated.
+    the component, else replicated."""
+    whole = sharding.whole_axes(shard, component, private_torch.cut_dims(placements))
+    return [Replicate() if axis in whole else placement for axis, placement in enumerate(placements)]
 
-    Mesh axes cut from the last to the first: tensor parallelism, whose axes stand last, before FSDP.
+
+def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that DTensor's metadata, by which checkpoints are saved and loaded, has the pieces of these tensors where
+    they are. It is arithmetic over the mesh, so all ranks find the same; plain tensors are passed over.
+
+    Raises:
+        ConfigurationError: naming the first tensor that it does not, and a rank and the two places.
     """
-    pieces = sharding.pieces_outermost_first(shard)
-    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(axes) != len(pieces):
-        raise ConfigurationError(
-            f"a weight with placements {placements} was cut {len(pieces)} times, not once per sharding mesh axis; wrap "
-            "it with fully_shard (and tensor parallelism) only once"
-        )
-    result: list[Placement] = list(placements)
-    for axis, piece in zip(reversed(axes), pieces, strict=True):
-        assert piece.cut is not None
-        if piece.replicates(component, piece.cut.dim):
-            result[axis] = Replicate()
-    return result
+    for name, tensor in named:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            found = _misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
+            if found is not None:
+                raise ConfigurationError(
+                    limits.refusal("misplaced pieces", f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {found}")
+                )
+
+
+@lru_cache(maxsize=4096)
+def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> str | None:
+    """A rank whose piece is not where DTensor says, in words."""
+    dims = private_torch.cut_dims(placements)
+    for dim, size in enumerate(shape):
+        axes = [axis for axis in reversed(range(len(dims))) if dims[axis] == dim and mesh_shape[axis] > 1]
+        if len(axes) < 2:
+            continue
+        inner = mesh_shape[axes[0]]
+        if len(axes) == 2 and size % inner == 0 and private_torch.is_strided_over(placements[axes[1]], inner):
+            continue  # equal pieces are told right; to look at each of a thousand ranks would take long
+        for at in product(*(range(mesh_shape[axis]) for axis in axes)):
+            held = (0, size)
+            for axis, index in zip(axes, at, strict=True):
+                held = sharding.chunk_of(held, index, mesh_shape[axis])
+            place = dict(zip(axes, at, strict=True))
+            coordinate = tuple(place.get(axis, 0) for axis in range(len(dims)))
+            told = private_torch.told_extents(shape, mesh_shape, placements, coordinate)[dim]
+            if told != held and (told[0] < told[1] or held[0] < held[1]):
+                return f"of dim {dim} the rank at {coordinate} holds {list(held)}, DTensor says {list(told)}"
+    return None
 
 
 def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
@@ -112,8 +140,13 @@ def global_component_shape(fmt: Format, shard: Shard, name: str) -> tuple[int, i
 
 
 def state_of(param: Tensor) -> dict[str, Tensor]:
-    """Key suffix -> live tensor, for all that a checkpoint holds of a quantized parameter."""
+    """Key suffix -> live tensor, for all that a checkpoint holds of a quantized parameter.
+
+    Raises:
+        ConfigurationError: see `check_offsets`.
+    """
     storage = storage_of(param)
+    check_offsets([(f"the {storage.cell.tag} weight", param)])
     by_name = storage.cell.format.by_name
     found = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
     found.update({f"_{name}": value for name, value in storage.state.items()})

@@ -74,10 +74,23 @@ FALLBACKS: Final[dict[str, Limit]] = {
 """Right numbers by a slower or larger path, by name."""
 
 REFUSALS: Final[dict[str, Limit]] = {
-    "several sharding axes": Limit(
-        "a quantized weight that is sharded over several mesh axes is not written",
-        "tensor parallelism is not there yet",
-        "shard it with fully_shard alone",
+    "uneven axis": Limit(
+        "a mesh axis of tensor parallelism does not cut a dim that it does not divide",
+        "DTensor misplaces the pieces that three or more FSDP ranks then cut (a bug of PyTorch), so checkpoints would "
+        "mix them up",
+        "choose a size that is a multiple of the axis, or replicate the parameter over it",
+    ),
+    "cut in a byte": Limit(
+        "two codes that share a byte are not cut apart",
+        "a byte has one owner",
+        "choose an in_features that is a multiple of the codes in a byte times the ranks of the axis (2 * tp for 4-bit "
+        "codes)",
+    ),
+    "misplaced pieces": Limit(
+        "a parameter whose pieces DTensor places elsewhere than they are is neither trained nor saved",
+        "PyTorch gets the offsets wrong where three or more FSDP ranks cut an uneven piece along the same dim, so a "
+        "checkpoint would mix them up",
+        "make that dim a multiple of the inner axis (tensor parallelism), or shard it over at most two FSDP ranks",
     ),
     "reshard to fewer ranks": Limit(
         "fully_shard(reshard_after_forward=<int>) is not supported",

@@ -193,6 +193,7 @@ def _empty_like(
     if AMAX_HISTORY in state:
         state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
     storage = storages.empty(tensor._storage.cell, tensor._storage.shard, target, state)
+    storage.mesh = tensor._storage.mesh
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
 
 

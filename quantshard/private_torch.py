@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import checkpoint as torch_checkpoint
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -130,18 +132,6 @@ def checkpointed_regions() -> CheckpointedRegions:
 
 def _distinct(objects: list[Any]) -> tuple[Any, ...]:
     return tuple({id(each): each for each in objects}.values())
-
-
-def flattened_group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup:
-    """One process group over several axes of a mesh; `_flatten` is how FSDP2 users make theirs, and it is cached."""
-    if math.prod(mesh.size(axis) for axis in axes) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    if len(axes) < mesh.ndim:
-        names = mesh.mesh_dim_names
-        assert names is not None
-        mesh = mesh[tuple(names[axis] for axis in axes)]
-    return mesh._flatten().get_group()
 
 
 @dataclass(frozen=True)
@@ -288,9 +278,36 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
     return tuple(offset)
 
 
-def mesh_group(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The process group of all ranks of a DTensor's mesh; None for other tensors and for a mesh of one rank."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
-        return None
-    mesh = tensor.device_mesh
-    return mesh.get_group() if mesh.ndim == 1 else flattened_group(mesh, list(range(mesh.ndim)))
+def told_extents(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """For each dim the first and one past the last index that DTensor's metadata gives to the rank at a coordinate of
+    the mesh. The public function tells of the running rank alone."""
+    lengths, starts = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def is_strided_over(placement: Placement, inner: int) -> bool:
+    """True for FSDP2's own placement on a dim that axes of `inner` ranks had cut before; it has no public name."""
+    return isinstance(placement, _StridedShard) and placement.split_factor == inner
+
+
+def cut_dims(placements: Iterable[Placement]) -> list[int | None]:
+    """For each mesh axis the dim that it shards, if any. FSDP2's placement over tensor parallelism is private."""
+    return [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
+
+
+def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The ranks of a DTensor's mesh, as the process group of each of its axes; none for other tensors."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return axis_groups(tensor.device_mesh, range(tensor.device_mesh.ndim))
+
+
+def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups of some axes of a mesh, of those that have more than one rank.
+
+    What is reduced over them one after the other is reduced over the ranks that the axes span together, without a
+    process group of these: to make one is a collective call of all processes, some of which may not know of it.
+    """
+    return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)

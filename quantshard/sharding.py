@@ -13,9 +13,11 @@ cut, never at one rank's piece of it, so all ranks decide alike, those with an e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, Component, Copy, Format
 
 Extent = tuple[int, int]
@@ -149,6 +151,13 @@ def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
     return (held[0], held[1])
 
 
+def chunk_of(extent: Extent, index: int, count: int) -> Extent:
+    """The piece number `index` of `count` of an extent, cut as `torch.chunk` does; the last may be shorter or empty."""
+    start, stop = extent
+    chunk = ceil_div(stop - start, count)
+    return (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))
+
+
 def whole(shape: tuple[int, int]) -> Shard:
     """The shard that is the global tensor itself."""
     return Shard(shape, ((0, shape[0]), (0, shape[1])))
@@ -170,6 +179,28 @@ def pieces_outermost_first(shard: Shard) -> list[Shard]:
         pieces.insert(0, shard)
         shard = shard.cut.parent
     return pieces
+
+
+def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -> list[int]:
+    """The mesh axes along which the component's grid was left whole: its entries are replicated over them, and their
+    amaxes reduced over exactly these, since along the other axes ranks hold different entries.
+
+    `dims`: the dim that each mesh axis cuts, if any. Axes cut from the last to the first: tensor parallelism, whose
+    axes stand last, before FSDP.
+
+    Raises:
+        ConfigurationError: the shard was not cut in this way.
+    """
+    pieces = pieces_outermost_first(shard)
+    axes = [axis for axis in reversed(range(len(dims))) if dims[axis] is not None]
+    cuts = [piece.cut.dim for piece in pieces if piece.cut is not None]
+    if cuts != [dims[axis] for axis in axes]:
+        raise ConfigurationError(
+            f"a weight {shard.global_shape} whose mesh axes shard dims {[dims[axis] for axis in axes]} (None: no dim), "
+            f"the last axis first, was cut {len(cuts)} times, along dims {cuts}; wrap it with tensor parallelism and "
+            "then fully_shard only once each"
+        )
+    return [axis for axis, piece in zip(axes, pieces, strict=True) if piece.replicates(component, dims[axis] or 0)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import numerics
 from quantshard.formats import Copy, Role
@@ -36,7 +37,8 @@ class QuantizedStorage:
     the weight was initialized with, on the CPU, if they were asked to be kept. `version` counts how often new values
     were written or loaded. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded; it may hold
     only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call. `source`:
-    for a copy made by a gather or a move, the storage that it was made from.
+    for a copy made by a gather or a move, the storage that it was made from. `mesh`: of a piece that tensor parallelism
+    cut, its axis; pieces of such a piece do not need it, since FSDP2 knows their parameters.
     """
 
     cell: Cell
@@ -48,6 +50,7 @@ class QuantizedStorage:
     gathered: bool = False
     fetch: Callable[[Copy], dict[str, Tensor]] | None = None
     source: ReferenceType[QuantizedStorage] | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def home(self) -> QuantizedStorage:
@@ -133,7 +136,7 @@ class QuantizedStorage:
         self.cell, self.shard, self.components = source.cell, source.shard, source.components
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.fetch = source.version, source.gathered, source.fetch
-        self.source = source.source
+        self.source, self.mesh = source.source, source.mesh
 
     @torch.no_grad()
     def write(self, values: Tensor, amaxes: dict[str, Tensor], words: Tensor | None = None) -> None:

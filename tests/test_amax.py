@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantshard import amax, requantize_
-from quantshard.amax import FlatMax, PendingAmaxes, Requantization, history_amax, record_amax_, sharding_group
+from quantshard.amax import (
+    FlatMax,
+    PendingAmaxes,
+    Requantization,
+    history_amax,
+    record_amax_,
+    sharding_group,
+    shared_scales,
+    united,
+)
 from quantshard.storage import AMAX_HISTORY
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
@@ -111,6 +120,38 @@ def test_reduce_is_one_collective_a_group_and_begins_anew(monkeypatch):
     assert len(calls) == 2
 
 
+def test_several_groups_are_reduced_one_after_the_other(monkeypatch):
+    """What needs both gets the second maximum of the first; the order is that of the groups, empty tensors included."""
+    calls = []
+
+    def all_reduce(flat, op, group):
+        calls.append((group, flat.view(torch.float32).tolist()))
+        flat.view(torch.float32).mul_(10)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    reduction, rows, both, columns = FlatMax(), torch.ones(1), torch.full((2,), 2.0), torch.full((1,), 3.0)
+    for tensor, group in ((torch.zeros(0), "rows"), (columns, "columns"), (both, ("rows", "columns")), (rows, "rows")):
+        reduction.add(tensor, group)
+    reduction.reduce()
+    assert calls == [("rows", [2, 2, 1]), ("columns", [3, 20, 20])]
+    assert (rows.tolist(), both.tolist(), columns.tolist()) == ([10], [200, 200], [30])
+
+
+def test_padded_to_a_power_of_two(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, op, group: sizes.append(flat.numel()))
+    for numel in (1, 1024, 1025):
+        reduction, tensor = FlatMax(padded=True), torch.ones(numel)
+        reduction.add(tensor, "a")
+        reduction.reduce()
+        assert tensor.eq(1).all()
+    assert sizes == [1024, 1024, 2048]
+
+
+def test_united_groups_have_each_member_once():
+    assert united([("a", "b"), None, "c", ("b",), ()]) == ("a", "b", "c")
+
+
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(
     ("values", "highest"),
@@ -158,7 +199,7 @@ def test_all_ranks_get_the_maximum(ranks):
 def test_measuring_writes_nothing(cell):
     tensor, values = weight(cell), random(48, 40, seed=1)
     before = contents(tensor)
-    begun = Requantization(tensor._storage, values, None, FlatMax())
+    begun = Requantization(tensor._storage, values, {}, FlatMax())
     assert not differing(before, contents(tensor))
     begun.commit(values)
     assert differing(before, contents(tensor))
@@ -193,11 +234,11 @@ def test_a_weight_without_a_usable_amax_records_none(first):
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))])
 def test_plain_tensors_have_no_group(tensor):
-    assert sharding_group(tensor) is None
+    assert sharding_group(tensor) == ()
 
 
 def test_quantized_tensors_have_no_group_of_their_own():
-    assert sharding_group(weight(MXFP8)) is None
+    assert sharding_group(weight(MXFP8)) == () and shared_scales(weight(MXFP8), weight(MXFP8)._storage) == {}
 
 
 def test_keys_need_no_check_without_a_group():

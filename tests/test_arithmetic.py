@@ -78,7 +78,7 @@ def rounded(tensor, values):
     """A copy of a weight after `values` were rounded stochastically into it."""
     copied = tensor.detach().clone()
     storage = copied._storage
-    Requantization(storage, values, None, FlatMax()).commit(values, storages.rounding_words(storage))
+    Requantization(storage, values, {}, FlatMax()).commit(values, storages.rounding_words(storage))
     return copied
 
 

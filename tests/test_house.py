@@ -24,7 +24,7 @@ LAYERS = {
     **dict.fromkeys(["formats", "errors", "limits"], 0),
     **dict.fromkeys(["sharding", "numerics", "kernels"], 1),
     **dict.fromkeys(["recipe", "storage", "private_torch"], 2),
-    **dict.fromkeys(["tensor", "ops", "arithmetic", "components", "amax", "backend", "replicas"], 3),
+    **dict.fromkeys(["tensor", "ops", "arithmetic", "components", "distribute", "amax", "backend", "replicas"], 3),
     **dict.fromkeys(["modules", "optimizers", "checkpoints", "observe"], 4),
     **dict.fromkeys(["cli", "__main__", "__init__"], 5),
 }

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quantshard import sharding
 from quantshard import storage as storages
+from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Copy, Role
 from quantshard.recipe import Cell
 from quantshard.sharding import ceil_div, whole
@@ -158,6 +159,48 @@ def test_all_ranks_of_a_cut_decide_alike(fmt, shape, axes):
             assert len({tuple(piece.replicates(component, dim) for dim in (0, 1)) for piece in pieces}) == 1
             assert len({piece.shares_blocks(component) for piece in pieces}) == 1
             assert len({piece.gathers(component) for piece in pieces}) == 1
+
+
+@every_format
+@few
+@given(shape=shapes, axes=cuts, before=st.integers(0, 3))
+def test_amaxes_are_reduced_over_exactly_the_ranks_that_hold_the_entries(fmt, shape, axes, before):
+    """Not over fewer, and not over ranks with other entries; a replicating axis stands anywhere among the others.
+
+    The first axis divides its dim: else pieces differ in size, and the next cut may be clean for some of them only.
+    """
+    first, ranks = axes[0]
+    shape = tuple(size * ranks if dim == first else size for dim, size in enumerate(shape))
+    at = [((), whole(shape))]
+    for dim, world in axes:
+        at = [((rank, *index), piece) for index, shard in at for rank, piece in enumerate(pieces_of(shard, dim, world))]
+    dims = [dim for dim, _ in reversed(axes)]
+    dims.insert(min(before, len(dims)), None)
+    replicating = dims.index(None)
+    for component in fmt.components:
+        groups = {}
+        for index, shard in at:
+            place = (*index[:replicating], 0, *index[replicating:])
+            over = sharding.whole_axes(shard, component, dims)
+            assert replicating not in over
+            outside = tuple((axis, i) for axis, i in enumerate(place) if axis not in over)
+            groups.setdefault(outside, []).append(shard.resident(component))
+        assert all(len(set(held)) == 1 for held in groups.values())
+        assert covered([held[0] for held in groups.values()], whole(shape).resident(component)).eq(1).all()
+
+
+@pytest.mark.parametrize("dims", [(), (1,), (0, 1), (0, None, 0)])
+def test_cuts_that_are_not_those_of_the_mesh(dims):
+    piece = pieces_of(whole((64, 64)), 0, 2)[0]
+    with pytest.raises(ConfigurationError, match=r"\(64, 64\).*was cut 1 times, along dims \[0\]"):
+        sharding.whole_axes(piece, MXFP8_32X32.by_name["scale_inv"], dims)
+
+
+@given(size=sizes, world=worlds)
+def test_chunks_of_an_extent_are_those_of_torch_chunk(size, world):
+    chunks = [(int(c[0]) + 3, int(c[-1]) + 4) for c in torch.arange(size).chunk(world)]
+    found = [sharding.chunk_of((3, size + 3), index, world) for index in range(world)]
+    assert found == chunks + [(size + 3, size + 3)] * (world - len(chunks))
 
 
 @every_format

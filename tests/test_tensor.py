@@ -229,7 +229,7 @@ class Registered:
         self.grids = []
 
     def add(self, grid, group):
-        self.grids.append(grid)
+        self.grids += [] if group is None else [grid]
 
 
 def flat_max(grids):
@@ -255,8 +255,7 @@ def reduce_on_ranks(shards, registered):
     """The collectives: every grid is reduced over the ranks that hold it."""
     by_place = {}
     for shard, own in zip(shards, registered, strict=True):
-        names = [n for n in storages.scale_names(shard._storage.cell) if shares(shard, n)]
-        for name, grid in zip(names, own.grids, strict=True):
+        for name, grid in zip(shared_names(shard), own.grids, strict=True):
             place = (name, shard._storage.shard.resident(shard._storage.cell.format.by_name[name]))
             by_place.setdefault(place, []).append(grid)
     for grids in by_place.values():
@@ -264,8 +263,10 @@ def reduce_on_ranks(shards, registered):
             flat_max(grids)
 
 
-def shares(shard, name):
-    return shard._storage.shard.shares_blocks(shard._storage.cell.format.by_name[name])
+def shared_names(shard):
+    storage = shard._storage
+    by_name = storage.cell.format.by_name
+    return [n for n in storages.scale_names(storage.cell) if storage.shard.shares_blocks(by_name[n])]
 
 
 def requantize_on_ranks(shards, values):
@@ -273,7 +274,7 @@ def requantize_on_ranks(shards, values):
     parts = [values[tuple(slice(*extent) for extent in shard._storage.shard.extents)] for shard in shards]
     registered = [Registered() for _ in shards]
     begun = [
-        Requantization(shard._storage, part, None, own)
+        Requantization(shard._storage, part, dict.fromkeys(shared_names(shard), "those that hold it"), own)
         for shard, part, own in zip(shards, parts, registered, strict=True)
     ]
     reduce_on_ranks(shards, registered)
@@ -397,7 +398,7 @@ def test_a_gather_sends_codes_and_scales_that_others_lack(cell):
     for shard in shards:
         inputs, _ = shard.fsdp_pre_all_gather(SimpleNamespace(size=lambda: 2))
         own = shard._storage.components
-        shared = [n for n in own if shares(shard, n)]
+        shared = shared_names(shard)
         assert sum(t.nbytes for t in inputs) == sum(part.nbytes for n, part in own.items() if n not in shared)
         assert len(inputs) == len(own) - len(shared)
 

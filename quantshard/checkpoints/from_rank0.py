@@ -45,7 +45,9 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     Raises:
         CheckpointError: an entry of rank 0's is missing, unknown or no plain tensor, or of another shape, dtype or
             format than the model's. The same on every rank, and nothing was written.
+        ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
+    components.check_offsets(model.named_parameters())
     described: dict[str, Tensor] = {}
     error: str | None = None
     if _rank() == 0:

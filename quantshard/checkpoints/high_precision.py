@@ -31,7 +31,9 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
 
     Raises:
         CheckpointError: a tensor is missing, unknown, quantized, or of another shape; on every rank, if so on one.
+        ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
+    components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # else a forward without backward may have left the gathered copies in place

@@ -47,7 +47,9 @@ def save(
 
     Raises:
         CheckpointError: the directory holds a complete checkpoint, or cannot be written.
+        ConfigurationError: the pieces of a parameter are not where PyTorch would save them.
     """
+    components.check_offsets(model.named_parameters())
     if is_complete(path):
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
     _wait_for_all()  # no rank may find the metadata that a faster one has just written
@@ -68,7 +70,9 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     Raises:
         CheckpointError: it is incomplete, damaged, or of another model or recipe; the model is not touched unless data
             turn out to be damaged while they are read.
+        ConfigurationError: the pieces of a parameter are not where PyTorch would load them to.
     """
+    components.check_offsets(model.named_parameters())
     if not is_complete(path):
         raise CheckpointError(
             f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"

@@ -136,14 +136,14 @@ class FusedAdam(torch.optim.Optimizer):
         self._last_bad: guards.GradientFlags | None = None  # of the last skipped step, if capturable
         for group in self.param_groups:
             self._adopt(group)
-        self._check_keys()
+        self._check_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its states are allocated at once. A collective call where parameters are sharded."""
         super().add_param_group(param_group)
         if hasattr(self, "_states"):  # not from the base class's constructor
             self._adopt(self.param_groups[-1])
-            self._check_keys()
+            self._check_parameters()
 
     @property
     def skipped_steps(self) -> int:
@@ -246,9 +246,9 @@ class FusedAdam(torch.optim.Optimizer):
             "and load this one's state_dict() into it"
         )
 
-    def _check_keys(self) -> None:
+    def _check_parameters(self) -> None:
         seed = {} if self._seed is None else {f"FusedAdam's {SEED}": torch.tensor([self._seed])}
-        guards.check_keys(((name, param) for param, name in self._names.items()), seed)
+        guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state in float32 ("exp_avg", "exp_avg_sq" or "master_param"); a DTensor where the parameter is one."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -37,17 +38,20 @@ def weight_version(param: Tensor) -> int:
     return 0 if quantized is None else quantized._storage.version
 
 
-def check_keys(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:
-    """Check that all ranks have one random key for each quantized parameter, and no two parameters the same.
+def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:
+    """Check that all ranks have one random key for each quantized parameter, and no two parameters the same; and that
+    the pieces of all parameters are where checkpoints and random words take them to be.
 
-    `also`: further int64 tensors [1] that must be equal on all ranks. One collective per mesh.
+    `also`: further int64 tensors [1] that must be equal on all ranks. One collective per axis of each mesh.
 
     Raises:
-        ConfigurationError: naming two parameters that have one key.
+        ConfigurationError: naming two parameters that have one key, or one whose pieces are misplaced.
         RankMismatchError: naming the first parameter whose keys differ.
     """
-    keys: dict[Group, dict[str, Tensor]] = {}
+    keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
     owners: dict[int, str] = {}
+    named = list(named)
+    components.check_offsets(named)
     for name, param in named:
         quantized = components.quantized(param)
         checked = keys.setdefault(private_torch.mesh_group(param), dict(also or {}))
@@ -79,6 +83,13 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
     """
     if kind(param) != kind(other):
         raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
+    if isinstance(param, DTensor) and isinstance(other, DTensor):
+        laid = [(tuple(t.placements), t.device_mesh) for t in (param, other)]
+        if laid[0] != laid[1]:
+            raise ConfigurationError(
+                f"{name} has placements {laid[0][0]} on {laid[0][1]}, but its {what} {laid[1][0]} on {laid[1][1]}; "
+                "redistribute it to the parameter's"
+            )
     shapes = [tuple(private_torch.local_tensor(t).shape) for t in (param, other)]
     if param.shape != other.shape or shapes[0] != shapes[1]:
         raise ConfigurationError(
@@ -99,15 +110,18 @@ class GradientFlags:
 
     def __init__(self, gradients: Iterable[tuple[str, Tensor, Tensor | None]], reduction: FlatMax) -> None:
         members: dict[Group, list[tuple[str, Tensor]]] = {}
+        ranks: dict[Group, None] = {}
         for name, param, grad in gradients:
             members.setdefault(amax.sharding_group(param), []).append((name, _flags_of(param, grad)))
+            ranks[private_torch.mesh_group(param)] = None
+        self._ranks = amax.united(ranks)
         self._names = [name for pairs in members.values() for name, _ in pairs]
         self._parts = [torch.stack([flags for _, flags in pairs], dim=1) for pairs in members.values()]
         for group, part in zip(members, self._parts, strict=True):
             reduction.add(part, group)
 
     def gather(self) -> None:
-        """Make `table` of the reduced flags; a collective call where parameters are sharded over several groups."""
+        """Make `table` of the reduced flags; a collective call where parameters are sharded over different axes."""
         if not self._parts:
             self.table = torch.zeros(3, 0)
             return
@@ -117,7 +131,7 @@ class GradientFlags:
             missing, non_finite = (self.table[0] * self.table[1]).amax(), self.table[2].amax()
             others = torch.stack([missing, missing, non_finite]).unsqueeze(1)
             reduction = FlatMax()
-            reduction.add(others, amax.world())
+            reduction.add(others, self._ranks)
             reduction.reduce()
             self.table = torch.cat([self.table, others], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]

@@ -78,7 +78,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.defaults = self._inner.defaults
         for group, model_group in zip(self.param_groups, groups, strict=True):
             self._complete(group, model_group["params"])
-        self._check_keys()
+        self._check_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its masters and states are allocated at once. A collective call where parameters are sharded."""
@@ -88,7 +88,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._adopt(group)
             self._inner.add_param_group(self._inner_group(group))
             self._complete(self.param_groups[-1], group["params"])
-            self._check_keys()
+            self._check_parameters()
 
     @property
     def skipped_steps(self) -> int:
@@ -101,8 +101,8 @@ class MasterWeights(torch.optim.Optimizer):
             "model and load this one's state_dict() into it"
         )
 
-    def _check_keys(self) -> None:
-        guards.check_keys((name, param) for param, name in self._names.items())
+    def _check_parameters(self) -> None:
+        guards.check_parameters((name, param) for param, name in self._names.items())
 
     # State -----------------------------------------------------------------------------------------------------------
 

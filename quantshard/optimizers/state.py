@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -45,10 +46,10 @@ def shard_of(param: Tensor) -> Shard:
     if isinstance(param, DTensor):
         mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
         assert coordinate is not None
+        dims = private_torch.cut_dims(param.placements)
         for axis in reversed(range(mesh.ndim)):  # tensor parallelism, whose axes stand last, cuts first
-            placement = param.placements[axis]
-            if not placement.is_replicate():
-                dim = int(placement.dim)  # type: ignore[attr-defined]
+            dim = dims[axis]
+            if dim is not None:
                 chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))
                 shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
     return shard
@@ -61,6 +62,11 @@ class State(ABC):
     def storage(self) -> QuantizedStorage | None:
         """Where it is quantized, its components."""
         return None
+
+    @property
+    def shares_blocks(self) -> bool:
+        """True if writing needs amaxes of other ranks."""
+        return False
 
     @property
     def rounds(self) -> bool:
@@ -179,13 +185,21 @@ class QuantizedState(State):
 
     def __init__(self, param: Tensor, cell: Cell, keep_positive: bool = False) -> None:
         self.owner = param
-        self.group = amax.sharding_group(param)
         self._storage = storages.empty(cell, shard_of(param), private_torch.local_tensor(param).device).map(torch.zero_)
         self.keep_positive = keep_positive
 
     @property
     def storage(self) -> QuantizedStorage:
         return self._storage
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[dist.ProcessGroup, ...]]:
+        """The components with amaxes of blocks that ranks share, each with these ranks."""
+        return amax.shared_scales(self.owner, self.storage)
+
+    @property
+    def shares_blocks(self) -> bool:
+        return bool(self.shared)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         by_name = self.storage.cell.format.by_name
@@ -199,7 +213,7 @@ class QuantizedState(State):
         return self.storage.dequantize()
 
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
-        return Requantization(self.storage, values, self.group, reduction)
+        return Requantization(self.storage, values, self.shared, reduction)
 
     def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
         assert begun is not None
@@ -216,7 +230,6 @@ class QuantizedWeight(QuantizedState):
 
     def __init__(self, param: Tensor) -> None:
         self.owner = param
-        self.group = amax.sharding_group(param)
 
     @property
     def storage(self) -> QuantizedStorage:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantshard import amax, private_torch
+from quantshard import private_torch
 from quantshard.amax import FlatMax, Requantization
 from quantshard.optimizers.adam import Hyperparameters, adam
 from quantshard.optimizers.rounding import Draw
@@ -47,7 +47,6 @@ class Work:
     ) -> None:
         self.param = param
         self.grad = None if grad is None else private_torch.local_tensor(grad)
-        self.group = amax.sharding_group(param)
         self.hyperparameters = hyperparameters
         self.source = states.get(MASTER, weight)
         self.targets = dict(states)
@@ -58,18 +57,9 @@ class Work:
             roles = rounded_roles(self.targets)
             self.draws = {role: draw._replace(stream=draw.stream + ROLES.index(role)) for role in roles}
         self.begun: dict[str, Requantization | None] = {}
-        if self._shares_blocks():
+        if any(state.shares_blocks for state in self.targets.values()):
             # Without a gradient, zeros hold the place: all ranks must register the same shapes.
             self._begin(self._new_values(), reduction)
-
-    def _shares_blocks(self) -> bool:
-        storages = (state.storage for state in self.targets.values())
-        return self.group is not None and any(
-            storage.shard.shares_blocks(component)
-            for storage in storages
-            if storage is not None
-            for component in storage.cell.format.components
-        )
 
     def _new_values(self) -> dict[str, Tensor]:
         master = self.source.read()
