@@ -1,10 +1,39 @@
-"""Settings of every test: one thread per process, and the same hypothesis examples in every run."""
+"""Settings of every test: one thread per process, the same hypothesis examples in every run, and tables at its end."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks started by a test inherit it
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
+
+TABLE = "table"
+
+
+@pytest.fixture
+def show(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Print a text at the end of the run; pytest-xdist's workers have no terminal, but hand on properties of tests."""
+    return partial(record_property, TABLE)
+
+
+def tables(reporter: pytest.TerminalReporter) -> Iterator[tuple[str, str]]:
+    for reports in reporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == TABLE and report.when == "call":
+                    yield report.nodeid, value
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """In the order of their tests' names: the order of workers is that of chance."""
+    found = sorted(set(tables(terminalreporter)))
+    if found:
+        terminalreporter.section("tables")
+    for test, text in found:
+        terminalreporter.write_line(f"\n{test}\n{text}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def compared(ranks: int, backend: str, label: str, recipe: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_has_the_bits_of_uncompiled(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiled_has_the_bits_of_uncompiled(backend: str, show: Callable[[str], None]) -> None:
     rows = []
     first, *others = SETTINGS
     for ranks, label in itertools.product((1, 2, 3), [first, *others] if backend == "aot_eager" else [first]):
@@ -98,6 +99,5 @@ def test_compiled_has_the_bits_of_uncompiled(backend: str, capsys: pytest.Captur
         shown = "".join(f"{cells.get(recipe, '-'):<18}" for recipe in RECIPES)
         rows.append(f"{ranks:<6}{backend:<11}{label:<30}" + shown)
     head = f"{'ranks':<6}{'backend':<11}{'compiled':<30}" + "".join(f"{recipe:<18}" for recipe in RECIPES)
-    with capsys.disabled():
-        print("\n" + "\n".join([head, *rows]))
+    show("\n".join([head, *rows]))
     assert not any("DIFFER" in row for row in rows), "\n".join([head, *rows])

@@ -6,6 +6,7 @@ sums of data parallelism play no part; no dimension divides by anything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def run_and_resume(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]
     return run(cases, folder), resume(cases, folder)
 
 
-def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, show: Callable[[str], None]) -> None:
     on3 = run_ranks(3, run, CASES, str(tmp_path))
     on2 = run_ranks(2, run_and_resume, CASES, str(tmp_path))
     [on1] = run_ranks(1, run, CASES, str(tmp_path))
@@ -139,8 +140,7 @@ def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.Cap
             f"{recipe:<18}{masters:<11}{moments:<9}{'yes' if capturable else 'no':<12}"
             f"{words[0]:<11}{words[1]:<8}{words[2]}"
         )
-    with capsys.disabled():
-        print("\n" + "\n".join(rows))
+    show("\n".join(rows))
     assert not wrong, "\n".join(rows)
 
 

@@ -23,7 +23,6 @@ from tests.distributed.test_fused_adam import MASTERS
 from tests.distributed.test_fused_adam import MOMENTS as OPTIMIZER_MOMENTS
 from tests.distributed.test_matrix import first_run, reference, second_run
 from tests.distributed.test_recompute import runs as recomputed
-from tests.distributed.test_reshard import load
 
 pytestmark = [
     pytest.mark.distributed,
@@ -74,7 +73,7 @@ def test_born_gathered_saved_and_resumed(recipe: str, tmp_path: Path) -> None:
         for init in ("meta", "direct"):
             path = str(tmp_path / f"{mesh} {init}")
             ran = run_ranks(case.ranks, first_run, Case(recipe, shape, init, device="cuda"), path)
-            resumed = run_ranks(case.ranks, second_run, Case(recipe, shape, init, seed=99, device="cuda"), path)
+            resumed = run_ranks(case.ranks, second_run, Case(recipe, shape, init, device="cuda"), path)
             for (gathered, born, saved, losses), (loaded, again) in zip(ran, resumed, strict=True):
                 assert born == whole_state, (mesh, init)
                 assert gathered, (mesh, init)
@@ -83,7 +82,7 @@ def test_born_gathered_saved_and_resumed(recipe: str, tmp_path: Path) -> None:
                 assert again == losses, (mesh, init)
             if init == "meta":
                 # and on the CPU, from the same files
-                [(on_cpu, _)] = run_ranks(1, load, Case(recipe, (1,), seed=99), path)
+                [(on_cpu, _)] = run_ranks(1, second_run, Case(recipe, (1,)), path)
                 assert on_cpu == ran[0][2], mesh
 
 

@@ -1,19 +1,51 @@
-"""Every recipe on every mesh: weights as one process holds them, and a resumed run equal to one that never stopped.
+"""Every recipe on every mesh: born as on one process, and saved, loaded there and on another mesh, and resumed.
 
-Runs on 1, 2, 3 and 4 ranks, and prints the table.
+Runs on 1, 2, 3 and 4 ranks, and prints the table. Every pair of recipe, mesh, mesh of the loading run, way to be born
+and kind of moments is tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.models import MESHES, RECIPES, Case, bits, build, gathered_bits, optimizer_of, train
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
+
+MOMENTS = (torch.float32, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Of the table: where a model is trained and saved, and where else it is loaded."""
+
+    case: Case
+    elsewhere: str
+
+    def path(self, folder: str) -> str:
+        return f"{folder}/{self.case.recipe} {self.case.mesh}"
+
+    @property
+    def there(self) -> Case:
+        return replace(
+            self.case, mesh=MESHES[self.elsewhere], init={"meta": "direct", "direct": "meta"}[self.case.init]
+        )
+
+
+def cell(recipe: str, mesh: str) -> Cell:
+    row, column, meshes = list(RECIPES).index(recipe), list(MESHES).index(mesh), list(MESHES)
+    case = Case(recipe, MESHES[mesh], ("meta", "direct")[(row + column) % 2], moments=MOMENTS[(row + column // 2) % 2])
+    return Cell(case, meshes[(column + 1 + row % (len(meshes) - 1)) % len(meshes)])
+
+
+CELLS = {(recipe, mesh): cell(recipe, mesh) for recipe in RECIPES for mesh in MESHES}
 
 
 def reference(case: Case) -> tuple[dict[str, str], dict[str, str]]:
@@ -23,50 +55,89 @@ def reference(case: Case) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def first_run(case: Case, path: str) -> tuple[dict[str, str], dict[str, str], dict[str, str], list[float]]:
-    """Train three steps, save with the plain idiom, train two more."""
+    """Train two steps, save with the plain idiom, train two more."""
     model = build(case)
     gathered = gathered_bits(model)
     optimizer = optimizer_of(model, case)
     born = bits(model, optimizer)
-    train(model, optimizer, case, 0, 3)
+    train(model, optimizer, case, 0, 2)
     saved = bits(model, optimizer)
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
-    return gathered, born, saved, train(model, optimizer, case, 3, 5)
+    return gathered, born, saved, train(model, optimizer, case, 2, 4)
 
 
-def second_run(case: Case, path: str) -> tuple[dict[str, str], list[float]]:
-    """A new process, seeded differently: load with the plain idiom, train two steps."""
+def second_run(case: Case, path: str, steps: int = 2) -> tuple[dict[str, str], list[float]]:
+    """A new process, seeded differently: load with the plain idiom, train on."""
+    case = replace(case, seed=99)
     model = build(case)
     optimizer = optimizer_of(model, case)
+    before = bits(model)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return bits(model, optimizer), train(model, optimizer, case, 3, 5)
+    after = bits(model, optimizer)
+    assert before.items() - after.items(), "the model held these bits before it was loaded"
+    return after, train(model, optimizer, case, 2, 2 + steps)
 
 
-def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [f"{'recipe':<18}{'mesh':<11}{'init':<8}{'born':<8}{'gathered':<10}{'loaded':<8}resumed losses"]
+def references(cases: list[Case]) -> dict[Case, tuple[dict[str, str], dict[str, str]]]:
+    return {case: reference(case) for case in cases}
+
+
+def first_runs(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], dict[str, str], dict[str, str], list[float]]]:
+    cells = {recipe: CELLS[recipe, mesh] for recipe in RECIPES}
+    return {recipe: first_run(cell.case, cell.path(folder)) for recipe, cell in cells.items()}
+
+
+def second_runs(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], list[float]]]:
+    cells = {recipe: CELLS[recipe, mesh] for recipe in RECIPES}
+    return {recipe: second_run(cell.case, cell.path(folder)) for recipe, cell in cells.items()}
+
+
+def runs_elsewhere(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], list[float]]]:
+    """Of the models that this mesh loads, and another has saved."""
+    cells = {recipe: cell for (recipe, _), cell in CELLS.items() if cell.elsewhere == mesh}
+    return {recipe: second_run(cell.there, cell.path(folder), steps=1) for recipe, cell in cells.items()}
+
+
+def test_every_pair_is_tried() -> None:
+    rows = [(recipe, mesh, c.elsewhere, c.case.init, c.case.moments) for (recipe, mesh), c in CELLS.items()]
+    factors = [set(column) for column in zip(*rows, strict=True)]
+    for a, first in enumerate(factors):
+        for b, second in enumerate(factors[:a]):
+            same_mesh = len(MESHES) * ({a, b} == {1, 2})
+            assert len({(row[a], row[b]) for row in rows}) == len(first) * len(second) - same_mesh, (a, b)
+
+
+def test_table(tmp_path: Path, show: Callable[[str], None]) -> None:
+    """1, 2, 3 and 4 ranks."""
+    folder, ranks = str(tmp_path), {mesh: Case("current", shape).ranks for mesh, shape in MESHES.items()}
+    alone = [Case(recipe, init="direct", moments=moments) for recipe in RECIPES for moments in MOMENTS]
+    [expected] = run_ranks(1, references, alone)
+    ran = {mesh: run_ranks(ranks[mesh], first_runs, mesh, folder) for mesh in MESHES}
+    again = {mesh: run_ranks(ranks[mesh], second_runs, mesh, folder) for mesh in MESHES}
+    moved = {mesh: run_ranks(ranks[mesh], runs_elsewhere, mesh, folder) for mesh in MESHES}
+    rows = [f"{'recipe':<18}{'mesh':<11}{'init':<8}{'born':<7}{'gathered':<10}{'loaded':<8}{'resumed':<9}elsewhere"]
     wrong = 0
-    for recipe in RECIPES:
-        [(whole, whole_state)] = run_ranks(1, reference, Case(recipe, init="direct"))
-        for mesh, shape in MESHES.items():
-            for init in ("meta", "direct"):
-                path = str(tmp_path / f"{recipe} {mesh} {init}")
-                case = Case(recipe, shape, init)
-                ran = run_ranks(case.ranks, first_run, case, path)
-                resumed = run_ranks(case.ranks, second_run, Case(recipe, shape, init, seed=99), path)
-                # a forward of the two-copy format gathers one of the copies
-                gathered = all(gathered.items() <= whole.items() and gathered for gathered, _, _, _ in ran)
-                checks = (
-                    all(born == whole_state for _, born, _, _ in ran),
-                    gathered,
-                    all(new == old for (new, _), (_, _, old, _) in zip(resumed, ran, strict=True)),
-                    all(new == old for (_, new), (_, _, _, old) in zip(resumed, ran, strict=True)),
-                )
-                wrong += len(checks) - sum(checks)
-                words = ["equal" if check else "DIFFER" for check in checks]
-                rows.append(f"{recipe:<18}{mesh:<11}{init:<8}{words[0]:<8}{words[1]:<10}{words[2]:<8}{words[3]}")
-    with capsys.disabled():
-        print("\n" + "\n".join(rows))
+    for (recipe, mesh), cell in CELLS.items():
+        whole, whole_state = expected[Case(recipe, init="direct", moments=cell.case.moments)]
+        firsts, seconds = ([found[recipe] for found in column[mesh]] for column in (ran, again))
+        saved = firsts[0][2]
+        others = [found[recipe] for found in moved[cell.elsewhere]]
+        checks = (
+            all(born == whole_state for _, born, _, _ in firsts),
+            # a forward of the two-copy format gathers one of the copies
+            all(gathered.items() <= whole.items() and gathered for gathered, _, _, _ in firsts),
+            all(new == old for (new, _), (_, _, old, _) in zip(seconds, firsts, strict=True)),
+            all(new == old for (_, new), (_, _, _, old) in zip(seconds, firsts, strict=True)),
+            all(new == saved and losses == losses for new, losses in others),
+        )
+        wrong += len(checks) - sum(checks)
+        born, gathered, loaded, resumed, other = ("equal" if check else "DIFFER" for check in checks)
+        rows.append(
+            f"{recipe:<18}{mesh:<11}{cell.case.init:<8}{born:<7}{gathered:<10}{loaded:<8}{resumed:<9}"
+            f"{other} on {cell.elsewhere}"
+        )
+    show("\n".join(rows))
     assert not wrong, "\n".join(rows)

@@ -202,7 +202,7 @@ def cell(words: dict[str, str]) -> str:
     )
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(show: Callable[[str], None]) -> None:
     """1, 2, 3 and 4 ranks."""
     fixed_pairs = [
         (optimizer, recipe_of(optimizer, name)) for name in WRAPS if not WRAPS[name].like for optimizer in OPTIMIZERS
@@ -222,6 +222,5 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         rows.append([optimizer, *map(cell, by_recipe.values())])
     width = max(len(entry) for row in rows for entry in row) + 2
     lines = ["".join(entry.ljust(width) for entry in row).rstrip() for row in rows]
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))
+    show("\n".join(lines))
     assert not any(differ.values()), {pair: found for pair, found in differ.items() if found}

@@ -153,7 +153,7 @@ def runs(ranks: int, device: str = "cpu") -> dict[tuple[str, str], str]:
     return found
 
 
-def test_gradients_weights_and_histories_are_those_without(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradients_weights_and_histories_are_those_without(show: Callable[[str], None]) -> None:
     rows, wrong = [], []
     for ranks in (1, 2, 3):
         results = run_ranks(ranks, runs, ranks)
@@ -163,6 +163,5 @@ def test_gradients_weights_and_histories_are_those_without(capsys: pytest.Captur
             rows.append(f"{ranks:<6}{label:<58}" + "".join(f"{cell:<18}" for cell in cells))
             wrong += [rows[-1]] if "DIFFER" in cells else []
     head = f"{'ranks':<6}{'recomputation':<58}" + "".join(f"{recipe:<18}" for recipe in RECIPES)
-    with capsys.disabled():
-        print("\n" + "\n".join([head, *rows]))
+    show("\n".join([head, *rows]))
     assert not wrong, "\n".join([head, *wrong])

@@ -101,7 +101,7 @@ def table(mesh: str, folder: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_table(mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(mesh: str, tmp_path: Path, show: Callable[[str], None]) -> None:
     """1 to 4 ranks."""
     by_rank = run_ranks(Case("current", MESHES[mesh]).ranks, table, mesh, str(tmp_path))
     rows = [f"{mesh:<42}" + "  ".join(RECIPES)]
@@ -113,8 +113,7 @@ def test_table(mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             wrong = wrong or not found <= {"equal", "-"} or len(found) > 1
             row += f"{found.pop() if len(found) == 1 else 'DIFFER':<{len(recipe) + 2}}"
         rows.append(row.rstrip())
-    with capsys.disabled():
-        print("\n" + "\n".join(rows))
+    show("\n".join(rows))
     assert not wrong, "\n".join(rows)
 
 

@@ -281,7 +281,7 @@ def compare(names: list[str], recipes: list[str]) -> dict[tuple[str, str], str]:
     return found
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(show: Callable[[str], None]) -> None:
     """1, 2, 3 and 4 ranks."""
     found: dict[tuple[str, str], list[str]] = {}
     every = list(RECIPES)
@@ -293,8 +293,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ROWS | HSDP_ROWS:
         words = ["DIFFER" if found[name, recipe] else "equal" for recipe in RECIPES]
         lines.append(f"{name:<28}" + "".join(f"{word:<10}" for word in words))
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))
+    show("\n".join(lines))
     assert not any(found.values()), {cell: differ for cell, differ in found.items() if differ}
 
 
