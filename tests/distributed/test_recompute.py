@@ -75,16 +75,19 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "nested mixed": nested_mixed,
 }
 
-TRIED_EVERY_WAY = ("delayed", "mxfp8 two copies")
-"""Recipes with something to keep: the scales of past amaxes, and which copy is gathered. The others try two ways."""
-
-SETTINGS = {
-    1: [("none", "of each"), ("none", "of each after both"), ("none", "of the sum")],
-    2: [("inside", "of each")],
-    3: [("inside", "of each"), ("outside", "of each")],
-}
-"""Ranks -> where FSDP is, and of what backward is called: of each of two micro-batches at once, of each after both
+SETTINGS = (
+    (1, "none", "of each"),
+    (1, "none", "of each after both"),
+    (1, "none", "of the sum"),
+    (2, "inside", "of each"),
+    (3, "inside", "of each"),
+    (3, "outside", "of each"),
+)
+"""Ranks, where FSDP is, and of what backward is called: of each of two micro-batches at once, of each after both
 forwards, or of their sum."""
+
+KEEPING = ("delayed", "nvfp4", "mxfp8 two copies")
+"""Recipes with something to keep: the scales of past amaxes, random draws, which copy is gathered. In every setting."""
 
 WIDTH = 33  # divides by nothing
 
@@ -137,15 +140,29 @@ def run(case: Case, way: str | None, fsdp: str, backward: str) -> tuple[list[str
     return list(bits(model, optimizer).values()), seen
 
 
+def ways_of(recipe: str, setting: int) -> list[str]:
+    """In turns: each of the recipes that keep something meets every way with and without FSDP, the others some."""
+    keeps, others = recipe in KEEPING, [name for name in RECIPES if name not in KEEPING]
+    if keeps:
+        turns = 2 if SETTINGS[setting][1] == "none" else 3
+        return list(WAYS)[(KEEPING.index(recipe) + setting) % turns :: turns]
+    turn = others.index(recipe)
+    return [list(WAYS)[(turn + setting) % len(WAYS)]] if turn % 2 == setting % 2 else []
+
+
+def reorders(way: str, backward: str) -> bool:
+    """It runs a backward pass for each region, so that sums are taken in another order."""
+    return "reentrant" in way.split() and "not" not in way and backward == "of the sum"
+
+
 def runs(ranks: int, device: str = "cpu") -> dict[tuple[str, str], str]:
     """What differs from the run without recomputation, by (recipe, way and where FSDP is)."""
     found = {}
-    for recipe, (fsdp, backward) in itertools.product(RECIPES, SETTINGS[ranks]):
+    for (number, (of, fsdp, backward)), recipe in itertools.product(enumerate(SETTINGS), RECIPES):
+        ways = [way for way in ways_of(recipe, number) if of == ranks and not reorders(way, backward)]
         case = Case(recipe, (ranks,), init="direct", device=device)
-        plain, plain_grads = run(case, None, fsdp, backward)
-        for way in WAYS if recipe in TRIED_EVERY_WAY else list(WAYS)[:2]:
-            if "reentrant" in way.split() and "not" not in way and backward == "of the sum":
-                continue  # it runs a backward pass for each region, so that sums are taken in another order
+        plain, plain_grads = run(case, None, fsdp, backward) if ways else ([], [])
+        for way in ways:
             again, grads = run(case, way, fsdp, backward)
             alike = all(torch.equal(a, b) for a, b in zip(plain_grads, grads, strict=True))
             label = f"{way}, FSDP {fsdp}, backward {backward}"
@@ -153,13 +170,26 @@ def runs(ranks: int, device: str = "cpu") -> dict[tuple[str, str], str]:
     return found
 
 
+def test_every_way_and_recipe_is_tried() -> None:
+    """Whatever keeps something, with every way, without FSDP and with it; all else at least once."""
+    tried = {
+        (recipe, way, fsdp != "none")
+        for number, (_, fsdp, backward) in enumerate(SETTINGS)
+        for recipe in RECIPES
+        for way in ways_of(recipe, number)
+        if not reorders(way, backward)
+    }
+    assert {(recipe, way, fsdp) for recipe in KEEPING for way in WAYS for fsdp in (False, True)} <= tried
+    assert {recipe for recipe, _, _ in tried} == set(RECIPES)
+
+
 def test_gradients_weights_and_histories_are_those_without(show: Callable[[str], None]) -> None:
+    """1, 2 and 3 ranks."""
     rows, wrong = [], []
     for ranks in (1, 2, 3):
         results = run_ranks(ranks, runs, ranks)
-        labels = list(dict.fromkeys(label for _, label in results[0]))
-        for label in labels:
-            cells = [sorted({found.get((recipe, label), "-") for found in results})[0] for recipe in RECIPES]
+        for label in sorted({label for _, label in results[0]}):
+            cells = [min(found.get((recipe, label), "-") for found in results) for recipe in RECIPES]
             rows.append(f"{ranks:<6}{label:<58}" + "".join(f"{cell:<18}" for cell in cells))
             wrong += [rows[-1]] if "DIFFER" in cells else []
     head = f"{'ranks':<6}{'recomputation':<58}" + "".join(f"{recipe:<18}" for recipe in RECIPES)

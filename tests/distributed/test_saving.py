@@ -2,8 +2,8 @@
 
 Runs on one process without FSDP2, and on 1, 2, 3 and 4 ranks. `equal` says that saving and loading changed no bit of
 the saved model, and that a differently seeded new one has them all afterwards: codes, scales, histories, random keys
-and draw counts, masters, moments, and the values and types of the optimizer's groups. One way of each column, a
-different one each time, then trains on beside the saved model.
+and draw counts, masters, moments, and the values and types of the optimizer's groups. Every way meets
+every recipe and every mesh. One way of each column then trains on beside the saved model.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ MESHES: dict[str, tuple[int, ...] | None] = {
 }
 TRAINS = {"dcp.async_save while training", "  with a FileSystemWriter"}
 WITHOUT_FSDP2_ONLY = {"  assign"}  # FSDP2 keeps the tensors it has
-THIRDS = {"FSDP2 x2", "HSDP 2x2"}
-"""Where each recipe takes a third of the ways, for the sake of time."""
 
 
 def column(case: Case, folder: str, chosen: list[str], trained: str) -> dict[str, str]:
@@ -84,19 +82,35 @@ def column(case: Case, folder: str, chosen: list[str], trained: str) -> dict[str
     return words
 
 
+def ways_of(mesh: str, recipe: str) -> tuple[list[str], str]:
+    """A fifth of the ways, another one for the next mesh or recipe; and the one of them that trains on."""
+    number, turns = list(MESHES).index(mesh), len(MESHES)
+    chosen = list(WAYS)[(list(RECIPES).index(recipe) + number) % turns :: turns]
+    if MESHES[mesh] is None:
+        chosen += sorted(WITHOUT_FSDP2_ONLY - {*chosen})
+    else:
+        chosen = [name for name in chosen if name not in WITHOUT_FSDP2_ONLY]
+    may_train = [name for name in chosen if name not in TRAINS]
+    return chosen, may_train[number % len(may_train)]
+
+
+def test_every_way_meets_every_recipe_and_mesh() -> None:
+    tried = {(way, recipe, mesh) for recipe in RECIPES for mesh in MESHES for way in ways_of(mesh, recipe)[0]}
+    assert {(way, recipe) for way, recipe, _ in tried} == {(way, recipe) for way in WAYS for recipe in RECIPES}
+    everywhere = WAYS.keys() - WITHOUT_FSDP2_ONLY
+    assert {(way, mesh) for way, _, mesh in tried} >= {(way, mesh) for way in everywhere for mesh in MESHES}
+    trained = {ways_of(mesh, recipe)[1] for recipe in RECIPES for mesh in MESHES}
+    assert trained >= everywhere - TRAINS
+
+
 def table(mesh: str, folder: str) -> dict[str, dict[str, str]]:
     columns = {}
-    number = list(MESHES).index(mesh)
     for index, recipe in enumerate(RECIPES):
         # FP8 moments on every other recipe
         case = Case(recipe, MESHES[mesh], moments=torch.uint8 if index % 2 else torch.float32, shapes=SHAPES)
-        chosen = [name for name in WAYS if case.mesh is None or name not in WITHOUT_FSDP2_ONLY]
-        if mesh in THIRDS:
-            chosen = chosen[(index + number) % 3 :: 3]
-        may_train = [name for name in chosen if name not in TRAINS]
         inner = f"{folder}/{recipe}"
         on_rank_0(Path(inner).mkdir)
-        columns[recipe] = column(case, inner, chosen, may_train[(index + 6 * number) % len(may_train)])
+        columns[recipe] = column(case, inner, *ways_of(mesh, recipe))
     return columns
 
 

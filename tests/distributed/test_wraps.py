@@ -1,6 +1,7 @@
 """Ways to wrap a model: each trains to the bits of the unwrapped model whose gradients are averaged by hand.
 
-On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. All recipes run on 2 ranks, on 3 those with most state.
+On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. `cells` says which recipes a way is tried with, and on how many
+ranks: those that keep most with every way, the others in turns.
 Sums of gradients have no order here, since the losses of all ranks but the first two are multiplied by zero; of three
 terms, wrappers that lay out their buffers differently take different sums.
 """
@@ -43,8 +44,8 @@ from tests.distributed.wraps import (
 
 pytestmark = pytest.mark.distributed
 
-STATEFUL = ["delayed", "nvfp4"]
-"""The recipes with amax histories and draws."""
+KEEPING = {"delayed": 3, "nvfp4": 2, "mxfp8 two copies": 2}
+"""Recipes with amax histories, with draws, and with a copy to choose; and on how many ranks each way is tried."""
 
 
 # Models
@@ -267,32 +268,44 @@ def thaw(model: Any) -> Any:
     return model.requires_grad_(True)
 
 
-def compare(names: list[str], recipes: list[str]) -> dict[tuple[str, str], str]:
+def cells() -> dict[int, list[tuple[str, str]]]:
+    """Ranks -> (way, recipe)."""
+    others = [recipe for recipe in RECIPES if recipe not in KEEPING]
+    found: dict[int, list[tuple[str, str]]] = {ranks: [] for ranks in (1, 2, 3, 4)}
+    for number, name in enumerate(ROWS):
+        for recipe, ranks in KEEPING.items():
+            found[ranks].append((name, recipe))
+        found[1].append((name, others[number % len(others)]))
+    for number, name in enumerate(HSDP_ROWS):
+        found[4] += [(name, recipe) for recipe in (*KEEPING, others[number])]
+    return found
+
+
+def compare(cells: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """(name, recipe) -> "" or what differs."""
     found, references = {}, {}
-    for name in names:
+    for name, recipe in cells:
         row = (ROWS | HSDP_ROWS)[name]
-        for recipe in recipes:
-            key = (row.reference, recipe)
-            references[key] = references.get(key) or row.by_hand(recipe)
-            want, got = references[key], row.way(recipe)
-            differ = [entry for entry in want if got.get(entry) != want[entry]]
-            found[name, recipe] = ", ".join(differ or sorted(got.keys() - want.keys()))
+        key = (row.reference, recipe)
+        references[key] = references.get(key) or row.by_hand(recipe)
+        want, got = references[key], row.way(recipe)
+        differ = [entry for entry in want if got.get(entry) != want[entry]]
+        found[name, recipe] = ", ".join(differ or sorted(got.keys() - want.keys()))
     return found
 
 
 def test_table(show: Callable[[str], None]) -> None:
     """1, 2, 3 and 4 ranks."""
     found: dict[tuple[str, str], list[str]] = {}
-    every = list(RECIPES)
-    for ranks, rows, recipes in ((1, ROWS, ["nvfp4"]), (2, ROWS, every), (3, ROWS, STATEFUL), (4, HSDP_ROWS, every)):
-        for rank, cells in enumerate(run_ranks(ranks, compare, list(rows), recipes)):
-            for cell, differ in cells.items():
+    words: dict[tuple[str, str], str] = {}
+    for ranks, chosen in cells().items():
+        for rank, differing in enumerate(run_ranks(ranks, compare, chosen)):
+            for cell, differ in differing.items():
                 found.setdefault(cell, []).extend([f"rank {rank} of {ranks}: {differ}"] if differ else [])
+                words[cell] = f"x{ranks} DIFFER" if found[cell] else f"x{ranks} equal"
     lines = [f"{'':<28}" + "".join(f"{recipe:<10}" for recipe in RECIPES)]
     for name in ROWS | HSDP_ROWS:
-        words = ["DIFFER" if found[name, recipe] else "equal" for recipe in RECIPES]
-        lines.append(f"{name:<28}" + "".join(f"{word:<10}" for word in words))
+        lines.append(f"{name:<28}" + "".join(f"{words.get((name, recipe), '-'):<10}" for recipe in RECIPES).rstrip())
     show("\n".join(lines))
     assert not any(found.values()), {cell: differ for cell, differ in found.items() if differ}
 

@@ -34,22 +34,22 @@ Named = list[tuple[str, Tensor]]
 class Net(nn.Sequential):
     """Layers, called in any order, or not at all."""
 
-    order: tuple[int, ...] = (0, 1, 2, 3)
+    order: tuple[int, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
+        for index in self.order or range(len(self)):
             x = self[index](x)
         return x
 
 
-def build(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 7) -> Net:
+def build(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 7, widths: tuple[int, ...] = WIDTHS) -> Net:
     torch.manual_seed(seed)
     with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
-        return Net(*[qs.Linear(a, b, params_dtype=dtype, device="cpu") for a, b in pairwise(WIDTHS)])
+        return Net(*[qs.Linear(a, b, params_dtype=dtype, device="cpu") for a, b in pairwise(widths)])
 
 
-def fp32(recipe: str) -> Net:
-    return build(recipe, torch.float32)
+def fp32(recipe: str, widths: tuple[int, ...] = WIDTHS) -> Net:
+    return build(recipe, torch.float32, widths=widths)
 
 
 # Wraps
@@ -134,9 +134,9 @@ def train(
     return losses | {name.removeprefix("module."): value for name, value in bits(model, optimizer).items()}
 
 
-def fp32_by_hand(recipe: str, make: Callable[[Named], Optimizer] = adam) -> Found:
+def fp32_by_hand(recipe: str, make: Callable[[Named], Optimizer] = adam, widths: tuple[int, ...] = WIDTHS) -> Found:
     """What MixedPrecisionPolicy does: a bf16 copy of the fp32 model runs, and its gradients go back as fp32."""
-    model = fp32(recipe)
+    model = fp32(recipe, widths)
     optimizer = make(list(model.named_parameters()))
     losses: Found = {}
     for step in range(STEPS):
