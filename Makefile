@@ -16,8 +16,10 @@ help:  ## List the commands
 demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits agree (writes demo-run/)
 	$(BIN)/quantshard demo --out demo-run $(ARGS)
 
+# Two processes, each of which starts four ranks; a file stays on one of them, since its tests share what they build.
+# In the order of names: the long files of tests/distributed begin early. ARGS="-n 0" runs all in one process.
 test: $(STAMP)  ## Run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow" -n 2 $(ARGS)
