@@ -1,7 +1,7 @@
 """Ways to wrap a model: each trains to the bits of the unwrapped model whose gradients are averaged by hand.
 
-On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. `cells` says which recipes a way is tried with, and on how many
-ranks: those that keep most with every way, the others in turns.
+On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. Every way is tried with every recipe: on 2 or 3 ranks with those
+that keep most, and with the others in turns.
 Sums of gradients have no order here, since the losses of all ranks but the first two are multiplied by zero; of three
 terms, wrappers that lay out their buffers differently take different sums.
 """
@@ -269,15 +269,14 @@ def thaw(model: Any) -> Any:
 
 
 def cells() -> dict[int, list[tuple[str, str]]]:
-    """Ranks -> (way, recipe)."""
+    """Ranks -> (way, recipe): every way with every recipe."""
     others = [recipe for recipe in RECIPES if recipe not in KEEPING]
     found: dict[int, list[tuple[str, str]]] = {ranks: [] for ranks in (1, 2, 3, 4)}
     for number, name in enumerate(ROWS):
-        for recipe, ranks in KEEPING.items():
-            found[ranks].append((name, recipe))
-        found[1].append((name, others[number % len(others)]))
-    for number, name in enumerate(HSDP_ROWS):
-        found[4] += [(name, recipe) for recipe in (*KEEPING, others[number])]
+        for recipe in RECIPES:
+            in_turn = recipe == others[number % len(others)]
+            found[KEEPING.get(recipe, 2 if in_turn else 1)].append((name, recipe))
+    found[4] = [(name, recipe) for name in HSDP_ROWS for recipe in RECIPES if name == "HSDP 2x2" or recipe in KEEPING]
     return found
 
 
