@@ -26,7 +26,8 @@ from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
-Group = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
+Group = dist.ProcessGroup | None
+Groups = Group | tuple[dist.ProcessGroup, ...]
 """Whom to reduce over: a process group; the ranks that several span together, one for each mesh axis; or None or an
 empty tuple, this rank alone."""
 
@@ -42,7 +43,7 @@ def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return private_torch.axis_groups(tensor.device_mesh, axes)
 
 
-def united(groups: Iterable[Group]) -> tuple[dist.ProcessGroup, ...]:
+def united(groups: Iterable[Groups]) -> tuple[dist.ProcessGroup, ...]:
     """The ranks that several groups span together."""
     return tuple(dict.fromkeys(member for group in groups for member in _members(group)))
 
@@ -79,7 +80,7 @@ class FlatMax:
     padded: bool = False
     _pending: list[tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = field(default_factory=list)
 
-    def add(self, tensor: Tensor, group: Group) -> None:
+    def add(self, tensor: Tensor, group: Groups) -> None:
         """Register a float32 tensor; it is written in place by `reduce`. Without a group it stays as it is."""
         if _members(group):
             self._pending.append((tensor, _members(group)))
@@ -107,7 +108,7 @@ class FlatMax:
             tensor.copy_(part.view(tensor.shape))
 
 
-def _members(group: Group) -> tuple[dist.ProcessGroup, ...]:
+def _members(group: Groups) -> tuple[dist.ProcessGroup, ...]:
     if group is None:
         return ()
     return group if isinstance(group, tuple) else (group,)
@@ -121,7 +122,7 @@ class Requantization:
     """
 
     def __init__(
-        self, storage: QuantizedStorage, values: Tensor, shared: Mapping[str, Group], reduction: FlatMax
+        self, storage: QuantizedStorage, values: Tensor, shared: Mapping[str, Groups], reduction: FlatMax
     ) -> None:
         """`shared`: what `shared_scales` gives for the storage."""
         self.storage = storage
@@ -281,7 +282,7 @@ def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: dis
 SEED_ALIKE = "seed torch alike on all ranks (torch.manual_seed(seed)) before the model is built, or load a checkpoint"
 
 
-def check_equal_on_ranks(named: dict[str, Tensor], group: Group, what: str, remedy: str = SEED_ALIKE) -> None:
+def check_equal_on_ranks(named: dict[str, Tensor], group: Groups, what: str, remedy: str = SEED_ALIKE) -> None:
     """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`. One collective for
     each of its process groups.
 

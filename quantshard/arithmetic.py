@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 
 from quantshard import amax, private_torch
 from quantshard import storage as storages
-from quantshard.amax import FlatMax, Group, Requantization
+from quantshard.amax import FlatMax, Groups, Requantization
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
 from quantshard.ops import plain_like, rule
 from quantshard.storage import DRAWS, KEY, QuantizedStorage
@@ -182,7 +182,7 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     The new values of a whole list are held until the reduction is done: float32, as long as the call lasts.
     """
     owners = [_owner_of(weight) for weight in weights]
-    by_group: dict[Group, list[int]] = {}
+    by_group: dict[Groups, list[int]] = {}
     for index, owner in enumerate(owners):
         by_group.setdefault(amax.sharding_group(owner), []).append(index)
     reduction = FlatMax(padded=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
-from quantshard.amax import FlatMax, Group
+from quantshard.amax import FlatMax, Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.storage import KEY
 
@@ -109,8 +109,8 @@ class GradientFlags:
     """
 
     def __init__(self, gradients: Iterable[tuple[str, Tensor, Tensor | None]], reduction: FlatMax) -> None:
-        members: dict[Group, list[tuple[str, Tensor]]] = {}
-        ranks: dict[Group, None] = {}
+        members: dict[Groups, list[tuple[str, Tensor]]] = {}
+        ranks: dict[Groups, None] = {}
         for name, param, grad in gradients:
             members.setdefault(amax.sharding_group(param), []).append((name, _flags_of(param, grad)))
             ranks[private_torch.mesh_group(param)] = None
