@@ -108,6 +108,11 @@ REFUSALS: Final[dict[str, Limit]] = {
         "call set_reshard_after_forward and set_reshard_after_backward before the first forward, or use a recipe whose "
         "weights keep one copy",
     ),
+    "compiled tensor parallelism": Limit(
+        "a layer that tensor parallelism cuts is not compiled",
+        "the shapes in a graph are not yet told how many rows the ranks gather",
+        "leave it out of the compiled function (torch.compiler.disable)",
+    ),
     "second derivative": Limit(
         "create_graph=True through a quantized layer is not supported",
         "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",

@@ -82,7 +82,7 @@ def test_rows_per_rank():
 
 
 def test_modes():
-    with pytest.raises(ConfigurationError, match=r"parallel_mode='diagonal'\\): use one of: None, 'column', 'row'"):
+    with pytest.raises(ConfigurationError, match=r"parallel_mode='diagonal'\): use one of: None, 'column', 'row'"):
         TensorParallel.of(None, "diagonal")
 
 
