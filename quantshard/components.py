@@ -110,7 +110,8 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
             coordinate = tuple(place.get(axis, 0) for axis in range(len(dims)))
             told = private_torch.told_extents(shape, mesh_shape, placements, coordinate)[dim]
             if told != held and (told[0] < told[1] or held[0] < held[1]):
-                return f"of dim {dim} the rank at {coordinate} holds {list(held)}, DTensor says {list(told)}"
+                here, there = (f"[{start}:{stop}]" for start, stop in (held, told))
+                return f"of dim {dim} the rank at {coordinate} holds {here}, DTensor says {there}"
     return None
 
 
