@@ -5,7 +5,9 @@ from quantshard import checkpoints, errors, optimizers, recipe
 from quantshard import ops as _ops
 from quantshard.amax import requantize_
 from quantshard.modules import (
+    Dispatch,
     DotProductAttention,
+    GroupedLinear,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
@@ -16,6 +18,7 @@ from quantshard.modules import (
     TransformerLayer,
     autocast,
     checkpoint,
+    dispatch_tokens,
     quantized_model_init,
 )
 from quantshard.observe import explain, plan
@@ -23,7 +26,9 @@ from quantshard.replicas import broadcast_, check_replicas
 from quantshard.tensor import QuantizedTensor
 
 __all__ = [
+    "Dispatch",
     "DotProductAttention",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -38,6 +43,7 @@ __all__ = [
     "check_replicas",
     "checkpoint",
     "checkpoints",
+    "dispatch_tokens",
     "errors",
     "explain",
     "optimizers",

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -33,6 +33,17 @@ def quantized(tensor: object) -> QuantizedTensor | None:
     """The (local) quantized tensor of a parameter, or None if it is not quantized."""
     local = private_torch.local_tensor(tensor) if isinstance(tensor, Tensor) else None
     return local if isinstance(local, QuantizedTensor) else None
+
+
+def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
+    """Those keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
+        if is_held_elsewhere is not None:
+            start = f"{prefix}." if prefix else ""
+            found |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
+    return found
 
 
 def storage_of(param: Tensor) -> QuantizedStorage:

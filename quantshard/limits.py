@@ -128,6 +128,13 @@ REFUSALS: Final[dict[str, Limit]] = {
         "the handle would change, and no code",
         "use quantize_() or quantshard.requantize_() for new values",
     ),
+    "numbered states": Limit(
+        "checkpoints.save and load do not take a model whose experts are spread over ranks",
+        "they number optimizer states, and one number is then of another expert on each rank",
+        "save and load get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer, "
+        "options=StateDictOptions(flatten_optimizer_state_dict=True)) with torch.distributed.checkpoint, as "
+        "examples/moe.py does",
+    ),
     "pickle": Limit(
         "a quantized tensor is not pickled",
         "a checkpoint holds its plain components",

@@ -27,6 +27,8 @@ from torch.distributed.tensor._utils import (
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import checkpoint as torch_checkpoint
 
+from quantshard.errors import ConfigurationError
+
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
 PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public spelling."""
@@ -311,3 +313,23 @@ def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGrou
     process group of these: to make one is a collective call of all processes, some of which may not know of it.
     """
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
+
+
+def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups of all axes but this one of the mesh that a 1-D mesh is an axis of: together the ranks that
+    stand at this rank's place on it. A mesh has no public way to tell what it was sliced from.
+
+    Raises:
+        ConfigurationError: it is not an axis of a mesh of all processes, so these ranks are not known.
+    """
+    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
+    known = root.mesh_dim_names or names or ("",)
+    if root.size() != dist.get_world_size() or not (root == mesh or (names and names[0] in known)):
+        raise ConfigurationError(
+            f"which ranks stand alike on the mesh {mesh} is not known: it is not an axis of a mesh of all "
+            f"{dist.get_world_size()} processes; make one with init_device_mesh, and slice it"
+        )
+    if root == mesh:
+        return ()
+    assert names is not None
+    return axis_groups(root, (axis for axis, name in enumerate(known) if name != names[0]))

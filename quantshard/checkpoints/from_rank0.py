@@ -66,7 +66,8 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     except Exception as found:  # a module of the user's can refuse in any way, and the other ranks wait
         error = str(found)
     _raise_alike(error)
-    result.unexpected_keys.extend(key for key in described if key not in live)
+    elsewhere = components.held_elsewhere(model, described)
+    result.unexpected_keys.extend(key for key in described if key not in live and key not in elsewhere)
     return result
 
 
@@ -101,7 +102,7 @@ def _misfit(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, T
     except CheckpointError as found:
         return str(found)
     missing = [key for key in live if key not in described]
-    unexpected = [key for key in described if key not in live]
+    unexpected = sorted(described.keys() - live.keys() - components.held_elsewhere(model, described))
     if strict and (missing or unexpected):
         return (
             f"rank 0's state dict is of another model: it lacks {len(missing)} of this model's entries (first: "

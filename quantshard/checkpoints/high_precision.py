@@ -77,7 +77,7 @@ def _other_entries(
         if tensor is not None:
             live[name] = tensor
     missing = sorted(params.keys() - given.keys())
-    unknown = sorted(given.keys() - params.keys() - live.keys())
+    unknown = sorted(given.keys() - params.keys() - live.keys() - components.held_elsewhere(model, given))
     if missing or unknown:
         raise CheckpointError(
             f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from quantshard import components
+from quantshard import components, limits
 from quantshard.checkpoints.metadata import read_metadata
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, UnsupportedOperationError
 
 METADATA_FILE = ".metadata"
 EXTRA = "extra"
@@ -48,7 +48,9 @@ def save(
     Raises:
         CheckpointError: the directory holds a complete checkpoint, or cannot be written.
         ConfigurationError: the pieces of a parameter are not where PyTorch would save them.
+        UnsupportedOperationError: experts are spread over ranks.
     """
+    _check_numbers(model)
     components.check_offsets(model.named_parameters())
     if is_complete(path):
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
@@ -71,7 +73,9 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
         CheckpointError: it is incomplete, damaged, or of another model or recipe; the model is not touched unless data
             turn out to be damaged while they are read.
         ConfigurationError: the pieces of a parameter are not where PyTorch would load them to.
+        UnsupportedOperationError: experts are spread over ranks.
     """
+    _check_numbers(model)
     components.check_offsets(model.named_parameters())
     if not is_complete(path):
         raise CheckpointError(
@@ -95,6 +99,13 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     return dict(state[EXTRA])
+
+
+def _check_numbers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        mesh = getattr(module, "ep_mesh", None)
+        if mesh is not None and mesh.size() > 1:
+            raise UnsupportedOperationError(limits.refusal("numbered states", name or type(module).__name__))
 
 
 def _placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from quantshard.modules.attention import DotProductAttention, MultiheadAttention
 from quantshard.modules.context import autocast, quantized_model_init
+from quantshard.modules.experts import Dispatch, dispatch_tokens
+from quantshard.modules.grouped_linear import GroupedLinear
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.linear import Linear
@@ -11,7 +13,9 @@ from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_
 from quantshard.modules.transformer_layer import TransformerLayer
 
 __all__ = [
+    "Dispatch",
     "DotProductAttention",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -23,5 +27,6 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
+    "dispatch_tokens",
     "quantized_model_init",
 ]

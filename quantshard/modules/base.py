@@ -63,23 +63,25 @@ class WeightSpec:
 class Projection:
     """One linear layer of a module: one weight, or several that read the same input.
 
-    `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names. `prefix`: the same for
-    the amax histories, which all parts share. `mode`: how tensor parallelism cuts it, "column", "row" or not at all.
+    `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names; `suffix`: what behind.
+    `prefix`: what stands before the names of the amax histories, which all parts share. `mode`: how tensor parallelism
+    cuts it, "column", "row" or not at all.
     """
 
     parts: tuple[str, ...] = ("",)
     prefix: str = ""
     mode: str | None = None
+    suffix: str = ""
 
     @property
     def weights(self) -> tuple[str, ...]:
         """Names of the weights."""
-        return tuple(part + "weight" for part in self.parts)
+        return tuple(f"{part}weight{self.suffix}" for part in self.parts)
 
     @property
     def biases(self) -> tuple[str, ...]:
         """Names of the biases."""
-        return tuple(part + "bias" for part in self.parts)
+        return tuple(f"{part}bias{self.suffix}" for part in self.parts)
 
 
 def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
@@ -133,11 +135,12 @@ class QuantizedModule(OnMesh, Saved):
         bias: bool,
         *,
         prefix: str = "",
+        suffix: str = "",
         mode: str | None = None,
     ) -> Projection:
         """Register the parameters of a linear layer: `sizes` gives the out_features of each of its parts."""
         parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
-        projection = Projection(tuple(sizes), prefix, mode)
+        projection = Projection(tuple(sizes), prefix, mode, suffix)
         cut, bias_cut = {None: (None, None), "column": (0, 0), "row": (1, None)}[mode]
         for weight, name, size in zip(projection.weights, projection.biases, sizes.values(), strict=True):
             self._add_weight(weight, WeightSpec((size, in_features), init_method), cut)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import backend, limits, numerics
-from quantshard.amax import history_amax
+from quantshard.amax import Group, history_amax
 from quantshard.backend import Operand, Split
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
@@ -46,7 +47,9 @@ class LinearState:
     """What one linear layer carries between steps: state of its weights, and delayed-scaling histories.
 
     `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
-    seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism.
+    seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism. `amax_group`: whom
+    delayed scaling reduces amaxes over; None: whom autocast says. `data_group`: the ranks that together work on one
+    batch, if not those of `tp`, by which random streams are told apart.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -54,6 +57,8 @@ class LinearState:
     grad_output_history: Tensor | None
     record: bool
     tp: TensorParallel = parallel.NONE
+    amax_group: Group = None
+    data_group: dist.ProcessGroup | None = None
 
     def split(self, role: TensorRole) -> Split | None:
         """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
@@ -98,10 +103,10 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same in high precision, for one weight."""
     tokens = x.reshape(-1, x.shape[-1])
     y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return _shaped_as(y, x)
+    return shaped_as(y, x)
 
 
-def _shaped_as(y: Tensor, x: Tensor, split: Split | None = None) -> Tensor:
+def shaped_as(y: Tensor, x: Tensor, split: Split | None = None) -> Tensor:
     """y [tokens, features] with the leading dims of x, of which `split` says how it was cut.
 
     Not by view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place.
@@ -178,7 +183,7 @@ def forward(
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = _weight_operand(weight, part, call, state)
         y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=None if partial else bias)
-        y = _shaped_as(y, x, split)
+        y = shaped_as(y, x, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
         outputs.append(y)
@@ -285,7 +290,7 @@ def _both_ways(
     first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
     second = call.recipe.cell(role, Gemm.WGRAD)
     amax = _delayed_amax(values, role, first or second, call, state)
-    words = _Words(state.weights[part], state.tp, values.device)
+    words = _Words(state.weights[part], state.data_group or state.tp.group, values.device)
     shared, split = serves_both(first, second), state.split(role)
     spread = split if split is not None and split.dim == 0 else None
     piece: Operand = values
@@ -334,12 +339,12 @@ def serves_both(first: Cell | None, second: Cell | None) -> bool:
 class _Words:
     """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
 
-    Ranks that work on different data have streams of their own; those of one tensor-parallel group share the words of
-    the tensor that they hold pieces of, by global index.
+    Ranks that work on different data have streams of their own; those of one group, a tensor-parallel one, share the
+    words of the tensor that they hold pieces of, by global index.
     """
 
-    def __init__(self, weight: dict[str, Tensor], tp: TensorParallel, device: torch.device) -> None:
-        self.weight, self.tp, self.device, self.draw = weight, tp, device, -1
+    def __init__(self, weight: dict[str, Tensor], group: Group, device: torch.device) -> None:
+        self.weight, self.group, self.device, self.draw = weight, group, device, -1
 
     def of(self, stream: int) -> backend.Words:
         """Words of one of the uses of a gradient, for any rectangle of it."""
@@ -349,7 +354,7 @@ class _Words:
                 draws = self.weight[DRAWS]
                 self.draw = int(draws)
                 draws.add_(1)
-            base = parallel.stream_base(self.tp.group) * STREAMS_PER_RANK
+            base = parallel.stream_base(self.group) * STREAMS_PER_RANK
             return numerics.random_words(
                 int(self.weight[KEY]), self.draw, base + stream, shard.global_shape, shard.origin, shard.shape,
                 device=self.device,
@@ -387,7 +392,8 @@ def _delayed_amax(
         if backward:
             context.flush_after_backward()
         amax = numerics.block_amax(values, (ALL, ALL)).view(())
-        pending.note(_identity(state, role, part), history, amax, call.group)
+        group = call.group if state.amax_group is None else state.amax_group
+        pending.note(_identity(state, role, part), history, amax, group)
     amax = history_amax(history, cell.scaling.most_recent)
     if role is not TensorRole.GRAD_OUTPUT:
         call.amaxes[role, part] = amax

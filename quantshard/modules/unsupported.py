@@ -100,6 +100,29 @@ ARGUMENTS: dict[str, Arguments] = {
         **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
     },
     "Linear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
+    "GroupedLinear": {
+        **_because(
+            "how many tokens an expert gets is the dispatcher's business; gather the tokens before the dispatch "
+            "(quantshard.dispatch_tokens), and leave it out",
+            sequence_parallel=False,
+        ),
+        **_RNG_TRACKER,
+        **_FUSED_WGRAD,
+        **_because(NO_OVERLAP, ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None),
+        **_because("dropout draws from torch's generator; leave it out", rng_tracker_name=None),
+        **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
+        **_because(
+            "each expert has a weight of its own, so that it is sharded, saved and moved between ranks by itself; "
+            "leave it out",
+            single_grouped_weight=False,
+            single_grouped_bias=False,
+            use_grouped_tensor=None,
+        ),
+    },
+    "GroupedLinear.forward": {
+        **_CACHED_WEIGHTS,
+        **_because("results are new tensors; leave it out", out=None, dgrad_out=None),
+    },
     "LayerNormLinear": _ONE_LINEAR,
     "LayerNormLinear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
     "LayerNormMLP": {

@@ -222,15 +222,20 @@ class FusedAdam(torch.optim.Optimizer):
                 group[SEED] = seed
 
     def _new_seed(self) -> int:
-        """From the key of the first quantized weight, which replicas share, DDP's too; else from torch's generator."""
-        for param in (param for group in self.param_groups for param in group["params"]):
-            quantized = components.quantized(param)
-            if quantized is not None:
-                key = int(quantized._storage.state[KEY])
-                low, high = numerics.random_words(key, 0, SEED_STREAM, (1, 2))[0].tolist()
-                return int(high << 32 | low) - (1 << 63)
-        info = torch.iinfo(torch.int64)
-        return int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
+        """From the key of the first quantized weight, which replicas share, DDP's too; else from torch's generator.
+
+        Ranks may hold different experts, so where meshes differ it is the largest that one of their ranks has found.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        quantized = next((found for param in params if (found := components.quantized(param)) is not None), None)
+        if quantized is None:
+            info = torch.iinfo(torch.int64)
+            seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
+        else:
+            key = int(quantized._storage.state[KEY])
+            low, high = numerics.random_words(key, 0, SEED_STREAM, (1, 2))[0].tolist()
+            seed = int(high << 32 | low) - (1 << 63)
+        return guards.largest(seed, params)
 
     @torch.no_grad()
     def reseed_masters(self) -> None:

@@ -32,6 +32,19 @@ def initial_master(param: Tensor) -> Tensor:
     return kept.to(quantized.device, torch.float32, copy=True)
 
 
+def largest(value: int, params: Iterable[Tensor]) -> int:
+    """The largest of the values that ranks have, where the parameters lie on several meshes; else the value itself.
+
+    A collective call in that case.
+    """
+    groups = dict.fromkeys(private_torch.mesh_group(param) for param in params)
+    found = torch.tensor([value])
+    for group in amax.united(groups) if len(groups) > 1 else ():
+        found = found.to(amax.collective_device(group))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return int(found)
+
+
 def weight_version(param: Tensor) -> int:
     """How often a quantized parameter was given new values; 0 for others."""
     quantized = components.quantized(param)

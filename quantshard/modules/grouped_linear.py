@@ -1,0 +1,166 @@
+"""GroupedLinear: one linear layer for each expert, each over its own share of the tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from quantshard import private_torch
+from quantshard import storage as storages
+from quantshard.errors import ConfigurationError
+from quantshard.modules import experts, functional, unsupported
+from quantshard.modules.base import InitMethod, QuantizedModule
+from quantshard.modules.functional import LinearState
+from quantshard.modules.meshes import Parallelism
+from quantshard.recipe import Recipe
+
+_OF_EXPERT = re.compile(r"(?:weight|bias|gemm)(\d+)(?:_|$)")
+
+
+class GroupedLinear(QuantizedModule):
+    """`num_gemms` linear layers: rows of the input go to the first, then to the second, ... as `m_splits` says.
+
+    Parameters: `weight0` [out_features, in_features], `weight1`, ..., stored quantized if built under
+    `quantized_model_init`, and `bias0`, ... Each GEMM is quantized on its own: an expert's input and the gradient of
+    its output have their own scales and, under delayed scaling, amax histories (`gemm0_input_amax_history`, ...). An
+    expert without tokens has gradients of zeros.
+
+    Under expert parallelism a rank holds `num_gemms` / ranks of them, under their global names: of 8 experts rank 1 of
+    2 has `weight4` to `weight7`. They are born as without, and a checkpoint loads on any number of ranks.
+    `experts.dispatch_tokens` brings the tokens. Delayed scaling then reduces amaxes over the ranks that hold the same
+    experts, whatever `amax_reduction_group` says.
+
+    Args:
+        num_gemms: how many, of all ranks.
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
+        init_method: fills each whole weight in place (default: N(0, 0.023**2) by the counter generator).
+        bias: add biases [out_features], kept in high precision.
+        return_bias: return (output without bias, list of this rank's biases or None) instead of adding them.
+        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
+        parallel_mode: how tensor parallelism cuts each weight: "column" (out_features; the output stays cut) or "row"
+            (in_features; the input is cut). All ranks of the group have the same tokens.
+        tp_group, tp_size, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
+        ep_mesh: the axis of a mesh that the experts are spread over, e.g. `mesh["ep"]`.
+        device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
+            accelerator, or the CPU.
+        name: shown in printed tables and messages.
+        **others: TransformerEngine's other arguments; see `unsupported`.
+
+    Raises:
+        ConfigurationError: on every rank, if `ep_mesh` or `tp_mesh` does not fit.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
+        ep_mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        unsupported.refuse("GroupedLinear", others)
+        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, False, tp_mesh, weight_mesh))
+        self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
+        self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
+        self.local_gemms = experts.local_experts("GroupedLinear", num_gemms, ep_mesh)
+        self._layers = []
+        for index in range(num_gemms):
+            if index in self.local_gemms:
+                layer = self._add_projection(
+                    {"": out_features}, in_features, init_method, bias, prefix=f"gemm{index}_", suffix=str(index),
+                    mode=parallel_mode,
+                )  # fmt: skip
+                self._layers.append(layer)
+            else:
+                storages.random_key()  # of another rank: the next weight, here and elsewhere, has its own on any mesh
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, **others: Any) -> Any:
+        """Input [..., in_features] -> [..., out_features], in the input's dtype; with `return_bias` a tuple.
+
+        `m_splits`: how many rows, of the input as [tokens, in_features], go to each expert of this rank: ints, or an
+        integer tensor on the CPU.
+
+        Raises:
+            ConfigurationError: `m_splits` does not fit the input or the number of experts.
+        """
+        unsupported.refuse("GroupedLinear.forward", others)
+        tokens = inp.reshape(-1, inp.shape[-1])
+        parts = tokens.split(self._checked_splits(m_splits, tokens.shape[0]))
+        outputs = [
+            self._project(part, layer, with_bias=not self.return_bias)[0]
+            for part, layer in zip(parts, self._layers, strict=True)
+        ]
+        out = functional.shaped_as(torch.cat(outputs), inp)
+        if not self.return_bias:
+            return out
+        return out, [self._joined_bias(layer) for layer in self._layers] if self.use_bias else None
+
+    def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: int) -> list[int]:
+        if isinstance(m_splits, Tensor):
+            if m_splits.device.type != "cpu":
+                raise ConfigurationError(
+                    f"GroupedLinear: m_splits is on {m_splits.device}, where reading it would wait for the device; "
+                    "pass m_splits.tolist()"
+                )
+            m_splits = m_splits.tolist()
+        splits = list(m_splits)
+        if len(splits) != len(self._layers) or sum(splits) != tokens or min(splits) < 0:
+            local = "" if len(self._layers) == self.num_gemms else f" of the {self.num_gemms} on this rank"
+            raise ConfigurationError(
+                f"GroupedLinear: m_splits {_shown(splits)} has {len(splits)} entries that sum to {sum(splits)}; it "
+                f"must have one of 0 or more for each of the {len(self._layers)} experts{local}, and sum to the "
+                f"{tokens} rows of the input"
+            )
+        return splits
+
+    def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
+        state = super()._linear_state(weights, recipe, prefix)
+        if self.ep_mesh is None or self.ep_mesh.size() == 1:
+            return state
+        if self.tp_size == 1:
+            # an expert's tokens are those of the whole axis, on whichever of its ranks it stands
+            state = replace(state, data_group=self.ep_mesh.get_group())
+        if not self._history_lengths(recipe):
+            return state
+        return replace(state, amax_group=private_torch.other_axes(self.ep_mesh))
+
+    def is_held_elsewhere(self, key: str) -> bool:
+        """True for a key of a state dict, without this module's prefix, of an expert that another rank holds."""
+        found = _OF_EXPERT.match(key)
+        return found is not None and int(found[1]) < self.num_gemms and int(found[1]) not in self.local_gemms
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """A state dict of more experts is taken; each rank loads its own of it."""
+        own = {key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))}
+        super()._load_from_state_dict(own, prefix, *args)
+
+    def extra_repr(self) -> str:
+        held = "" if self.ep_mesh is None else f", held={self.local_gemms.start}..{self.local_gemms.stop - 1}"
+        return (
+            f"num_gemms={self.num_gemms}{held}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}"
+        )
+
+
+def _shown(splits: list[int]) -> str:
+    return str(splits) if len(splits) <= 16 else f"[{', '.join(map(str, splits[:16]))}, ...]"

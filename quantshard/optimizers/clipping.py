@@ -1,0 +1,78 @@
+"""Clipping the norm of a gradient whose parameters lie on several meshes, as where experts are spread over ranks.
+
+PyTorch's `clip_grad_norm_` takes parameters of one mesh, and knows nothing of experts that other ranks hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quantshard import amax, private_torch
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients of a model so that their common norm is at most `max_norm`. A collective call.
+
+    Each element of a gradient counts once, on whichever rank it is: parameters may be plain, or DTensors on any meshes,
+    and experts those that this rank holds of an `ep_mesh`. Gradients must be reduced already, as they are after
+    `backward` under FSDP2.
+
+    Args:
+        model: the outermost module, whose parameters' gradients are scaled in place.
+        max_norm: the largest norm that is left as it is.
+        norm_type: of the p-norm; `math.inf` for the largest element.
+        error_if_nonfinite: raise if the norm is infinite or NaN, instead of scaling by it.
+
+    Returns:
+        The norm before, float32 scalar on the device of the gradients, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, under `error_if_nonfinite`; on every rank.
+    """
+    parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    grads = []
+    for param, groups in _with_groups(model):
+        mine = parts.setdefault(groups, [])  # ranks without gradients take part too
+        if param.grad is not None:
+            grads.append(private_torch.local_tensor(param.grad))
+            mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float32))
+    device = grads[0].device if grads else torch.device("cpu")
+    norms = [_over_ranks(mine, groups, norm_type, device) for groups, mine in parts.items()]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.device))
+    return total
+
+
+def _with_groups(model: nn.Module) -> Iterator[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]:
+    """Each parameter with the ranks that hold other elements: those that it is sharded over, and other experts."""
+    seen = set()
+    for module in model.modules():
+        experts = getattr(module, "ep_mesh", None)  # a GroupedLinear's
+        spread = () if experts is None else private_torch.axis_groups(experts, range(experts.ndim))
+        for param in module.parameters(recurse=False):
+            if param not in seen:
+                seen.add(param)
+                yield param, amax.united([amax.sharding_group(param), spread])
+
+
+def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: float, device: torch.device) -> Tensor:
+    """The norm of all elements behind local norms, of all ranks of the groups together; one collective for each."""
+    found = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), p) if norms else torch.zeros(())
+    found = found.to(device)
+    for group in groups:
+        powers = (found if math.isinf(p) else found**p).to(amax.collective_device(group))
+        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
+        found = (powers if math.isinf(p) else powers ** (1 / p)).to(device)
+    return found
