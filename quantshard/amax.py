@@ -223,12 +223,12 @@ class PendingAmaxes:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[int, int], tuple[Tensor, Tensor, Group]] = {}
+        self._pending: dict[tuple[int, int], tuple[Tensor, Tensor, Groups]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def note(self, identity: int, history: Tensor, amax: Tensor, group: Group) -> None:
+    def note(self, identity: int, history: Tensor, amax: Tensor, group: Groups) -> None:
         """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
         amax = amax.detach().view(1)
         tied = 0  # modules that share a weight share its identity, and are told apart by their order
@@ -243,7 +243,7 @@ class PendingAmaxes:
         Raises:
             RankMismatchError: on every rank, if ranks of a group saw different modules.
         """
-        by_group: dict[Group, list[tuple[int, int]]] = {}
+        by_group: dict[Groups, list[tuple[int, int]]] = {}
         for identity in sorted(self._pending):
             by_group.setdefault(self._pending[identity][2], []).append(identity)
         pending, self._pending = self._pending, {}
@@ -261,7 +261,7 @@ class PendingAmaxes:
 _DIGEST, _PADDED_TO = 0xFFFFFF, 256  # a float32 holds integers of 24 bits exactly
 
 
-def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: Group) -> Tensor:
+def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: Groups) -> Tensor:
     """Maxima over the group of amaxes [n] that belong to the given identities, which must be the same on all ranks."""
     digest = zlib.crc32(repr(identities).encode()) & _DIGEST
     padding = -(len(identities) + 2) % _PADDED_TO

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import backend, limits, numerics
-from quantshard.amax import Group, history_amax
+from quantshard.amax import Group, Groups, history_amax
 from quantshard.backend import Operand, Split
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
@@ -57,7 +57,7 @@ class LinearState:
     grad_output_history: Tensor | None
     record: bool
     tp: TensorParallel = parallel.NONE
-    amax_group: Group = None
+    amax_group: Groups = None
     data_group: dist.ProcessGroup | None = None
 
     def split(self, role: TensorRole) -> Split | None:
