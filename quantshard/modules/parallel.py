@@ -202,7 +202,8 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     if tp.sequence_parallel:
         whole, origin = (shape[0] * tp.size, shape[1]), (shape[0] * tp.rank, 0)
     words = numerics.random_words(int(key), 0, 0, whole, origin, shape, device=x.device)
-    return x * (words.view(x.shape) >= p * 2.0**32) / (1 - p)
+    kept = x * (words.view(x.shape) >= p * 2.0**32)
+    return kept / (1 - p) if p < 1 else kept
 
 
 class _Copy(torch.autograd.Function):
