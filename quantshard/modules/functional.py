@@ -71,6 +71,13 @@ class LinearState:
             return self.tp.split(1)
         return self.tp.split(0) if self.tp.sequence_parallel else None
 
+    @property
+    def weight_split(self) -> Split | None:
+        """How a weight [out_features, in_features] is cut over the ranks."""
+        if self.tp.size == 1 or self.tp.mode is None:
+            return None
+        return self.tp.split(0 if self.tp.mode == "column" else 1)
+
 
 def linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: Call, state: LinearState
@@ -408,7 +415,7 @@ def _weight_operand(weight: Tensor, part: int, call: Call, state: LinearState) -
     if cell is None:
         return weight
     amax = _delayed_amax(weight.detach(), TensorRole.WEIGHT, cell, call, state, part)
-    return backend.quantize(weight, cell, amax=amax)
+    return backend.quantize(weight, cell, amax=amax, split=state.weight_split)
 
 
 def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

@@ -182,12 +182,19 @@ class OnMesh(nn.Module):
             ConfigurationError: it is sharded by FSDP still.
         """
         param = getattr(self, name)
-        if not isinstance(param, DTensor):
-            return param
+        if param is None:
+            return None
         cut = self._cuts.get(name)
+        is_piece = cut is not None and self.tp_mesh is not None and self.tp_size > 1
+        if not isinstance(param, DTensor) or all(placement.is_replicate() for placement in param.placements):
+            if is_piece:
+                raise ConfigurationError(
+                    f"{type(self).__name__}.{name} is whole on every rank, but tensor parallelism over {self.tp_size} "
+                    f"ranks cuts its dim {cut}; a weight that is shared with another module must be cut there likewise "
+                    "(parallelize_module on the same mesh) before it is assigned here"
+                )
+            return param.to_local() if isinstance(param, DTensor) else param
         here = self.tp_mesh is not None and param.device_mesh == self.tp_mesh
-        if all(placement.is_replicate() for placement in param.placements):
-            return param.to_local()
         if here and cut is not None and param.placements == (Shard(cut),):
             return param.to_local()
         raise ConfigurationError(
