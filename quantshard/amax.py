@@ -304,8 +304,8 @@ def check_equal_on_ranks(named: dict[str, Tensor], group: Groups, what: str, rem
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:
     """Where a tensor must lie for a collective of the group."""
-    backend = dist.get_backend(group)
-    if "nccl" in backend and torch.cuda.is_available():
+    # not get_backend: after init_process_group() without arguments it says "undefined"
+    if "cuda:nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -164,6 +164,8 @@ def joined(ranks: Tensor, placements: Sequence[Placement], pieces: list[Tensor])
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor put together from all ranks, with one collective: full_tensor() of each takes a third of a test."""
     sharded = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    if not sharded:
+        return tensors
     if any(
         value.device_mesh.size() != dist.get_world_size() or {*map(type, value.placements)} - {Shard, Replicate}
         for value in sharded.values()
