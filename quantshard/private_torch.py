@@ -102,6 +102,37 @@ _HOOK_CODES = {
 }
 
 
+def _require_names(found: dict[str, types.CodeType]) -> None:
+    """Of frames only names tell what they hold: a renamed one would not fail, but give another recipe or draws."""
+    wanted = {
+        "checkpoint": ("gen",),
+        "_checkpoint_without_reentrant_generator": ("new_frame",),
+        "CheckpointFunction.forward": ("ctx",),
+        "CheckpointFunction.backward": ("ctx",),
+        "pack_hook": ("frame",),
+        "unpack_hook": ("frame", "gid"),
+    }
+    for function, names in wanted.items():
+        code = found.get(function)
+        held = () if code is None else (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+        lacking = [name for name in names if name not in held]
+        assert not lacking, (
+            f"torch {torch.__version__}: {function} of torch.utils.checkpoint has no variable {lacking[0]!r}, by which "
+            "quantshard.private_torch.checkpointed_regions finds what is recomputed; teach it this version's names"
+        )
+
+
+_require_names(
+    {
+        "checkpoint": _CHECKPOINT,
+        "_checkpoint_without_reentrant_generator": torch_checkpoint._checkpoint_without_reentrant_generator.__code__,
+        "CheckpointFunction.forward": _REENTRANT_FORWARD,
+        "CheckpointFunction.backward": _REENTRANT_BACKWARD,
+        **_HOOK_CODES,
+    }
+)
+
+
 def checkpointed_regions() -> CheckpointedRegions:
     """Which checkpointed regions the calling code runs in.
 

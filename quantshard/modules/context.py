@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+import weakref
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -46,8 +48,18 @@ class Setting:
     strict: bool = False
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A setting that outlives its autocast; its process group does not live on for it, and it goes with its group."""
+
+    recipe: Recipe
+    group: weakref.ReferenceType[dist.ProcessGroup] | None = None
+    strict: bool = False
+
+
 NO_AUTOCAST = "no autocast"
-_settings: dict[str, Setting] = {NO_AUTOCAST: Setting(HighPrecision())}
+_settings: dict[str, _Known] = {NO_AUTOCAST: _Known(HighPrecision())}
+_numbers = itertools.count(1)
 
 
 # A compiled graph knows a setting by its name, so the three functions below are constants to torch.compile.
@@ -55,13 +67,16 @@ _settings: dict[str, Setting] = {NO_AUTOCAST: Setting(HighPrecision())}
 
 @torch.compiler.assume_constant_result
 def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool) -> str:
-    """A short name for a setting, the same for equal ones."""
-    setting = Setting(resolve(recipe) if enabled else HighPrecision(), group, strict)
-    for name, known in _settings.items():
-        if known == setting and name != NO_AUTOCAST:
+    """A short name for a setting, the same for equal ones; never used again for another."""
+    asked = resolve(recipe) if enabled else HighPrecision()
+    known = _Known(asked, None if group is None else weakref.ref(group), strict)
+    for name, other in _settings.items():
+        if other == known and name != NO_AUTOCAST:
             return name
-    name = f"{setting.recipe.name} {len(_settings)}"
-    _settings[name] = setting
+    name = f"{asked.name} {next(_numbers)}"
+    if group is not None:
+        known = _Known(asked, weakref.ref(group, lambda _: _settings.pop(name, None)), strict)
+    _settings[name] = known
     return name
 
 
@@ -79,8 +94,9 @@ def is_delayed(name: str) -> bool:
 
 def setting(name: str) -> Setting:
     """The setting of that name, its group resolved: None only without process groups."""
-    found = _settings[name]
-    return replace(found, amax_reduction_group=found.amax_reduction_group or world())
+    known = _settings[name]
+    group = world() if known.group is None else known.group()
+    return Setting(known.recipe, group, known.strict)
 
 
 def current_setting() -> str:
@@ -216,6 +232,7 @@ class autocast:
                 "group; enter this autocast around the compiled function"
             )
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
+        self.group = amax_reduction_group  # kept alive: the setting itself does not
         self.records = is_delayed(self.setting)
 
     def __enter__(self) -> None:

@@ -1,5 +1,8 @@
 """autocast: nesting, mismatches, and the amax histories of delayed scaling, step by step against a hand-kept list."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -30,6 +33,31 @@ def nothing_left_behind():
     assert context.current_recipe() == recipes.HighPrecision()
     assert not context.forward_amaxes
     assert not context.backward_amaxes
+
+
+# Settings
+
+
+def test_a_setting_goes_with_its_process_group():
+    """Compiled graphs know settings by name, so the names of those that are gone are not given to others."""
+
+    class Group:
+        pass
+
+    before, names = set(context._settings), set()
+    for _ in range(3):
+        group = Group()
+        context_ = autocast(recipe="delayed", amax_reduction_group=group)
+        assert autocast(recipe="delayed", amax_reduction_group=group).setting == context_.setting
+        names.add(context_.setting)
+        found = weakref.ref(group)
+        del group
+        assert context.setting(context_.setting).amax_reduction_group is found()
+        del context_
+        gc.collect()
+        assert found() is None
+    assert len(names) == 3
+    assert set(context._settings) == before
 
 
 # Which recipe

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.recipe import DelayedScaling
 
@@ -119,3 +121,20 @@ def test_transformer_engines_arguments() -> None:
         assert torch.equal(qs.checkpoint(layer, x(), use_reentrant=True), layer(x()))
     with pytest.raises(ConfigurationError, match="distribute_saved_activations=True"):
         qs.checkpoint(layer, x(), distribute_saved_activations=True)
+
+
+def test_renamed_variables_of_checkpointing_are_noticed() -> None:
+    """Without them nothing would fail: a recomputation would take another recipe, scale or draw."""
+    codes = {
+        "checkpoint": private_torch._CHECKPOINT,
+        "_checkpoint_without_reentrant_generator": torch_checkpoint._checkpoint_without_reentrant_generator.__code__,
+        "CheckpointFunction.forward": private_torch._REENTRANT_FORWARD,
+        "CheckpointFunction.backward": private_torch._REENTRANT_BACKWARD,
+        **private_torch._HOOK_CODES,
+    }
+    private_torch._require_names(codes)
+    for name in ("checkpoint", "pack_hook", "unpack_hook", "_checkpoint_without_reentrant_generator"):
+        with pytest.raises(AssertionError, match=f"{name} of torch.utils.checkpoint has no variable"):
+            private_torch._require_names(codes | {name: (lambda x: x).__code__})
+        with pytest.raises(AssertionError, match=f"{name} of torch.utils.checkpoint has no variable"):
+            private_torch._require_names({key: code for key, code in codes.items() if key != name})
