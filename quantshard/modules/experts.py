@@ -109,7 +109,7 @@ class Dispatch:
             outputs = _Rows.apply(outputs, _inverse(sorting), sorting, 1)
         returned = _Exchange.apply(outputs, self.route, False)
         chosen = _Rows.apply(returned, _inverse(self.route.order), self.route.order, 1)
-        parts = chosen.float().view(len(weights), choices, -1) * weights.float().unsqueeze(-1)
+        parts = chosen.float().view(len(weights), choices, chosen.shape[1]) * weights.float().unsqueeze(-1)
         return parts.sum(1).to(outputs.dtype)
 
 
@@ -193,7 +193,9 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         rows = grads[0][inverse]
-        return (rows if ctx.times == 1 else rows.unflatten(0, (-1, ctx.times)).sum(1)), None, None, None
+        if ctx.times > 1:
+            rows = rows.view(len(rows) // ctx.times, ctx.times, rows.shape[1]).sum(1)
+        return rows, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
