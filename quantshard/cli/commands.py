@@ -25,7 +25,7 @@ _ANNOTATIONS: dict[type, Any] = {
     tuple: list[str] | None, str: str | None, int: int | None, float: float | None, bool: bool | None
 }  # fmt: skip
 
-_PROCESSES = "processes to start here. Default: "
+_PROCESSES = "processes to start here. Default: the product of the mesh, or "
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +61,7 @@ def train(
     settings = settings.resolved()
     if launch.is_worker():
         worker.main(run, Order(resume=False, launched=False, new=asdict(settings)))
-    processes = nproc_per_node or launch.default_processes()
+    processes = nproc_per_node or worker.of_mesh(settings) or launch.default_processes()
     worker.create(RunDir(run), settings, processes)
     _launch(processes, run, Order(resume=False, launched=True))
 
@@ -70,25 +70,32 @@ def resume(
     run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
     nproc_per_node: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "as before")] = None,
     steps: Annotated[int | None, typer.Option(metavar="S", help="train up to this step instead")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="go on with another mesh, as in train. Default: as before, or all in dp_shard")
+    ] = None,
     dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="copies of the model (HSDP) instead")] = None,
     data_: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
     ] = None,
+    copy_to: Annotated[
+        str, typer.Option(metavar="CKPT", help="save what was loaded there too, from this mesh: diff finds it equal")
+    ] = "",
 ) -> None:
-    """Go on with a run from its last complete checkpoint, on as many processes as before or on others."""
+    """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""
     folder = RunDir(run)
-    given: dict[str, Any] = {"steps": steps, "dp_replicate": dp_replicate}
+    given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
     if data_:
         given["data"] = [str(Path(path).absolute()) for path in data_]
     overrides = {name: value for name, value in given.items() if value is not None}
-    order = Order(resume=True, launched=not launch.is_worker(), overrides=overrides)
+    order = Order(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to)
     if launch.is_worker():
         worker.main(run, order)
     settings, launched, corpus = folder.read_config()
-    settings = worker.changed(settings, overrides)
-    processes = nproc_per_node or int(launched["processes"])
+    processes = nproc_per_node or worker.of_mesh(worker.changed(settings, overrides)) or int(launched["processes"])
+    settings = worker.changed(settings, overrides, processes)
     settings.check_ranks(processes)
     folder.last_complete()
+    worker.check_copy(copy_to)
     worker.recorded_data(settings, corpus)
     _launch(processes, run, order)
 
@@ -121,7 +128,7 @@ def _with_flags(command: Any) -> Any:
                 typer.Option(
                     help=setting.metadata["help"],
                     rich_help_panel=setting.metadata["panel"],
-                    show_default=str(setting.default) if setting.default != () else False,
+                    show_default=str(setting.default) if setting.default not in ((), "") else False,
                 ),
             ],
         )

@@ -17,7 +17,9 @@ import tomli_w
 import torch
 
 from quantshard import recipe
+from quantshard.cli.mesh import Axes
 from quantshard.errors import ConfigurationError
+from quantshard.formats import Role
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,6 +35,7 @@ CHOICES = {
     "params_dtype": ("bfloat16", "float32"),
     "exp_avg_dtype": ("float32", "fp8"),
     "exp_avg_sq_dtype": ("float32", "fp8"),
+    "sequence_parallel": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
 }
 """Settings that are one of a few words."""
@@ -88,7 +91,17 @@ class Settings:
     eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end")
     log_every: int = _setting(1, "Running", "steps between printed lines")
     sample_bytes: int = _setting(0, "Running", "print a generated text of this length when training starts and ends")
-    dp_replicate: int = _setting(1, "Running", "copies of the model (HSDP); each is sharded over nproc / dp_replicate")
+    mesh: str = _setting(
+        "",
+        "Running",
+        "processes along dp_replicate, dp_shard and tp (tensor parallelism), as dp_shard=2,tp=2. Default: dp_shard",
+    )
+    dp_replicate: int = _setting(1, "Running", "copies of the model (HSDP), where no mesh is given")
+    sequence_parallel: str = _setting(
+        "auto",
+        "Running",
+        "divide sequences over tp between GEMMs: on, off, or auto: where a micro-batch can be divided",
+    )
     reshard_after_forward: bool = _setting(True, "Running", "free gathered weights between forward and backward")
     device: str = _setting("auto", "Running", "cpu, cuda, or auto: cuda where there is one")
     threads: int = _setting(0, "Running", "CPU threads of a process; 0: OMP_NUM_THREADS, or 1 of several processes")
@@ -107,8 +120,11 @@ class Settings:
         """These settings with what follows from others filled in, and with absolute paths."""
         factor = 8 / 3 if self.architecture == "llama" else 4.0
         ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+        axes = Axes.parse(self.mesh) if self.mesh else None
         return replace(
             self,
+            mesh=str(axes) if axes else "",
+            dp_replicate=1 if axes else self.dp_replicate,  # the mesh says it
             kv_heads=self.kv_heads or self.heads,
             ffn=self.ffn or ffn,
             decay_steps=self.decay_steps or self.steps,
@@ -140,6 +156,48 @@ class Settings:
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise ConfigurationError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+        if self.mesh:
+            self._check_mesh(Axes.parse(self.mesh))
+
+    def _check_mesh(self, axes: Axes) -> None:
+        if self.dp_replicate not in (1, axes.dp_replicate):
+            raise ConfigurationError(
+                f"dp_replicate = {self.dp_replicate}, but mesh = {axes} has dp_replicate = {axes.dp_replicate}; give "
+                "it in the mesh alone"
+            )
+        full, tp = self.resolved(), axes.tp
+        if self.heads < tp:
+            raise ConfigurationError(
+                f"heads = {self.heads}, but mesh = {axes} divides them over tp = {tp} processes; each needs one at "
+                "least, so take a smaller tp or more heads"
+            )
+        for name in ("hidden", "heads", "kv_heads", "ffn"):
+            size = getattr(full, name)
+            if size % tp:
+                raise ConfigurationError(
+                    f"{name} = {size} cannot be divided evenly over tp = {tp} processes (mesh = {axes}); make it a "
+                    f"multiple of {tp}, or take another tp"
+                )
+        weight = recipe.resolve(self.recipe).weight
+        codes = [part for part in weight.format.components if part.role is Role.CODES] if weight else []
+        packed = max((max(part.covers) for part in codes), default=1)
+        if full.ffn // tp % packed:
+            raise ConfigurationError(
+                f"ffn = {full.ffn} over tp = {tp} processes (mesh = {axes}) is {full.ffn // tp} each, but recipe = "
+                f"{self.recipe!r} stores {packed} elements in a byte; make ffn a multiple of {tp * packed}"
+            )
+
+    def axes(self, processes: int) -> Axes:
+        """How that many processes are arranged; `check_ranks` says if they cannot be."""
+        return Axes.parse(self.mesh) if self.mesh else Axes(self.dp_replicate, processes // self.dp_replicate)
+
+    def sequences_at_once(self, axes: Axes) -> int:
+        """Sequences of a micro-batch of one process."""
+        return self.global_batch // (axes.data_parallel * self.micro_batches)
+
+    def divides_sequences(self, axes: Axes) -> bool:
+        """Whether a micro-batch is divided over tp between the GEMMs (sequence parallelism)."""
+        return axes.tp > 1 and self.sequence_parallel != "off" and self.sequences_at_once(axes) % axes.tp == 0
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of processes that these settings cannot be split over.
@@ -147,14 +205,27 @@ class Settings:
         Raises:
             ConfigurationError: with the numbers, and what would fit.
         """
-        if self.global_batch % (ranks * self.micro_batches):
-            raise ConfigurationError(
-                f"global_batch = {self.global_batch} sequences cannot be split evenly over {ranks} processes x "
-                f"micro_batches = {self.micro_batches}; make it a multiple of {ranks * self.micro_batches}, or take "
-                "another --nproc-per-node"
-            )
-        if ranks % self.dp_replicate:
+        if not self.mesh and ranks % self.dp_replicate:
             raise ConfigurationError(f"dp_replicate = {self.dp_replicate} must divide the {ranks} processes")
+        axes = self.axes(ranks)
+        if axes.processes != ranks:
+            raise ConfigurationError(
+                f"mesh = {axes} is of {axes.processes} processes, but --nproc-per-node, or the launcher, says {ranks}; "
+                "make them equal, or leave --nproc-per-node out"
+            )
+        parts = axes.data_parallel * self.micro_batches
+        if self.global_batch % parts:
+            over = f"{ranks} processes" if axes.tp == 1 else f"{axes.data_parallel} data-parallel parts (mesh = {axes})"
+            raise ConfigurationError(
+                f"global_batch = {self.global_batch} sequences cannot be split evenly over {over} x micro_batches = "
+                f"{self.micro_batches}; make it a multiple of {parts}, or take another --nproc-per-node or --mesh"
+            )
+        if self.sequence_parallel == "on" and axes.tp > 1 and not self.divides_sequences(axes):
+            raise ConfigurationError(
+                f"sequence_parallel = 'on' divides the {self.sequences_at_once(axes)} sequences of a micro-batch over "
+                f"tp = {axes.tp} processes, which does not come out even; make global_batch a multiple of "
+                f"{parts * axes.tp}, or take sequence_parallel = 'auto'"
+            )
 
 
 _LEAST: dict[str, float] = {

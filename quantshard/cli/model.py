@@ -5,11 +5,16 @@
 Two architectures: "llama" (RMSNorm, SwiGLU, rotary positions, no biases) and "gpt" (LayerNorm, GELU, learned positions,
 biases). The layers' weights are quantized by the recipe; embeddings and head stay in high precision, as do norms. All
 parameters have one dtype, since FSDP2 wants that of a group.
+
+Tensor parallelism cuts the layers. Embeddings and head are whole on each of its ranks, which so have the same logits
+and the same loss: there are 257 tokens, a prime number, and a padded table would not be that of one process. Under
+sequence parallelism the ranks divide the sequences of the batch, between the embedding and the head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +26,7 @@ from torch.nn import functional as F
 from quantshard import numerics
 from quantshard.cli.config import Settings
 from quantshard.cli.data import END_OF_DOCUMENT, VOCABULARY
+from quantshard.cli.mesh import Axes, split
 from quantshard.modules import (
     LayerNorm,
     Linear,
@@ -28,9 +34,12 @@ from quantshard.modules import (
     RotaryPositionEmbedding,
     TransformerLayer,
     autocast,
+    parallel,
     quantized_model_init,
 )
 from quantshard.modules.base import QuantizedModule, WeightSpec
+from quantshard.modules.meshes import Parallelism
+from quantshard.modules.parallel import TensorParallel
 from quantshard.recipe import Recipe
 
 _EMBEDDING_STD = 0.02
@@ -40,40 +49,76 @@ _SAMPLE_STREAM = 1
 class Embedding(QuantizedModule):
     """Rows of a high-precision table [entries, size], born the same on any number of processes."""
 
-    def __init__(self, entries: int, size: int, params_dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        entries: int,
+        size: int,
+        params_dtype: torch.dtype,
+        device: torch.device | str,
+        tp_mesh: DeviceMesh | None = None,
+    ) -> None:
         with quantized_model_init(enabled=False):
-            super().__init__(device, params_dtype)
+            super().__init__(device, params_dtype, Parallelism(tp_mesh=tp_mesh))
             self._add_weight("weight", WeightSpec((entries, size), std=_EMBEDDING_STD))
 
     def forward(self, index: Tensor) -> Tensor:
         """Index int64 [...] -> [..., size]."""
-        return F.embedding(index, self.weight)
+        return F.embedding(index, self.table())
+
+    def table(self) -> Tensor:
+        """The gathered weight."""
+        return cast(Tensor, self._local("weight"))
 
 
 class LanguageModel(nn.Module):
     """Logits of the next token.
 
     Built on `device`; on "meta", `reset_parameters` of its modules fills it later, whole or sharded.
+
+    Args:
+        settings: its sizes and the like.
+        recipe: of the layers.
+        device: where the parameters are made.
+        tp_mesh: the axis of tensor parallelism.
+        sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
     """
 
-    def __init__(self, settings: Settings, recipe: Recipe, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        recipe: Recipe,
+        device: torch.device | str,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
         self.settings, self.recipe = settings, recipe
+        group = None if tp_mesh is None else tp_mesh.get_group()
+        self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
         hidden, dtype = settings.hidden, settings.torch_params_dtype
         llama = settings.architecture == "llama"
-        self.embedding = Embedding(VOCABULARY, hidden, dtype, device)
-        self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device)
+        cut: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
+        self.embedding = Embedding(VOCABULARY, hidden, dtype, device, tp_mesh)
+        self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
         with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-            self.layers = nn.ModuleList(_layer(settings, number + 1, device) for number in range(settings.layers))
-        self.norm = (RMSNorm if llama else LayerNorm)(hidden, params_dtype=dtype, device=device)
+            self.layers = nn.ModuleList(_layer(settings, number + 1, device, cut) for number in range(settings.layers))
+        self.norm = (RMSNorm if llama else LayerNorm)(hidden, params_dtype=dtype, device=device, **cut)
         self.rotary = RotaryPositionEmbedding(hidden // settings.heads) if llama else None
         self.head = None
         if not settings.tied:
             with quantized_model_init(enabled=False):
-                self.head = Linear(hidden, VOCABULARY, bias=False, params_dtype=dtype, device=device)
+                self.head = Linear(hidden, VOCABULARY, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
+
+    @property
+    def batch_multiple(self) -> int:
+        """What the number of sequences of a batch must be a multiple of."""
+        return self.tp.size if self.sequence_parallel else 1
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, VOCABULARY]."""
+        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, VOCABULARY].
+
+        The ranks of a tensor-parallel group give the same tokens and get the same logits.
+        """
         length = tokens.shape[1]
         x = self.embedding(tokens)
         angles = None
@@ -81,15 +126,19 @@ class LanguageModel(nn.Module):
             angles = self.rotary(length, device=tokens.device)
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
+        if self.sequence_parallel:
+            x = parallel.split_rows(x, self.tp)
         with autocast(recipe=self.recipe):
             for layer in self.layers:
                 x = layer(x, rotary_pos_emb=angles)
         x = self.norm(x)
-        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        if self.sequence_parallel:
+            x = parallel.join_rows(x, self.tp)
+        logits = F.linear(x, self.embedding.table()) if self.head is None else self.head(x)
         return logits.float()
 
 
-def _layer(settings: Settings, number: int, device: torch.device | str) -> TransformerLayer:
+def _layer(settings: Settings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:
     llama = settings.architecture == "llama"
     return TransformerLayer(
         settings.hidden,
@@ -105,22 +154,28 @@ def _layer(settings: Settings, number: int, device: torch.device | str) -> Trans
         activation="swiglu" if llama else "gelu",
         normalization="RMSNorm" if llama else "LayerNorm",
         attn_input_format="bshd",
+        set_parallel_mode=True,
         device=device,
+        **cut,
     )
 
 
 def build(settings: Settings, recipe: Recipe, mesh: DeviceMesh) -> LanguageModel:
     """The model, sharded over the mesh and filled with its initial weights. A collective call.
 
-    It is described on the meta device and filled shard by shard, so that no process ever holds all of it. The random
-    keys of the weights come from torch's generator, seeded here.
+    The mesh has the axes of `mesh.Axes`, by name; that of tensor parallelism cuts the layers, `fully_shard` gets the
+    others. The model is described on the meta device and filled shard by shard, so that no process ever holds all of
+    it. The random keys of the weights come from torch's generator, seeded here.
     """
     torch.manual_seed(settings.seed)
-    model = LanguageModel(settings, recipe, "meta")
+    data_mesh, tp_mesh = split(mesh)
+    tp_size = 1 if tp_mesh is None else tp_mesh.size()
+    axes = Axes(dp_shard=data_mesh.size(), tp=tp_size)
+    model = LanguageModel(settings, recipe, "meta", tp_mesh, settings.divides_sequences(axes))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # sums of gradients over processes and micro-batches
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+        fully_shard(layer, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, QuantizedModule):
             module.reset_parameters()
@@ -145,7 +200,8 @@ def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0,
     was_training = model.training
     model.eval()
     for chance in numerics.uniform(words).tolist():
-        window = torch.tensor([tokens[-model.settings.seq_length :]], device=device)
+        # alike sequences, where one cannot be divided: no scale of an activation depends on how many there are
+        window = torch.tensor([tokens[-model.settings.seq_length :]] * model.batch_multiple, device=device)
         probabilities = (model(window)[0, -1].double() / temperature).softmax(-1)
         token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], device=device))
         token.clamp_(max=VOCABULARY - 1)

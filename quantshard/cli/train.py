@@ -15,18 +15,19 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints, components, recipe
 from quantshard.cli import model as models
 from quantshard.cli.config import Settings
 from quantshard.cli.data import Corpus, Windows, text
+from quantshard.cli.mesh import TP, Share
 from quantshard.cli.progress import Progress
 from quantshard.cli.run_dir import RunDir
 from quantshard.errors import CheckpointError
@@ -76,9 +77,9 @@ class Trainer:
         settings.check_ranks(place.ranks)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
         self.windows = Windows(corpus, settings.seq_length, settings.heldout)
-        replicas, shards = settings.dp_replicate, place.ranks // settings.dp_replicate
-        shape, axes = ((replicas, shards), ("dp_replicate", "dp_shard")) if replicas > 1 else ((shards,), ("dp_shard",))
-        mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=axes)
+        self.axes = settings.axes(place.ranks)
+        mesh = self.axes.device_mesh(place.device.type)
+        self.share = Share.of(mesh)
         self.model = models.build(settings, recipe.resolve(settings.recipe), mesh)
         self.optimizer = make_optimizer(self.model, settings)
         self.progress = Progress(settings, shown=place.rank == 0)
@@ -87,11 +88,11 @@ class Trainer:
 
     def step(self, step: int) -> tuple[float, float, bool]:
         """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
-        settings, place = self.settings, self.place
-        share = settings.global_batch // place.ranks
-        batch = self.windows.batch(settings.seed, step, place.rank * share, share).to(place.device)
-        if settings.dropout:
-            torch.manual_seed(settings.seed + step * place.ranks + place.rank)
+        settings, place, share = self.settings, self.place, self.share
+        count = settings.global_batch // share.count
+        batch = self.windows.batch(settings.seed, step, share.index * count, count).to(place.device)
+        if settings.dropout:  # alike on the processes that compute on the same sequences
+            torch.manual_seed(settings.seed + step * share.count + share.index)
         total = torch.zeros((), dtype=torch.float64, device=place.device)
         parts = batch.chunk(settings.micro_batches)
         for number, part in enumerate(parts):
@@ -99,20 +100,25 @@ class Trainer:
             loss = models.loss(self.model(part[:, :-1]), part[:, 1:]) / len(parts)
             loss.backward()
             total += loss.detach().double()
-        sums = self._sum(total, self._squares(), total.new_tensor(float(self.stop.raised)))
-        norm = math.sqrt(sums[1] / settings.dp_replicate)
+        sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
+        norm = math.sqrt(sums[1] / self.axes.dp_replicate)
         if settings.clip:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, total.new_tensor(norm).float())
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return sums[0] / place.ranks, norm, sums[2] > 0
+        return sums[0] / share.count, norm, sums[2] > 0
 
     def _squares(self) -> Tensor:
-        """Sum of the squares of this process's shard of the gradient, float64."""
-        grads = (param.grad for param in self.model.parameters() if param.grad is not None)
-        parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        """Sum of the squares of this process's shard of the gradient, float64; of what a tensor-parallel group has
+        whole, on the first process of it."""
+        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+        parts = [
+            grad.to_local() if isinstance(grad, DTensor) else grad
+            for grad in grads
+            if self.share.counts or _is_cut(grad)
+        ]
         return torch.stack([part.double().square().sum() for part in parts]).sum()
 
     def _sum(self, *values: Tensor) -> list[float]:
@@ -124,22 +130,23 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss over the held-out windows, or None if nothing is held out."""
-        ranks, rank = self.place.ranks, self.place.rank
+        count, index = self.share.count, self.share.index
         windows = self.windows.heldout(self.settings.eval_sequences)
         if not len(windows):
             return None
-        at_once = max(1, self.settings.global_batch // (ranks * self.settings.micro_batches))
+        at_once = self.settings.global_batch // (count * self.settings.micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.place.device)
         self.model.eval()
-        for first in range(0, len(windows), ranks * at_once):
-            mine = windows[first + rank * at_once : first + (rank + 1) * at_once].to(self.place.device)
+        for first in range(0, len(windows), count * at_once):
+            mine = windows[first + index * at_once : first + (index + 1) * at_once].to(self.place.device)
             # every process must take part in the gathers of every forward, those without a window too
             used = mine if len(mine) else windows[:1].to(self.place.device)
-            loss = models.loss(self.model(used[:, :-1]), used[:, 1:])
-            total += loss.double() * len(mine)
+            more = -len(used) % self.model.batch_multiple
+            logits = self.model(torch.cat([used, used[-1:].expand(more, -1)])[:, :-1])[: len(used)]
+            total += models.loss(logits, used[:, 1:]).double() * len(mine)
         self.model.train()
         models.reshard(self.model)
-        return self._sum(total)[0] / len(windows)
+        return self._sum(total * self.share.counts)[0] / len(windows)
 
     # The run ---------------------------------------------------------------------------------------------------------
 
@@ -160,12 +167,16 @@ class Trainer:
             raise CheckpointError(f"{path} was saved after step {int(extra['step'])}, not {step}; restore its name")
 
     def save(self, step: int) -> None:
-        """Save a checkpoint, in place of one that was not completed."""
+        """Save a checkpoint into the run, in place of one that was not completed."""
         if self.place.rank == 0 and self.run.remove_incomplete(step):
             self.progress.note(f"removed the incomplete checkpoint {self.run.checkpoint(step)}")
-        extra = {"step": step, "seed": self.settings.seed, "recipe": self.settings.recipe}
         dist.barrier()
-        checkpoints.save(self.run.checkpoint(step), self.model, self.optimizer, extra)
+        self.save_to(self.run.checkpoint(step), step)
+
+    def save_to(self, path: Path, step: int) -> None:
+        """Save a checkpoint anywhere."""
+        extra = {"step": step, "seed": self.settings.seed, "recipe": self.settings.recipe}
+        checkpoints.save(path, self.model, self.optimizer, extra)
 
     def train(self, done: int) -> None:
         """Train from the step after `done` to the last, saving and evaluating as the settings say."""
@@ -253,13 +264,28 @@ def memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def _is_cut(grad: Tensor) -> bool:
+    """Whether the processes of a tensor-parallel group have different parts of a gradient."""
+    if not isinstance(grad, DTensor):
+        return False
+    axes = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
+    return any(name == TP and not placement.is_replicate() for name, placement in axes)
+
+
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def describe(settings: Settings, corpus: Mapping[str, Any], place: Place) -> str:
     """One line on what is about to be trained, on what and where."""
+    axes = settings.axes(place.ranks)
+    divided = ""
+    if axes.tp > 1:
+        divided = f", sequence parallelism {'on' if settings.divides_sequences(axes) else 'off'}"
+        if settings.sequence_parallel == "auto":
+            divided += f" ({settings.sequences_at_once(axes)} sequences a micro-batch)"
     return (
         f"training {settings.architecture} ({settings.layers} layers of {settings.hidden}) with {settings.recipe} "
-        f"weights on {place.ranks} x {place.device.type}, {len(corpus['files'])} files of {corpus['bytes']} bytes"
+        f"weights on {place.ranks} x {place.device.type} ({axes}{divided}), {len(corpus['files'])} files of "
+        f"{corpus['bytes']} bytes"
     )

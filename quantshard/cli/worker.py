@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from quantshard.cli import data, launch
 from quantshard.cli.config import Settings, from_mapping
+from quantshard.cli.mesh import Axes
 from quantshard.cli.run_dir import RunDir
 from quantshard.cli.train import Place, StopFlag, Trainer, describe
 from quantshard.errors import ConfigurationError, QuantshardError
@@ -33,24 +34,30 @@ class Order:
 
     `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
     `new`: the settings of a run that rank 0 is to make first. `overrides`: settings that `resume` changes; with "data"
-    among them, the data are looked for there.
+    among them, the data are looked for there. `copy_to`: where to save what was loaded once more; "" for nowhere.
     """
 
     resume: bool
     launched: bool
     new: dict[str, Any] | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
+    copy_to: str = ""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What rank 0 found out for all: the settings, how the run was started, its data, and the step to go on from."""
+    """What rank 0 found out for all: the settings, how the run was started, its data, and the step to go on from.
+
+    `skipped`: later steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
+    processes.
+    """
 
     settings: Settings
     launched: dict[str, Any]
     corpus: dict[str, Any]
     done: int = 0
     skipped: tuple[int, ...] = ()
+    left: str = ""
 
 
 def create(run: RunDir, settings: Settings, processes: int) -> None:
@@ -73,17 +80,46 @@ def how_started(settings: Settings, processes: int) -> dict[str, Any]:
     )
     return {
         "processes": processes,
+        "mesh": str(settings.axes(processes)),
         "threads": threads,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
 
 
-def changed(settings: Settings, overrides: dict[str, Any]) -> Settings:
-    """The settings of a run that is resumed with some of them changed, checked."""
-    result = replace(settings, **from_mapping(overrides, "resume"))
+def of_mesh(settings: Settings) -> int:
+    """The processes of the mesh that the settings name; 0 if they name none."""
+    return Axes.parse(settings.mesh).processes if settings.mesh else 0
+
+
+def changed(settings: Settings, overrides: dict[str, Any], processes: int = 0) -> Settings:
+    """The settings of a run that is resumed with some of them changed, checked.
+
+    `processes`: of which the mesh will be. Where that of the run is not, and no other is named, it is all in dp_shard.
+    """
+    given = from_mapping(overrides, "resume")
+    if settings.mesh and "dp_replicate" in given and "mesh" not in given:
+        raise ConfigurationError(
+            f"dp_replicate = {given['dp_replicate']} alone does not say what becomes of mesh = {settings.mesh}; name "
+            "the whole mesh with --mesh"
+        )
+    if "mesh" in given:
+        settings = replace(settings, dp_replicate=1)  # of the mesh that is left
+    elif processes and of_mesh(settings) not in (0, processes):
+        settings = replace(settings, mesh="", dp_replicate=1)
+    result = replace(settings, **given)
     result.check()
-    return result
+    return result.resolved()
+
+
+def check_copy(path: str) -> None:
+    """Refuse to save over what exists.
+
+    Raises:
+        ConfigurationError: naming the path.
+    """
+    if path and Path(path).exists():
+        raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
 
 
 def recorded_data(settings: Settings, recorded: dict[str, Any]) -> data.Corpus:
@@ -115,6 +151,9 @@ def work(run: RunDir, order: Order) -> None:
         run.forget_after(task.done)
     table = explain(trainer.model, trainer.optimizer)
     _announce(run, task, place, trainer, str(table))
+    if order.copy_to:
+        trainer.save_to(Path(order.copy_to), task.done)
+        trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
     trainer.train(task.done)
 
 
@@ -124,6 +163,9 @@ def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: st
     note(describe(task.settings, task.corpus, place))
     for step in task.skipped:
         note(f"skipped the incomplete checkpoint {run.checkpoint(step)}; it is written anew when its step is reached")
+    if task.left:
+        now = task.settings.axes(place.ranks)
+        note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
     if task.done:
         note(f"resumed after step {task.done}, from {run.checkpoint(task.done)}")
 
@@ -132,11 +174,12 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     """On rank 0: make the run if it is new and not yet there, lock it, and read what all need."""
     if order.new is not None:
         create(run, Settings(**from_mapping(order.new, "train")), place.ranks)
+    check_copy(order.copy_to)
     run.lock()
     settings, launched, corpus = run.read_config()
     if not order.resume:
         return Task(settings, launched, corpus)
-    settings = changed(settings, order.overrides)
+    before, settings = settings, changed(settings, order.overrides, place.ranks)
     settings.check_ranks(place.ranks)
     started = how_started(settings, place.ranks)
     if not settings.threads and launched["processes"] == place.ranks:
@@ -144,7 +187,8 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     done, skipped = run.last_complete()
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
-    return Task(settings, started, corpus, done, tuple(skipped))
+    left = before.mesh if not settings.mesh else ""
+    return Task(settings, started, corpus, done, tuple(skipped), left)
 
 
 def _make_deterministic(place: Place, threads: int) -> None:

@@ -1,9 +1,15 @@
 """What the command line refuses before it starts a process: one line, exit code, nothing written."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from quantshard import cli
-from quantshard.cli import launch
+from quantshard.cli import launch, worker
+from quantshard.cli.config import Settings
+from quantshard.cli.mesh import Axes
+from quantshard.cli.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +85,76 @@ def test_help_lists_commands_and_settings(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert caught.value.code == 0
     assert all(f"--{name}" in shown for name in ("run", "recipe", "kv-heads", "save-every", "nproc-per-node"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--mesh", "dp_shard=2,tp=2", "--nproc-per-node", "3"], "dp_shard=2,tp=2 is of 4 processes, but .* says 3"),
+        (["--mesh", "dp_shard=2,pp=2"], "no axis 'pp'"),
+        (["--mesh", "dp_shard=2,tp=8"], "heads = 4, but mesh = dp_shard=2,tp=8"),
+        (["--mesh", "dp_shard=3", "--global-batch", "4"], "cannot be split evenly over 3 processes"),
+        (["--mesh", "tp=2", "--dp-replicate", "2"], "dp_replicate = 2, but mesh = dp_shard=1,tp=2"),
+    ],
+)
+def test_mesh_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, says):
+    found, lines = run(monkeypatch, capsys, "train", "--run", "r", "--data", "text", *arguments)
+    assert found == 1 and len(lines) == 1 and re.search(says, lines[0]), lines
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["text"]
+
+
+def recorded(folder):
+    """What a run's file says of its mesh: the setting, and how it was started."""
+    settings, launched, _ = RunDir(folder).read_config()
+    return settings.mesh, settings.dp_replicate, launched["mesh"], launched["processes"]
+
+
+def test_mesh_gives_the_processes_and_is_kept(monkeypatch, capsys, tmp_path):
+    given = []
+    monkeypatch.setattr(launch, "launch", lambda processes, arguments: given.append(processes))
+    sizes = ["--data", "text", "--global-batch", "12"]
+    assert run(monkeypatch, capsys, "train", "--run", "r", "--mesh", "tp=2,dp_shard=2", *sizes) == (0, [])
+    assert run(monkeypatch, capsys, "train", "--run", "s", "--mesh", "tp=2", "--nproc-per-node", 2, *sizes) == (0, [])
+    assert run(monkeypatch, capsys, "train", "--run", "t", "--dp-replicate", 2, "--nproc-per-node", 4, *sizes)[0] == 0
+    assert recorded(tmp_path / "r") == ("dp_shard=2,tp=2", 1, "dp_shard=2,tp=2", 4)
+    assert recorded(tmp_path / "t") == ("", 2, "dp_replicate=2,dp_shard=2", 4)
+    assert given == [4, 2, 4]
+    assert run(monkeypatch, capsys, "train", "--run", "u", "--config", "r/config.toml", *sizes) == (0, [])
+    assert recorded(tmp_path / "u") == recorded(tmp_path / "r")
+
+
+def test_resume_onto_a_mesh(monkeypatch, capsys, tmp_path):
+    given = []
+    monkeypatch.setattr(launch, "launch", lambda processes, arguments: given.append(processes))
+    sizes = ["--data", "text", "--global-batch", "12"]
+    run(monkeypatch, capsys, "train", "--run", "r", "--mesh", "dp_shard=2,tp=2", *sizes)
+    run(monkeypatch, capsys, "train", "--run", "t", "--dp-replicate", 2, "--nproc-per-node", 4, *sizes)
+    for folder in ("r", "t"):
+        saved = tmp_path / folder / "checkpoints" / "step-000002"
+        saved.mkdir(parents=True)
+        (saved / ".metadata").touch()
+    given.clear()
+    for arguments in ([], ["--mesh", "dp_shard=3"], ["--nproc-per-node", 6], ["--mesh", "tp=2", "--dp-replicate", 1]):
+        assert run(monkeypatch, capsys, "resume", "r", *arguments) == (0, []), arguments
+    for arguments in ([], ["--mesh", "tp=2"], ["--nproc-per-node", 6], ["--dp-replicate", 4]):
+        assert run(monkeypatch, capsys, "resume", "t", *arguments) == (0, []), arguments
+    assert given == [4, 3, 6, 2, 4, 2, 6, 4]
+    for arguments, says in (
+        (["--mesh", "dp_shard=4", "--nproc-per-node", 2], "dp_shard=4 is of 4 processes, but .* says 2"),
+        (["--mesh", "tp=8"], "heads = 4, but mesh = dp_shard=1,tp=8"),
+        (["--dp-replicate", 2], r"dp_replicate = 2 alone .* mesh = dp_shard=2,tp=2; name the whole mesh"),
+        (["--nproc-per-node", 5], "cannot be split evenly over 5 processes"),
+        (["--copy-to", "text"], "text exists; name another folder with --copy-to"),
+    ):
+        found, lines = run(monkeypatch, capsys, "resume", "r", *arguments)
+        assert found == 1 and len(lines) == 1 and re.search(says, lines[0]), lines
+
+
+def test_changed_mesh():
+    of_run = replace(Settings(), mesh="dp_shard=2,tp=2").resolved()
+    assert worker.changed(of_run, {}, 4).mesh == "dp_shard=2,tp=2"
+    assert worker.changed(of_run, {}, 3).axes(3) == Axes(dp_shard=3)  # which `resume` says aloud
+    assert worker.changed(of_run, {"mesh": "tp=4"}, 3).mesh == "dp_shard=1,tp=4"  # refused by check_ranks
+    replicated = replace(Settings(), dp_replicate=2).resolved()
+    assert worker.changed(replicated, {}, 4).axes(4) == Axes(2, 2)
+    assert worker.changed(replicated, {"mesh": "dp_shard=4"}, 4).axes(4) == Axes(1, 4)
