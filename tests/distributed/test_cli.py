@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantshard.checkpoints.compare import compare
 from quantshard.cli.config import Settings
 from quantshard.cli.data import collect, from_table
+from quantshard.cli.mesh import Axes
+from quantshard.cli.model import generate
 from quantshard.cli.run_dir import RunDir
 from quantshard.cli.train import Place, StopFlag, Trainer
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -297,3 +300,117 @@ def test_same_global_batch_on_one_and_four(text, recipe):
         # the same weights and sequences; sums over sequences are taken in another order
         assert together[0] == pytest.approx(alone[0], rel=1e-6) and together[1] == pytest.approx(alone[1], rel=1e-3)
         assert heldout == pytest.approx(heldout_alone, rel=1e-3)
+
+
+# Meshes with an axis of tensor parallelism
+
+MESH = "dp_shard=2,tp=2"
+CUT = [*SIZES.split(), "--heads", 4, "--layers", 1, "--global-batch", 8, "--save-every", 2, "--eval-every", 4]  # the last flag counts
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(text, tmp_path_factory):
+    """A run on 2 x 2 processes, of 4 steps."""
+    run = tmp_path_factory.mktemp("meshes") / "run"
+    result = quantshard("train", "--run", run, "--data", text, "--mesh", MESH, "--steps", 4, *CUT)
+    assert result.returncode == 0, result.stderr
+    assert "dp_shard=2 StridedShard(0), tp=2 Shard(0)" in result.stdout  # explain
+    assert f"on 4 x cpu ({MESH}, sequence parallelism on (4 sequences a micro-batch))" in result.stdout
+    return run
+
+
+def test_resumed_onto_another_mesh(tensor_parallel, tmp_path):
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    shutil.copytree(tensor_parallel, run)
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    result = quantshard("resume", run, "--mesh", "dp_shard=4", "--steps", 3, "--copy-to", copy)
+    assert result.returncode == 0 and "on 4 x cpu (dp_shard=4)" in result.stdout, result.stderr
+    compared = quantshard("diff", run / "checkpoints" / "step-000002", copy)
+    assert compared.returncode == 0 and compared.stdout.startswith("equal: "), compared.stdout
+    settings, launched, _ = RunDir(run).read_config()
+    assert settings.mesh == launched["mesh"] == "dp_shard=4"
+    assert losses(run)[:2] == losses(tensor_parallel)[:2]
+    assert abs(losses(run)[2]["loss"] - losses(tensor_parallel)[2]["loss"]) < 0.02  # bf16 activations, other sums
+
+
+def trainer_of(folder, **changes):
+    settings, _, corpus = RunDir(Path(folder)).read_config()
+    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    settings = replace(settings, **changes).resolved()
+    return Trainer(settings, from_table(corpus), RunDir(Path(folder)), place, StopFlag())
+
+
+def born_and_resumed(folder, born, mesh):
+    trainer = trainer_of(folder, mesh=mesh)
+    trainer.save_to(Path(born), 0)
+    if mesh != MESH:
+        return []
+    trainer.load(2)
+    return [[*trainer.step(step)[:2], trainer.evaluate() if step == 4 else None] for step in (3, 4)]
+
+
+def test_born_as_in_one_process_and_resumed_bitwise(tensor_parallel, tmp_path):
+    run_ranks(1, born_and_resumed, str(tensor_parallel), str(tmp_path / "1"), "dp_shard=1")
+    resumed = run_ranks(4, born_and_resumed, str(tensor_parallel), str(tmp_path / "4"), MESH)
+    compared = compare(tmp_path / "1", tmp_path / "4")
+    assert compared.equal and compared.tensors > 50, compared
+    told = [[r["loss"], r["grad_norm"], r.get("heldout_loss")] for r in metrics(tensor_parallel)[2:]]
+    assert resumed == [told] * 4
+
+
+ALIKE = {
+    "params_dtype": "float32",
+    "recipe": "bf16",
+    "global_batch": 8,
+    "eval_sequences": 5,
+    "sequence_parallel": "auto",
+}
+CASES = {
+    "llama": {},
+    "rows stay": {"global_batch": 4, "micro_batches": 2, "sequence_parallel": "off"},
+    "gpt": {"architecture": "gpt", "tied": True, "micro_batches": 2},
+    "three": {"heads": 3, "kv_heads": 3, "ffn": 201},
+    "dropout": {"dropout": 0.2},
+}
+
+
+def figures(folder, cases, mesh):
+    """Of each case the figures of two steps and of an evaluation, and a generated text."""
+    found = {}
+    for case in cases:
+        trainer = trainer_of(folder, **ALIKE | CASES[case], mesh=mesh)
+        steps = [value for step in (1, 2) for value in trainer.step(step)[:2]]
+        text = generate(trainer.model, b"def", 3)
+        assert trainer.model.sequence_parallel == (mesh in ("tp=2", MESH) and case != "rows stay")
+        found[case] = [*steps, trainer.evaluate()], text
+    return found
+
+
+def test_training_on_each_mesh_is_that_of_one_process(tensor_parallel):
+    [alone] = run_ranks(1, figures, str(tensor_parallel), list(CASES), "dp_shard=1")
+    meshes = {
+        "tp=2": ["llama", "rows stay", "gpt", "dropout"],
+        "dp_replicate=2,tp=2": ["rows stay"],
+        MESH: ["gpt", "dropout"],
+        "tp=3": ["three"],
+    }
+    for mesh, cases in meshes.items():
+        ranks = run_ranks(Axes.parse(mesh).processes, figures, str(tensor_parallel), cases, mesh)
+        assert all(found == ranks[0] for found in ranks), mesh
+        for case in cases:
+            (found, text), (expected, expected_text) = ranks[0][case], alone[case]
+            if case == "dropout":  # other elements are dropped
+                assert found[:2] != expected[:2] and found == pytest.approx(expected, rel=0.05)
+            else:  # float32 sums in another order
+                assert found == pytest.approx(expected, rel=1e-5) and text == expected_text, (mesh, case)
+
+
+def refused_mesh(folder, mesh):
+    with pytest.raises(ConfigurationError) as caught:
+        trainer_of(folder, mesh=mesh)
+    return str(caught.value)
+
+
+def test_mesh_of_another_size_is_refused_on_every_rank(tensor_parallel):
+    for message in run_ranks(3, refused_mesh, str(tensor_parallel), MESH):
+        assert re.search(r"dp_shard=2,tp=2 is of 4 processes, but .* says 3", message) and "\n" not in message
