@@ -166,6 +166,8 @@ class Settings:
                 "it in the mesh alone"
             )
         full, tp = self.resolved(), axes.tp
+        if tp == 1:
+            return
         if self.heads < tp:
             raise ConfigurationError(
                 f"heads = {self.heads}, but mesh = {axes} divides them over tp = {tp} processes; each needs one at "
@@ -179,8 +181,8 @@ class Settings:
                     f"multiple of {tp}, or take another tp"
                 )
         weight = recipe.resolve(self.recipe).weight
-        codes = [part for part in weight.format.components if part.role is Role.CODES] if weight else []
-        packed = max((max(part.covers) for part in codes), default=1)
+        parts = weight.format.components if weight else ()
+        packed = max((max(part.covers) for part in parts if part.role is Role.CODES), default=1)
         if full.ffn // tp % packed:
             raise ConfigurationError(
                 f"ffn = {full.ffn} over tp = {tp} processes (mesh = {axes}) is {full.ffn // tp} each, but recipe = "

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import backend, limits, numerics
-from quantshard.amax import Group, Groups, history_amax
+from quantshard.amax import Groups, history_amax
 from quantshard.backend import Operand, Split
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
@@ -58,7 +57,7 @@ class LinearState:
     record: bool
     tp: TensorParallel = parallel.NONE
     amax_group: Groups = None
-    data_group: dist.ProcessGroup | None = None
+    data_group: Groups = None
 
     def split(self, role: TensorRole) -> Split | None:
         """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
@@ -297,7 +296,7 @@ def _both_ways(
     first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
     second = call.recipe.cell(role, Gemm.WGRAD)
     amax = _delayed_amax(values, role, first or second, call, state)
-    words = _Words(state.weights[part], state.data_group or state.tp.group, values.device)
+    words = _Words(state.weights[part], state.tp.group if state.data_group is None else state.data_group, values.device)
     shared, split = serves_both(first, second), state.split(role)
     spread = split if split is not None and split.dim == 0 else None
     piece: Operand = values
@@ -350,7 +349,7 @@ class _Words:
     words of the tensor that they hold pieces of, by global index.
     """
 
-    def __init__(self, weight: dict[str, Tensor], group: Group, device: torch.device) -> None:
+    def __init__(self, weight: dict[str, Tensor], group: Groups, device: torch.device) -> None:
         self.weight, self.group, self.device, self.draw = weight, group, device, -1
 
     def of(self, stream: int) -> backend.Words:

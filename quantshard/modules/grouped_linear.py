@@ -137,9 +137,9 @@ class GroupedLinear(QuantizedModule):
         state = super()._linear_state(weights, recipe, prefix)
         if self.ep_mesh is None or self.ep_mesh.size() == 1:
             return state
-        if self.tp_size == 1:
-            # an expert's tokens are those of the whole axis, on whichever of its ranks it stands
-            state = replace(state, data_group=self.ep_mesh.get_group())
+        # an expert's tokens are those of the whole axis, on whichever of its ranks it stands
+        axes = [mesh.get_group() for mesh in (self.ep_mesh, self.tp_mesh) if mesh is not None]
+        state = replace(state, data_group=tuple(axes))
         if not self._history_lengths(recipe):
             return state
         return replace(state, amax_group=private_torch.other_axes(self.ep_mesh))

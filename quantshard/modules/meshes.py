@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quantshard import distribute
 from quantshard.amax import Group
@@ -179,25 +179,32 @@ class OnMesh(nn.Module):
         """This rank's part of a parameter, or None where the module has none of that name.
 
         Raises:
-            ConfigurationError: it is sharded by FSDP still.
+            ConfigurationError: it is sharded by FSDP still, or, shared with another module, cut otherwise than here.
         """
         param = getattr(self, name)
         if param is None:
             return None
-        cut = self._cuts.get(name)
-        is_piece = cut is not None and self.tp_mesh is not None and self.tp_size > 1
-        if not isinstance(param, DTensor) or all(placement.is_replicate() for placement in param.placements):
-            if is_piece:
-                raise ConfigurationError(
-                    f"{type(self).__name__}.{name} is whole on every rank, but tensor parallelism over {self.tp_size} "
-                    f"ranks cuts its dim {cut}; a weight that is shared with another module must be cut there likewise "
-                    "(parallelize_module on the same mesh) before it is assigned here"
-                )
-            return param.to_local() if isinstance(param, DTensor) else param
+        cut = self._cuts.get(name) if self.tp_mesh is not None else None
+        if not isinstance(param, DTensor):
+            if cut is not None and self.tp_size > 1:
+                raise ConfigurationError(self._cut_otherwise(name, "whole on every rank"))
+            return param
         here = self.tp_mesh is not None and param.device_mesh == self.tp_mesh
-        if here and cut is not None and param.placements == (Shard(cut),):
+        whole = all(placement.is_replicate() for placement in param.placements)
+        if here and param.placements != (Replicate() if cut is None else Shard(cut),) and self.tp_size > 1:
+            raise ConfigurationError(self._cut_otherwise(name, f"{param.placements} on tp_mesh"))
+        if whole or (here and cut is not None and param.placements == (Shard(cut),)):
             return param.to_local()
         raise ConfigurationError(
             f"{type(self).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the "
             "module through the FSDP-wrapped one that gathers it, or call unshard() on that first"
+        )
+
+    def _cut_otherwise(self, name: str, found: str) -> str:
+        cut = self._cuts.get(name)
+        wanted = "has it whole" if cut is None else f"cuts its dim {cut}"
+        return (
+            f"{type(self).__name__}.{name} is {found}, but tensor parallelism over {self.tp_size} ranks {wanted} here; "
+            "a weight that is shared with another module must be cut likewise there, as parallelize_module does, "
+            "before it is assigned here"
         )

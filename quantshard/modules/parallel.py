@@ -30,7 +30,7 @@ from torch import Tensor
 
 from quantshard import amax, numerics, private_torch
 from quantshard import storage as storages
-from quantshard.amax import Group
+from quantshard.amax import Group, Groups
 from quantshard.backend import Split
 from quantshard.errors import ConfigurationError
 
@@ -97,16 +97,20 @@ def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
         )
 
 
-def stream_base(group: Group) -> int:
+def stream_base(group: Groups) -> int:
     """Which data a tensor-parallel group works on: a number equal on its ranks, by which random streams are told apart.
 
-    Where the groups are those of one axis of a mesh it is the index among them, so the data-parallel rank, and the
-    streams are those of a run without tensor parallelism. Of other groups two may have one number, which costs no more
-    than that their gradients are rounded with the same words. Without a group it is the rank itself.
+    `group`: it, or the groups of several axes of a mesh, which work on one batch together. Where they are those of the
+    same axes on all ranks it is the index among them, so the data-parallel rank, and the streams are those of a run
+    without these axes. Of other groups two may have one number, which costs no more than that their gradients are
+    rounded with the same words. Without a group it is the rank itself.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
-    ranks = [dist.get_rank()] if group is None else sorted(dist.get_process_group_ranks(group))
+    here = dist.get_rank()
+    ranks = [here]
+    for axis in () if group is None else group if isinstance(group, tuple) else (group,):
+        ranks = sorted(rank + other - here for rank in ranks for other in dist.get_process_group_ranks(axis))
     first, stride = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
     period = stride * len(ranks)
     if ranks != list(range(first, first + period, stride)) or first % period >= stride:

@@ -66,23 +66,21 @@ CUTS: dict[str, int | None] = {
     "column.bias": 0,
     "row.weight": 1,
     "row.bias": None,
-    "small.weight": 0,
     "replicated.weight": None,
     "plain.weight": 1,
 }
 """The dim that tensor parallelism cuts. It does not touch the norm, so that the norm is on another mesh."""
 
 
-def whole(recipe: str, seed: int = 7, device: str | None = None) -> nn.Sequential:
-    """Blocks of every size straddle the cuts of 140 rows and 152 columns; some ranks hold no row of the small ones."""
+def whole(recipe: str, seed: int = 7, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    """Blocks of every size straddle the cuts of 140 rows and 152 columns; some ranks hold nothing of the one row."""
     torch.manual_seed(seed)
-    kind = {"params_dtype": torch.bfloat16, "device": device}
+    kind = {"params_dtype": dtype, "device": device}
     with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
         layers: dict[str, nn.Module] = {
             "column": qs.Linear(152, 140, **kind),
             "row": qs.Linear(152, 140, **kind),
-            "small": qs.Linear(8, 4, bias=False, **kind),
-            "replicated": qs.Linear(24, 3, bias=False, **kind),
+            "replicated": qs.Linear(24, 1, bias=False, **kind),
             "norm": qs.RMSNorm(9, **kind),
         }
     with qs.quantized_model_init(enabled=False):
@@ -90,8 +88,10 @@ def whole(recipe: str, seed: int = 7, device: str | None = None) -> nn.Sequentia
     return nn.Sequential(OrderedDict(layers))
 
 
-def build(axes: Axes, recipe: str, seed: int = 7, meta: bool = False) -> nn.Sequential:
-    model = whole(recipe, seed, "meta" if meta else None)
+def build(
+    axes: Axes, recipe: str, seed: int = 7, meta: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> nn.Sequential:
+    model = whole(recipe, seed, "meta" if meta else "cpu", dtype)
     root = axes.root()
     for name, dim in CUTS.items() if axes.tp else ():
         layer, leaf = name.split(".")
@@ -109,4 +109,4 @@ def build(axes: Axes, recipe: str, seed: int = 7, meta: bool = False) -> nn.Sequ
 
 
 def quantized_layers(model: nn.Sequential) -> Iterator[tuple[str, qs.Linear]]:
-    return ((name, model.get_submodule(name)) for name in ("column", "row", "small", "replicated"))
+    return ((name, model.get_submodule(name)) for name in ("column", "row", "replicated"))

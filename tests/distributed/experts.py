@@ -263,12 +263,13 @@ def cut(mode: str, recipe: str, ep: int, quantized: bool) -> tuple[list[str], fl
         y.backward(pieces[1].contiguous())
         z.backward(dy)
         assert a.grad is not None and b.grad is not None
-        compared = {"y": (_whole(y.detach(), mesh, mode == "column"), z.detach()[rows])}
-        compared["dx"] = (_whole(a.grad, mesh, mode == "row"), b.grad[rows])
-        others = dict(alone.named_parameters())
+        references = [{"y": z.detach(), "dx": b.grad} | {name: p.grad for name, p in alone.named_parameters()}]
+        dist.broadcast_object_list(references)  # alone, each rank has random words of its own
+        compared = {"y": (_whole(y.detach(), mesh, mode == "column"), references[0]["y"][rows])}
+        compared["dx"] = (_whole(a.grad, mesh, mode == "row"), references[0]["dx"][rows])
         for name, param in module.named_parameters():
-            assert isinstance(param.grad, DTensor) and others[name].grad is not None
-            compared[name] = (param.grad.full_tensor(), others[name].grad)
+            assert isinstance(param.grad, DTensor)
+            compared[name] = (param.grad.full_tensor(), references[0][name])
         for what, (found, reference) in compared.items():
             difference = off(found, reference) if reference.count_nonzero() else float(found.count_nonzero())
             if not difference <= worst:
