@@ -4,12 +4,12 @@ Each test names its rank count.
 
 **Birth.** Bitwise, on every mesh.
 
-**In high precision** (the recipe "bf16", float32 parameters) a mesh changes the order of sums and nothing else. A sum of
-n float32 terms has n - 1 roundings, each off by at most u = 2**-24 of a partial sum: about sqrt(n) * u of the norm of
-the terms, for they are independent. No sum has more than 96 terms (tokens). A gradient comes out of 14 of them, one
-behind the other: those of attention's two products, its two projections, the MLP's two and the head's, forward and backward. So
-ORDER = sqrt(14 * 96) * u = 2.2e-6 bounds first gradients and losses; and parameters after 20 steps of an optimizer that
-is linear in gradients, which moved by less than they are long. (What is found is 2e-7 to 4e-7.)
+**In high precision** (the recipe "bf16", float32 parameters) a mesh changes the order of sums and nothing else. A sum
+of n float32 terms has n - 1 roundings, each off by at most u = 2**-24 of a partial sum: about sqrt(n) * u of the norm
+of the terms, for they are independent. No sum has more than 96 terms (tokens). A gradient comes out of 14 of them, one
+behind the other: those of attention's two products, its two projections, the MLP's two and the head's, forward and
+backward. So ORDER = sqrt(14 * 96) * u = 2.2e-6 bounds first gradients and losses; and parameters after 20 steps of an
+optimizer that is linear in gradients, which moved by less than they are long. (What is found is 2e-7 to 4e-7.)
 
 **Quantized**, a difference of 1e-7 now and then carries a value over the boundary between two codes, which are 2**-3 of
 it apart: two runs whose sums differ in order drift apart as far as rounding itself goes. So here sums are taken in
