@@ -47,6 +47,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EVERY = MESHES | MORE_MESHES
 FULL = StateDictOptions(full_state_dict=True)
 
+Job = tuple[Any, ...]
+"""The name of a mesh, and what else a function takes."""
+
 Held = dict[str, tuple[Tensor, tuple[slice, ...]]]
 """A local tensor, and where it lies in that of one process."""
 
@@ -113,7 +116,7 @@ def of_one_process(recipe: str, option: str) -> list[dict[str, Tensor]]:
     return found
 
 
-def runs(function: Callable[..., Any], jobs: list[tuple[str, ...]], *args: Any) -> dict[tuple[str, ...], list[Any]]:
+def runs(function: Callable[..., Any], jobs: list[Job], *args: Any) -> dict[Job, list[Any]]:
     """`function(*job)` of each job, whose first entry names its mesh, on the ranks of that mesh; one call each."""
     found = {}
     for ranks in sorted({EVERY[job[0]].ranks for job in jobs}):
@@ -123,7 +126,7 @@ def runs(function: Callable[..., Any], jobs: list[tuple[str, ...]], *args: Any) 
     return found
 
 
-def each(function: Callable[..., Any], jobs: list[tuple[str, ...]], *args: Any) -> list[Any]:
+def each(function: Callable[..., Any], jobs: list[Job], *args: Any) -> list[Any]:
     return [function(*args, *job) for job in jobs]
 
 
@@ -384,8 +387,8 @@ def test_one_collective_for_each_axis() -> None:
 # Errors
 
 
-def bad_gradient(name: str) -> list[str]:
-    """Rank 1 alone has a bad gradient, or none: every rank does the same."""
+def bad_gradient(name: str, *bad_ranks: int) -> list[str]:
+    """Some ranks have a bad gradient, or none: every rank does the same."""
     errors = []
     for kind, leaf in itertools.product(("nan", "missing"), ("row.weight", "norm.weight")):
         model = build(EVERY[name], "mxfp8")
@@ -394,7 +397,7 @@ def bad_gradient(name: str) -> list[str]:
         for chosen in (optimizer, stock) if leaf == "row.weight" and kind == "nan" else (optimizer,):
             before = {key: tensor.clone() for key, (tensor, _) in held(model).items()}
             set_gradients(model, 0)
-            if dist.get_rank() == 1:
+            if dist.get_rank() in bad_ranks:
                 param = model.get_parameter(leaf)
                 if kind == "missing":
                     param.grad = None
@@ -409,8 +412,8 @@ def bad_gradient(name: str) -> list[str]:
 
 
 def test_a_bad_gradient_is_bad_on_every_rank() -> None:
-    """4 ranks."""
-    for results in runs(bad_gradient, [("dp 2, tp 2",), ("x 2, y 1, z 2",)]).values():
+    """4 ranks; of the replicas, which have the sums of their gradients, both."""
+    for results in runs(bad_gradient, [("dp 2, tp 2", 1), ("x 2, y 1, z 2", 1, 3)]).values():
         assert results == [results[0]] * 4
         assert results[0] == ["nan: NonFiniteGradientError"] * 3 + ["missing: RankMismatchError"] * 2
 
