@@ -387,8 +387,8 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
 
 
 FP8_STATE = Cell(formats.FP8_1X128)
-"""How an optimizer stores a moment in 8 bits: E4M3 with one float32 scale for 128 elements of a row. Rows are never cut
-by FSDP, so these scales need no reduction."""
+"""How an optimizer stores a moment in 8 bits: E4M3 with one float32 scale for 128 elements of a row. FSDP cuts no
+row, so only tensor parallelism along the columns makes these scales need a reduction."""
 
 FP16_STATE = Cell(formats.FP16_1X128, Scaling(power_of_two=True))
 """How an optimizer stores a state in FP16: with one scale for 128 elements of a row too, since the squares of small

@@ -82,10 +82,13 @@ def _who_keeps(shard: Shard, parts: list[Component]) -> str:
     whole = all(shard.resident(part) == everything.resident(part) for part in parts)
     sizes = " and ".join(dict.fromkeys(f"{rows}x{cols}" for rows, cols in (part.covers for part in parts)))
     names = " and ".join(part.name for part in parts)
-    return (
-        f"blocks of {sizes} straddle ranks, so each keeps {names} of "
-        f"{'the whole weight' if whole else 'the whole tensor-parallel piece'}"
-    )
+    if whole:
+        of = "the whole weight"
+    elif not all(shard.gathers(part) for part in parts):
+        of = "the whole tensor-parallel piece"
+    else:
+        of = "its rows in all tensor-parallel pieces"
+    return f"blocks of {sizes} straddle ranks, so each keeps {names} of {of}"
 
 
 def _way_out(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Sequence[str]) -> str:

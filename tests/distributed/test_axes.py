@@ -130,12 +130,11 @@ def each(function: Callable[..., Any], jobs: list[Job], *args: Any) -> list[Any]
     return [function(*args, *job) for job in jobs]
 
 
-def table(rows: dict[str, list[str]], head: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    width = max(map(len, rows)) + 2
-    lines = [f"{'':<{width}}" + "".join(f"{word:<28}" for word in head)]
-    lines += [f"{name:<{width}}" + "".join(f"{word:<28}" for word in words) for name, words in rows.items()]
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))
+def table(rows: dict[str, list[str]], head: list[str]) -> str:
+    first, width = max(map(len, rows)) + 2, max(map(len, head)) + 2
+    lines = [f"{'':<{first}}" + "".join(f"{word:<{width}}" for word in head)]
+    lines += [f"{name:<{first}}" + "".join(f"{word:<{width}}" for word in words) for name, words in rows.items()]
+    return "\n".join(lines)
 
 
 # Checkpoints
@@ -170,8 +169,8 @@ def load(folder: str, target: str, source: str, recipe: str, option: str) -> lis
     return [*wrong, different(held(model, optimizer), later)]
 
 
-def test_saved_on_any_mesh_and_loaded_on_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each recipe is saved on every mesh and loaded on every mesh, and every mesh from every other."""
+def test_saved_on_any_mesh_and_loaded_on_any_other(tmp_path: Path, show: Callable[[str], None]) -> None:
+    """Each recipe, with states of its kind, is saved and loaded on every mesh, and every mesh loads every other's."""
     names, recipes = list(MESHES), list(RECIPES)
     saves, loads = [], []
     for (i, source), (j, target) in itertools.permutations(enumerate(names), 2):
@@ -181,17 +180,15 @@ def test_saved_on_any_mesh_and_loaded_on_any_other(tmp_path: Path, capsys: pytes
         loads.append((target, *job))
     assert {(target, recipe) for target, _, recipe, _ in loads} == {(a, b) for a in names for b in recipes}
     saved, loaded = runs(save, saves, str(tmp_path)), runs(load, loads, str(tmp_path))
-    rows: dict[str, list[str]] = {}
-    wrong = {}
-    for source, target in itertools.product(names, names):
-        job = next((job for job in loads if job[:2] == (target, source)), None)
-        if job is None:
-            rows.setdefault(source, []).append("-")
-            continue
-        differs = [found for results in (saved[job[1:]], loaded[job]) for rank in results for found in rank if found]
-        wrong |= {job: differs[0]} if differs else {}
-        rows.setdefault(source, []).append(f"{'DIFFERS' if differs else 'equal'} {job[2]}, {job[3]}"[:26])
-    table(rows, [f"-> {name}" for name in names], capsys)
+    wrong = {job: keys for job in loads for ways in (*saved[job[1:]], *loaded[job]) for keys in ways if keys}
+    bad = {job[:2] for job in wrong}
+    rows = {
+        f"{number}: {source}": [
+            "-" if source == target else "DIFFERS" if (target, source) in bad else "equal" for target in names
+        ]
+        for number, source in enumerate(names)
+    }
+    show(table(rows, [f"loaded on {number}" for number in range(len(names))]))
     assert not wrong
 
 
@@ -311,14 +308,14 @@ def gathered(mesh: str, recipe: str, name: str, layer: Any) -> list[str]:
     return wrong
 
 
-def test_born_and_gathered_as_on_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_born_and_gathered_as_on_one_process(show: Callable[[str], None]) -> None:
     """Every recipe on every mesh."""
     found = runs(born, [(name, recipe) for name in EVERY for recipe in RECIPES])
     rows: dict[str, list[str]] = {}
     for (name, _), results in found.items():
         differs = sorted({way for rank in results for way, keys in rank.items() if keys})
         rows.setdefault(name, []).append(f"DIFFERS: {', '.join(differs)}" if differs else "equal")
-    table(rows, list(RECIPES), capsys)
+    show(table(rows, list(RECIPES)))
     assert {job: results for job, results in found.items() if any(any(rank.values()) for rank in results)} == {}
 
 
@@ -370,18 +367,16 @@ def reductions(name: str, recipe: str, option: str) -> list[tuple[int, int]]:
 
 
 def test_one_collective_for_each_axis() -> None:
-    """4 ranks. In a second round, since the norm is not on the axis of tensor parallelism, goes one column of flags."""
-    flags = 3 * len(CUTS)  # 5 on both axes, and 3 on dp: the norm, the replicated weight and the bias of row
-    found = runs(reductions, [("dp 2, tp 2", recipe, "fp32") for recipe in ("block", "current")])
-    grids = {  # 2 x 2 blocks of 128 x 128: 70 rows cross one on both axes, 35 too; 76 columns cross, on tp alone
-        "block": ((2 * 2) + (2 * 2), (2 * 2) + (2 * 2)),
-        "current": (3 + 1, 3),
+    """4 ranks: flags and amaxes of both axes, of dp and of tp. In a second round, since not all parameters are sharded
+    over the same axes, goes one column of flags."""
+    both, data = 3 * 4, 3 * 3  # flags of the parameters that both axes cut, and of those that dp alone does
+    expected = {
+        "block": [both + data + 4 + 4, both + 4 + 4, 3, 3],  # 2 x 2 blocks of each large weight straddle all cuts
+        "current": [both + data + 1 + 1 + 1, both + 1 + 1, 3, 3],  # the weight of one row is cut by dp alone
+        "rowwise": [both + 70, both + data, 3, 3],  # tp cuts rows; registered first, it goes first
     }
-    for (_, recipe, _), results in found.items():
-        assert len(set(map(tuple, results))) == 1
-        ranks, sizes = zip(*results[0], strict=True)
-        assert ranks == (2, 2, 2, 2) and sizes[2:] == (3, 3)
-        print(recipe, sizes, flags, grids)
+    for (_, recipe, _), results in runs(reductions, [("dp 2, tp 2", recipe, "fp32") for recipe in expected]).items():
+        assert results == [[(2, numel) for numel in expected[recipe]]] * 4
 
 
 # Errors
