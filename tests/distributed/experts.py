@@ -235,15 +235,18 @@ def errors() -> dict[str, str]:
 # Tensor parallelism --------------------------------------------------------------------------------------------------
 
 
-def cut(mode: str, recipe: str, ep: int, quantized: bool) -> tuple[list[str], float, str]:
-    """On a mesh (ep, tp 2): what is not bitwise equal at birth, how far two steps are off at most, and where."""
-    mesh = init_device_mesh("cpu", (ep, 2), mesh_dim_names=("ep", "tp"))
+def cut(mode: str, recipe: str, dp: int, ep: int, quantized: bool) -> tuple[list[str], float, str]:
+    """On a mesh (dp, ep, tp 2), the same tokens for all of dp: what is not bitwise equal at birth, how far two steps are
+    off at most, and where."""
+    mesh = init_device_mesh("cpu", (dp, ep, 2), mesh_dim_names=("dp", "ep", "tp"))
     modules = []
     for meshes in ({"ep_mesh": mesh["ep"], "tp_mesh": mesh["tp"]}, {}):
         torch.manual_seed(2)
         with qs.quantized_model_init(quantized, recipe=recipe_of(recipe)):
             modules.append(qs.GroupedLinear(4, 80, 112, parallel_mode=mode, params_dtype=torch.float32, **meshes))
     module, alone = modules
+    if dp > 1:
+        fully_shard(module, mesh=mesh["dp"])
     born, wanted = module.state_dict(), alone.state_dict()
     unequal = [name for name in born if sha(born[name]) != sha(wanted[name])]
     splits = [7, 0, 1, 4]
@@ -285,7 +288,7 @@ def _whole(piece: Tensor, mesh: DeviceMesh, is_cut: bool) -> Tensor:
     return torch.cat(pieces, -1) if is_cut else piece
 
 
-def cuts(cases: list[tuple[str, str, int, bool]]) -> list[tuple[list[str], float, str]]:
+def cuts(cases: list[tuple[str, str, int, int, bool]]) -> list[tuple[list[str], float, str]]:
     return [cut(*case) for case in cases]
 
 
@@ -461,3 +464,17 @@ def whole_loaded(recipe: str) -> dict[str, bool]:
     except RuntimeError as error:
         found["unknown key"] = "experts.weight9" in str(error)
     return found
+
+
+def unknown_axes() -> str:
+    """Two meshes of two ranks each, that no mesh of all is known to hold."""
+    halves = [DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",)), DeviceMesh("cpu", [2, 3], mesh_dim_names=("ep",))]
+    recipe = recipe_of("delayed")
+    with qs.quantized_model_init(recipe=recipe):
+        layer = qs.GroupedLinear(2, 8, 8, ep_mesh=halves[dist.get_rank() // 2])
+    try:
+        with qs.autocast(recipe=recipe):
+            layer(torch.ones(3, 8), [3])
+    except qs.errors.ConfigurationError as error:
+        return str(error)
+    return ""

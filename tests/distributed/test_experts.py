@@ -1,0 +1,182 @@
+"""Experts spread over ranks, beside all of them in one process; prints mesh x recipe.
+
+An expert's tokens come in the order that they have in one process, its gradients are means over the ranks of the axis,
+and its random words are those of the axis's batch. So births, outputs, gradients, amax histories, counts of draws, and
+weights and states after three steps are bitwise those of one process, for every number of ranks that is a power of
+two: the division by three is rounded. With several data-parallel ranks they are those of as many ranks without `ep`.
+
+Whole models differ by the order of sums over ranks (1e-6 of the norm, see test_tensor_parallel.py) where a recipe's
+scales do not depend on which other tokens a rank has, as in BF16 and MXFP8.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.experts import (
+    Case,
+    clipped,
+    cuts,
+    dispatches,
+    errors,
+    loaded,
+    losses_and_gradients,
+    off,
+    saved,
+    skipped,
+    table,
+    unknown_axes,
+    whole_loaded,
+)
+from tests.distributed.models import RECIPES
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+ORDER_OF_SUMS = 1e-6
+EVERY = ["bf16", *RECIPES]
+MESHES: dict[str, list[Case]] = {
+    "1 rank, FSDP2": [Case(recipe, 1, 1, sharded=True) for recipe in ("delayed", "nvfp4")],
+    "ep 2": [Case(recipe, 1, 2) for recipe in EVERY],
+    "ep 2, FSDP2 from meta": [
+        Case(recipe, 1, 2, sharded=True, meta=True) for recipe in ("delayed", "mxfp8 two copies")
+    ],
+    "ep 2, recomputed": [Case(recipe, 1, 2, sharded=True, recompute=True) for recipe in ("delayed", "nvfp4")],
+    "ep 4": [Case(recipe, 1, 4) for recipe in ("current", "delayed", "nvfp4")],
+    "dp 2, FSDP2": [Case(recipe, 2, 1, sharded=True) for recipe in ("block", "nvfp4")],
+    "dp 2, ep 2": [Case(recipe, 2, 2) for recipe in ("delayed", "nvfp4")],
+    "dp 2, ep 2, FSDP2": [Case(recipe, 2, 2, sharded=True, meta=True) for recipe in ("delayed", "block", "nvfp4")],
+}
+
+
+def test_experts_have_the_bits_of_one_process(show: object) -> None:
+    """1, 2 and 4 ranks: everything that three steps leave, for uneven tokens, empty experts and a single token."""
+    wanted = {}
+    for dp, recipes in ((1, EVERY), (2, ["delayed", "block", "nvfp4"])):
+        cases = [Case(recipe, dp, 1) for recipe in recipes]
+        wanted |= {(dp, case.recipe): bits for case, bits in zip(cases, run_ranks(dp, table, cases)[0], strict=True)}
+    lines, wrong = [f"{'mesh':<24}{'recipe':<18}{'values':<8}equal"], []
+    for mesh, cases in MESHES.items():
+        for case, bits in zip(cases, run_ranks(cases[0].ranks, table, cases)[0], strict=True):
+            reference = wanted[case.dp, case.recipe]
+            differ = [name for name in reference if bits.get(name) != reference[name]]
+            same = not differ and bits.keys() == reference.keys()
+            lines.append(f"{mesh:<24}{case.recipe:<18}{len(bits):<8}{'all' if same else f'all but {len(differ)}'}")
+            if not same:
+                wrong.append((case, differ[:5]))
+    show("\n".join(lines))  # type: ignore[operator]
+    assert not wrong
+
+
+def test_three_ranks_are_born_and_compute_forward_alike() -> None:
+    """3 ranks and 1, of 6 experts: births and the first output bitwise."""
+    cases = [Case(recipe, 1, 1, experts=6) for recipe in ("delayed", "mxfp8")]
+    alone = run_ranks(1, table, cases)[0]
+    spread = run_ranks(3, table, [Case(case.recipe, 1, 3, experts=6, sharded=True) for case in cases])[0]
+    for one, three in zip(alone, spread, strict=True):
+        assert one.keys() == three.keys()
+        assert all(three[name] == one[name] for name in one if name.startswith("born ") or name == "0 y")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_dispatch_and_combine(ranks: int) -> None:
+    """1 to 4 ranks: as one process with all tokens, in its order; ranks and experts without any."""
+    cases = [
+        ([5] * ranks, 12, 2, False),
+        ([0] * (ranks - 1) + [1], 12, 3, False),
+        ([7, *range(ranks - 1)], 12, 1, False),
+        ([3] * ranks, 12, 2, True),
+        ([0] * ranks, 12, 2, False),
+    ]
+    bound = 0.0 if ranks != 3 else 2e-6
+    for results in run_ranks(ranks, dispatches, cases):
+        for outputs, of_tokens, of_weights, in_order in results:
+            assert outputs == of_weights == 0.0 and of_tokens <= bound and in_order
+
+
+def test_tensor_parallelism() -> None:
+    """2 and 4 ranks, tp 2 alone, with ep 2, and with FSDP2 over dp 2: every recipe, by columns and rows."""
+    for dp, ep, recipes in ((1, 1, EVERY), (1, 2, ["bf16", "delayed", "nvfp4"]), (2, 1, ["mxfp8", "block"])):
+        cases = [(mode, recipe, dp, ep, recipe != "bf16") for mode in ("column", "row") for recipe in recipes]
+        for results in run_ranks(2 * dp * ep, cuts, cases):
+            for case, (unequal, worst, where) in zip(cases, results, strict=True):
+                assert not unequal and worst <= ORDER_OF_SUMS, (case, unequal, worst, where)
+
+
+SAVED = {(1, 1): "delayed", (1, 2): "nvfp4", (2, 2): "mxfp8", (1, 4): "block"}
+"""Mesh (dp, ep) that saves -> recipe; all have FP8 moments."""
+
+
+def test_checkpoints_load_on_any_mesh_and_resume_on_the_same(tmp_path: Path) -> None:
+    """1, 2 and 4 ranks, the example's language model: parameters, states and groups bitwise, losses after too."""
+    before = {}
+    for (dp, ep), recipe in SAVED.items():
+        before[dp, ep] = run_ranks(dp * ep, saved, str(tmp_path / f"{dp}{ep}"), recipe, dp, ep)[0]
+    for dp, ep in SAVED:
+        paths = {str(tmp_path / f"{a}{b}"): recipe for (a, b), recipe in SAVED.items()}
+        for mesh, (bits, losses, after) in zip(SAVED, run_ranks(dp * ep, loaded, paths, dp, ep)[0], strict=True):
+            assert bits == before[mesh][0], (mesh, (dp, ep))
+            if mesh == (dp, ep):
+                assert (losses, after) == before[mesh][1:]
+
+
+def test_the_example_learns_as_in_one_process() -> None:
+    """1, 2 and 4 ranks."""
+    for recipe in ("bf16", "mxfp8"):
+        losses, gradients = run_ranks(1, losses_and_gradients, recipe, 1, 1, 8)[0]
+        assert losses[-1] < losses[0] - 1
+        for dp, ep in ((1, 2), (2, 2)):
+            found = run_ranks(dp * ep, losses_and_gradients, recipe, dp, ep, 8)[0]
+            assert found[0] == pytest.approx(losses, rel=1e-5)
+            assert max(off(found[1][name], gradients[name]) for name in gradients) <= ORDER_OF_SUMS
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_is_skipped_by_all_ranks_if_one_experts_gradient_is_infinite(ranks: int) -> None:
+    """2 and 4 ranks; FP8 moments, whose rounding has one seed although ranks have other weights."""
+    assert run_ranks(ranks, skipped) == [(False, 1, True)] * ranks
+
+
+def test_the_norm_of_a_gradient_over_several_meshes() -> None:
+    """1, 2 and 4 ranks: of all experts, sum, Euclidean and maximum; PyTorch's where that takes the model."""
+    (alone,) = run_ranks(1, clipped, 1, 1)
+    assert alone["2.0"] > 3 and alone["after"] == alone["still"] == pytest.approx(3.0)
+    assert alone["of PyTorch"] == pytest.approx(alone["still"])
+    for dp, ep in ((1, 2), (2, 2), (3, 1)):
+        first, *others = run_ranks(dp * ep, clipped, dp, ep)
+        assert all(other == first for other in others)
+        assert first == pytest.approx({name: value for name, value in alone.items() if name != "of PyTorch"})
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_state_dict_of_all_experts(recipe: str) -> None:
+    """2 ranks: each takes its own of it; keys that no rank knows are still errors."""
+    for found in run_ranks(2, whole_loaded, recipe):
+        assert all(found.values()), found
+
+
+MESSAGES = {
+    "index": "1 entries of experts are not in 0 to",
+    "shapes": r"must be [tokens, hidden] and [tokens, choices]",
+    "axes": "ep_mesh has 2 axes ('dp', 'ep')",
+    "division": "experts cannot be spread equally over the",
+    "combine": "do not fit the",
+    "splits": "experts of the",
+    "save": "examples/moe.py",
+    "load": "examples/moe.py",
+}
+
+
+def test_errors_are_clear_and_on_all_ranks() -> None:
+    """2 and 3 ranks; one of them has a wrong index."""
+    for ranks in (2, 3):
+        for found in run_ranks(ranks, errors):
+            assert {name: text for name, text in MESSAGES.items() if text not in found.get(name, "")} == {}
+
+
+def test_delayed_scaling_must_know_which_ranks_hold_the_same_experts() -> None:
+    """4 ranks, a mesh of 2 of them."""
+    for message in run_ranks(4, unknown_axes):
+        assert "is not an axis of a mesh of all 4 processes" in message
