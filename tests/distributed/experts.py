@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -236,8 +238,8 @@ def errors() -> dict[str, str]:
 
 
 def cut(mode: str, recipe: str, dp: int, ep: int, quantized: bool) -> tuple[list[str], float, str]:
-    """On a mesh (dp, ep, tp 2), the same tokens for all of dp: what is not bitwise equal at birth, how far two steps are
-    off at most, and where."""
+    """On a mesh (dp, ep, tp 2), the same tokens for all of dp: what is not bitwise equal at birth, how far two steps
+    are off at most, and where."""
     mesh = init_device_mesh("cpu", (dp, ep, 2), mesh_dim_names=("dp", "ep", "tp"))
     modules = []
     for meshes in ({"ep_mesh": mesh["ep"], "tp_mesh": mesh["tp"]}, {}):
@@ -478,3 +480,23 @@ def unknown_axes() -> str:
     except qs.errors.ConfigurationError as error:
         return str(error)
     return ""
+
+
+def run_snippets(doc: str, folder: str) -> dict[str, bool]:
+    """The snippets of docs/experts.md, one after the other; then another model, loaded from what they saved."""
+    here, names = Path.cwd(), dict[str, Any]()
+    os.chdir(folder)
+    try:
+        for snippet in re.findall(r"```python\n(.*?)```", doc, flags=re.S):
+            exec(snippet, names)
+        before = merged({name: sha(value) for name, value in names["model"].state_dict().items()})
+        with torch.no_grad():
+            for param in names["model"].parameters():
+                if isinstance(param, DTensor) and param.ndim == 1:
+                    param.zero_()
+        loaded_state = names["state_of"](names["model"], names["optimizer"])
+        names["dcp"].load(loaded_state, checkpoint_id="experts")
+        after = merged({name: sha(value) for name, value in names["model"].state_dict().items()})
+    finally:
+        os.chdir(here)
+    return {"loaded": before == after, "norm": bool(names["loss"].isfinite())}
