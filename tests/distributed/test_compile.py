@@ -81,7 +81,7 @@ KEEPING = ("delayed", "nvfp4", "mxfp8 two copies")
 def cells(backend: str) -> dict[tuple[str, int], list[str]]:
     """(What is compiled, ranks) -> recipes, in turns: each setting meets all that keep something, and all ranks."""
     first, *others = SETTINGS
-    if backend == "inductor":  # it takes long, and it is PyTorch's; tests/modules/test_compile.py has all recipes
+    if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 2): ["nvfp4"], (first, 3): ["delayed"]}
     plain = [recipe for recipe in RECIPES if recipe not in KEEPING]
     found = {(first, 1): [*plain[:2], "nvfp4"], (first, 2): [*plain[2:], "delayed"], (first, 3): [*KEEPING]}

@@ -55,8 +55,8 @@ ON_MASTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD plain": ("SGD", {"lr": 0.1}),
     "Adagrad": ("Adagrad", {}),
 }
-SHAPES = ((96, 150), (150, 67), (67, 3), (3, 1))
-"""(in, out) of each layer: blocks are cut, and some ranks hold nothing of the last two."""
+SHAPES = ((96, 150), (150, 67), (67, 1))
+"""(in, out) of each layer: blocks are cut, and some ranks hold nothing of the last."""
 
 Meshes = Sequence[tuple[int, ...]]
 MESHES: Meshes = ((1,), (2,), (3,), (2, 2))
