@@ -366,6 +366,11 @@ TRANSFORMER_ENGINE = {
         checkpoint_core_attention inference_params rotary_pos_emb core_attention_bias_type core_attention_bias
         alibi_slopes cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
         fast_zero_fill pad_between_seqs""",
+    "GroupedLinear": """num_gemms in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size
+        get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype parallel_mode device
+        ub_overlap_rs ub_overlap_ag ub_name delay_wgrad_compute save_original_input single_grouped_weight
+        single_grouped_bias name use_grouped_tensor""",
+    "GroupedLinear.forward": "inp m_splits is_first_microbatch out dgrad_out",
     "RotaryPositionEmbedding": """dim rotary_percent seq_len_interpolation_factor pretrained_max_position_embeddings
         rotary_base interleaved""",
     "checkpoint": "function use_reentrant distribute_saved_activations tp_group get_rng_state_tracker",
@@ -377,6 +382,7 @@ REQUIRED = {
     "Linear": (96, 57),
     "LayerNormLinear": (96, 57),
     "LayerNormMLP": (96, 200),
+    "GroupedLinear": (2, 96, 57),
     "DotProductAttention": (3, 32),
     "MultiheadAttention": (96, 3),
     "TransformerLayer": (96, 200, 3),
@@ -393,7 +399,11 @@ def called(owner):
         return lambda **more: target(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4), **more)
     if not method:
         return lambda **more: target(*REQUIRED[name], **more)
-    inputs = (torch.randn(7, 2, 3, 32),) * 3 if name == "DotProductAttention" else (torch.randn(SHAPE),)
+    inputs: tuple[object, ...] = (torch.randn(SHAPE),)
+    if name == "DotProductAttention":
+        inputs = (torch.randn(7, 2, 3, 32),) * 3
+    if name == "GroupedLinear":
+        inputs = (torch.randn(5, 96), [2, 3])
     return lambda **more: target(*REQUIRED[name])(*inputs, **more)
 
 
