@@ -18,7 +18,13 @@ from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
 DOC = Path(__file__).parents[2] / "docs" / "tensor-parallelism.md"
-SIZES = {"LayerNormMLP": (8, 16), "MultiheadAttention": (8, 2), "LayerNorm": (8,), "RMSNorm": (8,)}
+SIZES = {
+    "LayerNormMLP": (8, 16),
+    "GroupedLinear": (2, 8, 6),
+    "MultiheadAttention": (8, 2),
+    "LayerNorm": (8,),
+    "RMSNorm": (8,),
+}
 COLUMNS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate())
 
 
@@ -72,5 +78,5 @@ def built(modules: list[str]) -> dict[str, list[set[str]]]:
 def test_the_table_is_what_modules_do() -> None:
     """2 ranks."""
     written = table()
-    assert len(written) == 10
+    assert len(written) == 12
     assert run_ranks(2, built, list(written)) == [written] * 2
