@@ -49,7 +49,7 @@ def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> r
     return range(first, first + here)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """The way of each row of one dispatch, a row being one token for one of its experts.
 
@@ -71,7 +71,7 @@ class Route:
         return len(self.sent)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dispatch:
     """What `dispatch_tokens` returns.
 
