@@ -43,7 +43,8 @@ def clip_grad_norm_(
         mine = parts.setdefault(groups, [])  # ranks without gradients take part too
         if param.grad is not None:
             grads.append(private_torch.local_tensor(param.grad))
-            mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float32))
+            if grads[-1].numel() > 0:  # the maximum of nothing is an error
+                mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float32))
     device = grads[0].device if grads else torch.device("cpu")
     norms = [_over_ranks(mine, groups, norm_type, device) for groups, mine in parts.items()]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
