@@ -6,8 +6,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,13 +36,19 @@ class Axes:
         return math.prod(self.sizes.values())
 
     def root(self) -> DeviceMesh:
-        return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        return _root(self, dist.group.WORLD)
 
     def data_mesh(self, root: DeviceMesh) -> DeviceMesh | None:
         if not self.data:
             return None
         mesh = root if self.data == root.mesh_dim_names else root[self.data]
         return mesh._flatten("any_name") if self.flat else mesh
+
+
+@lru_cache(maxsize=32)
+def _root(axes: Axes, world: dist.ProcessGroup) -> DeviceMesh:
+    """Made once in a run of the pool, which has its own `world`: process groups take long to make."""
+    return init_device_mesh("cpu", tuple(axes.sizes.values()), mesh_dim_names=tuple(axes.sizes))
 
 
 MESHES = {

@@ -37,7 +37,7 @@ def of_the_base(found: dict[str, str]) -> dict[str, str]:
 
 
 def high_precision_bytes() -> int:
-    """Of plain tensors as large as a base weight that are alive now."""
+    """Of plain tensors as large as a base weight that are alive now, those of other tests of this process included."""
     gc.collect()
     alive = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.is_floating_point()]
     return sum(t.untyped_storage().nbytes() for t in alive if t.numel() >= lora.FEATURES**2)
@@ -45,6 +45,7 @@ def high_precision_bytes() -> int:
 
 def trained(recipe_name: str, path: str) -> dict[str, Any]:
     recipe = RECIPES[recipe_name]
+    others = high_precision_bytes()
     model = lora.shard(lora.build(recipe))
     optimizer = lora.optimizer_of(model)
     before = bits(model)
@@ -58,7 +59,7 @@ def trained(recipe_name: str, path: str) -> dict[str, Any]:
         "with a state": len(optimizer.state),
         "adapters": sum(".base." not in name for name, _ in model.named_parameters()),
         "gradients of the base": sum(p.grad is not None for n, p in model.named_parameters() if ".base." in n),
-        "copies": high_precision_bytes(),
+        "copies": high_precision_bytes() - others,
         "bits": after,
     }
 
