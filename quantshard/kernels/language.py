@@ -1,0 +1,318 @@
+"""Functions that kernels are put together from, on tiles of values: the oracle's steps in Triton.
+
+An encoding reaches a kernel as an `Element`, the rule of a scale as a `Rule`, so that none of these names a format.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quantshard import kernels
+from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Encoding, QuantizedCopy, Scaling
+from quantshard.numerics import HADAMARD_SIGNS
+
+FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
+
+CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
+"""Encodings that a GPU converts to in one instruction, by the number under which `encode` knows them."""
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch kernels on this device, where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Element(NamedTuple):
+    """What a kernel knows of an encoding; a constant of the kernel.
+
+    `lowest`: exponent of the smallest normal number. `cast`: the instruction that converts to it, 0 for none.
+    """
+
+    max: float
+    mantissa: int
+    lowest: int
+    bits: int
+    cast: int
+
+
+def element(encoding: Encoding, device: torch.device) -> Element:
+    """There is no instruction before compute capability 8.9, nor under the interpreter, whose conversion truncates."""
+    has_cast = not kernels.INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+    cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
+    return Element(encoding.max, encoding.mantissa_bits, 1 - encoding.bias, encoding.bits, cast)
+
+
+# ------------------------------------------------------------------------------------------------------------ elements
+
+
+@triton.jit
+def saturate(x, MAX: tl.constexpr):
+    """x clamped to +-MAX; NaN stays."""
+    low = tl.maximum(x, -MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(low, MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def encode(x, E: tl.constexpr):
+    """Float32 tile -> codes, int32, one for each element, rounded to nearest even: `numerics.encode`."""
+    x = saturate(x, E.max)
+    if E.cast == 1:
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        return tl.where(x != x, 0x7F, codes)
+    elif E.cast == 2:
+        codes = x.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+        return tl.where(x != x, 0x7F, codes)
+    else:
+        in_gaps, exponent = in_gaps_of(x, E)
+        # adding 1.5 * 2**23 leaves no bits for a fraction: the sum is rounded to the nearest even integer
+        steps = ((in_gaps + 12582912.0) - 12582912.0).to(tl.int32)
+        return assemble(x, steps, exponent, E)
+
+
+@triton.jit
+def encode_stochastic(x, words, E: tl.constexpr):
+    """Float32 tile and uint32 words -> codes, int32, rounded stochastically: `numerics.encode_stochastic`."""
+    x = saturate(x, E.max)
+    in_gaps, exponent = in_gaps_of(x, E)
+    below = tl.floor(in_gaps)
+    fraction = (in_gaps - below) * 4294967296.0  # exact; word < fraction iff word < its ceiling, since words are whole
+    up = words.to(tl.int64) < tl.ceil(fraction).to(tl.int64)
+    return assemble(x, below.to(tl.int32) + up.to(tl.int32), exponent, E)
+
+
+@triton.jit
+def in_gaps_of(x, E: tl.constexpr):
+    """Of a saturated tile: |x| in units of the gap between its neighbours, and its exponent; see `numerics._round`."""
+    magnitude = tl.where(x != x, 0.0, tl.abs(x))
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, E.lowest)
+    return magnitude * ((127 + E.mantissa - exponent) << 23).to(tl.float32, bitcast=True), exponent
+
+
+@triton.jit
+def assemble(x, steps, exponent, E: tl.constexpr):
+    """Signs of x and whole gaps of each binade -> codes, int32; NaN becomes the largest positive code."""
+    code = steps + ((exponent - E.lowest) << E.mantissa)
+    code |= (x.to(tl.int32, bitcast=True) >> 31) & (1 << (E.bits - 1))
+    return tl.where(x != x, (1 << (E.bits - 1)) - 1, code)
+
+
+@triton.jit
+def decode(codes, E: tl.constexpr):
+    """Codes, uint8, one for each element -> float32, exactly: `numerics.decode`."""
+    if E.cast == 1:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif E.cast == 2:
+        return codes.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        code = codes.to(tl.int32)
+        magnitude = code & ((1 << (E.bits - 1)) - 1)
+        exponent = magnitude >> E.mantissa
+        mantissa = (magnitude & ((1 << E.mantissa) - 1)) + tl.where(exponent > 0, 1 << E.mantissa, 0)
+        gap = ((tl.maximum(exponent, 1) + E.lowest - 1 - E.mantissa + 127) << 23).to(tl.float32, bitcast=True)
+        value = mantissa.to(tl.float32) * gap
+        if E.bits == 8:
+            if E.mantissa == 3:  # NaN is the largest magnitude alone
+                value = tl.where(magnitude == 0x7F, float("nan"), value)
+            else:  # infinity and NaN as in IEEE 754
+                value = tl.where(magnitude == 0x7C, float("inf"), value)
+                value = tl.where(magnitude > 0x7C, float("nan"), value)
+        return tl.where(code >> (E.bits - 1) > 0, -value, value)
+
+
+# -------------------------------------------------------------------------------------------------------------- scales
+
+
+@triton.jit
+def e8m0_round_up(x):
+    """Float32, not negative -> E8M0 codes, uint8: `numerics.encode_e8m0_round_up`."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = bits >> 23
+    fraction = bits & 0x7FFFFF
+    up = fraction > tl.where(exponent == 0, 0x400000, 0)
+    code = tl.minimum(exponent + up.to(tl.int32), 0xFE)
+    return tl.where(x != x, 0xFF, code).to(tl.uint8)
+
+
+@triton.jit
+def decode_e8m0(codes):
+    """E8M0 codes, uint8 -> float32, exactly; 0xFF is NaN and 0 the subnormal 2**-127."""
+    code = codes.to(tl.int32)
+    bits = tl.where(code == 0, 0x00400000, code << 23)
+    return tl.where(code == 0xFF, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+class Rule(NamedTuple):
+    """How scales derive from amaxes: `numerics.scales`; a constant of a kernel.
+
+    `kind`: by the encoding of the stored scale, 0 for float32, 1 for E8M0, 2 for an FP8 scale under one of the whole
+    tensor. `element`: of the codes, `stored`: of the scale. `top`: largest code, the margin taken off. `largest`: what
+    a float32 scale that overflows becomes.
+    """
+
+    kind: int
+    element: Element
+    stored: Element
+    top: float
+    largest: float
+    power_of_two: bool
+    epsilon: float
+
+
+def rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> Rule:
+    """Of one copy of a format, for values of `dtype`."""
+    kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
+    return Rule(
+        kind,
+        element(copy.codes.encoding, device),
+        element(copy.scale.encoding, device),
+        copy.codes.encoding.max * 2.0**-scaling.margin,
+        FLOAT32_MAX if copy.block == (ALL, ALL) else min(torch.finfo(dtype).max, FLOAT32_MAX),
+        scaling.power_of_two,
+        scaling.epsilon,
+    )
+
+
+@triton.jit
+def scales(amax, second, R: tl.constexpr):
+    """Amaxes -> what is stored, and what values are multiplied by; `second`: amax of the whole tensor, if it counts."""
+    if R.kind == 0:
+        multiplier = fp32_encode_scale(amax, R)
+        return tl.div_rn(tl.zeros_like(amax) + 1.0, multiplier), multiplier
+    elif R.kind == 1:
+        stored = e8m0_round_up(amax * (1.0 / R.element.max))
+        return stored, decode_e8m0(254 - stored)
+    else:
+        encoding: tl.constexpr = R.stored
+        whole = tensor_encode_scale(second, R)
+        stored = encode(amax * (whole * (1.0 / R.element.max)), encoding).to(tl.uint8)
+        product = decode(stored, encoding) * tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
+        multiplier = tl.div_rn(tl.zeros_like(product) + 1.0, product)
+        return stored, tl.where(multiplier < LARGEST_FLOAT32, multiplier, LARGEST_FLOAT32)  # as fmin: NaN is dropped
+
+
+@triton.jit
+def fp32_encode_scale(amax, R: tl.constexpr):
+    """`numerics._fp32_encode_scale`."""
+    if R.epsilon > 0:
+        amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.div_rn(tl.zeros_like(amax) + R.top, amax)
+    scale = tl.where(scale == float("inf"), R.largest, scale)
+    if R.power_of_two:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((amax < float("inf")) & (amax != 0), scale, 1.0)
+
+
+@triton.jit
+def tensor_encode_scale(amax, R: tl.constexpr):
+    """NVFP4's S_enc: `numerics._tensor_encode_scale`."""
+    scale = tl.div_rn(tl.zeros_like(amax) + R.stored.max * R.element.max, amax)
+    scale = tl.where(scale < LARGEST_FLOAT32, scale, LARGEST_FLOAT32)
+    return tl.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+@triton.jit
+def block_amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, having the most bits, wins."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    blocks = tl.reshape(bits, (ROWS // BLOCK_ROWS, BLOCK_ROWS, COLS // BLOCK_COLS, BLOCK_COLS))
+    return tl.max(tl.max(blocks, 3), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def expand(grid, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Inverse in shape of `block_amax`: the entry of each element's block."""
+    shape: tl.constexpr = (ROWS // BLOCK_ROWS, BLOCK_ROWS, COLS // BLOCK_COLS, BLOCK_COLS)
+    return tl.reshape(tl.broadcast_to(grid[:, None, :, None], shape), (ROWS, COLS))
+
+
+# ------------------------------------------------------------------------------------------------------ along the rows
+
+
+@triton.jit
+def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Float32 [ROWS, COLS] with SIGNS [COLS] -> each 16 of a row transformed, not rounded: `numerics.hadamard16`."""
+    x = x * SIGNS
+    x = _butterflies(x, 1, ROWS, COLS)
+    x = _butterflies(x, 2, ROWS, COLS)
+    x = _butterflies(x, 4, ROWS, COLS)
+    return _butterflies(x, 8, ROWS, COLS) * 0.25
+
+
+@triton.jit
+def _butterflies(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    pairs = tl.reshape(x, (ROWS * COLS // (2 * STRIDE), 2, STRIDE))
+    a, b = tl.split(tl.permute(pairs, (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, COLS))
+
+
+SIGN_MASK = tl.constexpr(sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0))
+
+
+@triton.jit
+def hadamard_signs(columns):
+    """+1 or -1 for each of these global columns."""
+    return 1.0 - 2.0 * ((SIGN_MASK >> (columns % 16)) & 1).to(tl.float32)
+
+
+@triton.jit
+def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Codes of 4 bits [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
+    low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
+def unpack(stored, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Bytes [ROWS, COLS / 2] -> codes of 4 bits [ROWS, COLS]."""
+    return tl.reshape(tl.join(stored & 0xF, stored >> 4), (ROWS, COLS))
+
+
+# -------------------------------------------------------------------------------------------------------- random words
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 of uint32 tiles: `numerics.philox`."""
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(c0, tl.zeros_like(c0) + 0xD2511F53)
+        low0 = c0 * 0xD2511F53
+        high1 = tl.umulhi(c2, tl.zeros_like(c2) + 0xCD9E8D57)
+        low1 = c2 * 0xCD9E8D57
+        c0 = high1 ^ c1 ^ k0
+        c2 = high0 ^ c3 ^ k1
+        c1 = low1
+        c3 = low0
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def words_of_tile(row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr):
+    """Random words, uint32 [ROWS, COLS], of the tile at a global row and column: `numerics.random_words`.
+
+    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4.
+    """
+    k0, k1, draw, stream, width = words
+    rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * width
+    if BY_FOUR:  # each call of Philox gives the words of four neighbours
+        element_index = rows + (col + 4 * tl.arange(0, COLS // 4))[None, :]
+    else:
+        element_index = rows + (col + tl.arange(0, COLS))[None, :]
+    call = element_index >> 2
+    zero = tl.zeros_like(call).to(tl.uint32)
+    w0, w1, w2, w3 = philox(
+        call.to(tl.uint32), (call >> 32).to(tl.uint32), zero + draw.to(tl.uint32), zero + stream.to(tl.uint32),
+        k0.to(tl.uint32), k1.to(tl.uint32),
+    )  # fmt: skip
+    if BY_FOUR:
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
+    else:
+        which = element_index & 3
+        return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))

@@ -1,0 +1,271 @@
+"""Quantization, and that of the transpose too, from one read of the values.
+
+    scale      = a rule of the amax of a block (`numerics.scales`)
+    code[i, j] = round(x[i, j] * multiplier of its block)
+
+A program takes a tile of whole blocks, by the global block grid: amaxes of such blocks are taken in the same pass. Of
+blocks that reach beyond a tile (a scale for the whole tensor or a whole row) or beyond this rank's rectangle, the
+multipliers are given, from amaxes that were taken and reduced before.
+
+Kernels that compute the values themselves (`norm`, `activation`) hand their tiles to the same `emit`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.formats import ALL, QuantizedCopy, Scaling
+from quantshard.kernels import language as ql
+
+
+class Words(NamedTuple):
+    """The random words of a matrix of `global_shape`: the arguments of `numerics.random_words`."""
+
+    key: int
+    draw: int | Tensor
+    stream: int
+    global_shape: tuple[int, int]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """For a kernel: halves of the key, draw, stream, width."""
+        return self.key & 0xFFFFFFFF, self.key >> 32 & 0xFFFFFFFF, self.draw, self.stream, self.global_shape[1]
+
+
+class How(NamedTuple):
+    """Constants of a kernel: the tile, its blocks, and what is done with the values."""
+
+    rows: int
+    cols: int
+    block_rows: int
+    block_cols: int
+    row_all: bool
+    col_all: bool
+    rule: ql.Rule
+    hadamard: bool
+    stochastic: bool
+    by_four: bool
+    draw_loaded: bool
+
+
+class Out(NamedTuple):
+    """Arguments of a kernel: where its results lie; None for what is not asked for.
+
+    `given`: the multipliers, if they are not taken from the values. `second`: amax of the whole tensor.
+    """
+
+    codes: Any
+    codes_stride: int
+    scale: Any
+    given: Any
+    grid_stride: int
+    grid_rows: int
+    grid_cols: int
+    second: Any
+    turned: Any
+    turned_stride: int
+    next_amax: Any
+
+
+class Where(NamedTuple):
+    """Arguments of a kernel: shape of the rectangle, its origin in the global matrix, and how many columns have values.
+
+    The other columns are what the Hadamard transform pads.
+    """
+
+    rows: int
+    cols: int
+    value_cols: int
+    row_origin: int
+    col_origin: int
+
+
+@triton.jit
+def tile_of(where, H: tl.constexpr):
+    """Row and column of this program's tile in the global matrix, its local indices, and which have a value."""
+    row = (where.row_origin // H.rows + tl.program_id(0)) * H.rows
+    col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
+    i = row - where.row_origin + tl.arange(0, H.rows)
+    j = col - where.col_origin + tl.arange(0, H.cols)
+    valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
+    return row, col, i, j, valued
+
+
+@triton.jit
+def emit(x, row, col, where, out, words, dtype: tl.constexpr, H: tl.constexpr):
+    """Quantize a tile of values, float32, that are of `dtype`, zero where there is none, and store what is asked for."""
+    element: tl.constexpr = H.rule.element
+    if out.next_amax is not None:
+        tl.atomic_max(out.next_amax, tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0), sem="relaxed")
+    if H.hadamard:
+        signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
+        x = ql.hadamard16(x, signs, H.rows, H.cols).to(dtype).to(tl.float32)
+    multiplier = _multipliers(x, row, col, where, out, H)
+    scaled = x * ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols)
+    if H.stochastic:
+        k0, k1, draw, stream, width = words
+        number = tl.load(draw) if H.draw_loaded else draw
+        drawn = ql.words_of_tile(row, col, (k0, k1, number, stream, width), H.rows, H.cols, H.by_four)
+        codes = ql.encode_stochastic(scaled, drawn, element)
+    else:
+        codes = ql.encode(scaled, element)
+    at_row, at_col = row - where.row_origin, col - where.col_origin
+    codes = tl.where((at_col + tl.arange(0, H.cols))[None, :] < where.cols, codes, 0).to(tl.uint8)
+    _store(out.codes, out.codes_stride, codes, at_row, at_col, where.rows, where.cols, H.rows, H.cols, H)
+    if out.turned is not None:
+        turned = tl.trans(codes)
+        _store(out.turned, out.turned_stride, turned, at_col, at_row, where.cols, where.rows, H.cols, H.rows, H)
+
+
+@triton.jit
+def _multipliers(x, row, col, where, out, H: tl.constexpr):
+    """Those of the tile's blocks: as given, or from their amaxes, and then the scales are stored."""
+    first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
+    first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
+    i = first_row + tl.arange(0, H.rows // H.block_rows)
+    j = first_col + tl.arange(0, H.cols // H.block_cols)
+    inside = ((i >= 0) & (i < out.grid_rows))[:, None] & ((j >= 0) & (j < out.grid_cols))[None, :]
+    at = i[:, None] * out.grid_stride + j[None, :]
+    if out.given is not None:
+        return tl.load(out.given + at, mask=inside, other=0.0)
+    else:
+        second = tl.load(out.second) if out.second is not None else 0.0
+        amax = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
+        rule: tl.constexpr = H.rule
+        stored, multiplier = ql.scales(amax, second, rule)
+        tl.store(out.scale + at, stored, mask=inside)
+        return multiplier
+
+
+@triton.jit
+def _store(ptr, stride, codes, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
+    """Codes [ROWS, COLS] of the tile at a local row and column of [rows, cols]; packed, if of 4 bits."""
+    if H.rule.element.bits == 4:
+        codes = ql.pack(codes, ROWS, COLS)
+        j = col // 2 + tl.arange(0, COLS // 2)
+        cols = (cols + 1) // 2
+    else:
+        j = col + tl.arange(0, COLS)
+    i = row + tl.arange(0, ROWS)
+    mask = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
+    tl.store(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], codes, mask=mask)
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "draw", "stream"])
+def quantize_kernel(x_ptr, row_stride, col_stride, where, out, k0, k1, draw, stream, width, H: tl.constexpr):
+    row, col, i, j, valued = tile_of(where, H)
+    at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
+    x = tl.load(x_ptr + at, mask=valued, other=0.0)
+    emit(x.to(tl.float32), row, col, where, out, (k0, k1, draw, stream, width), x.dtype, H)
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+@dataclass(frozen=True)
+class Target:
+    """One result of a kernel that quantizes: its tensors, and what the kernel must be told.
+
+    `codes` [R, C], packed as stored. `scale`: of the blocks that they touch; None if multipliers were given. `turned`:
+    the codes of the transpose, [C, R], if asked for: of square blocks, or of one scale for all, these are what
+    quantizing the transpose gives.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    turned: Tensor | None
+    where: Where
+    out: Out
+    how: How
+    words: tuple[Any, ...]
+
+    @property
+    def programs(self) -> tuple[int, int]:
+        """Tiles along both dims."""
+        w, h = self.where, self.how
+        rows = -((w.row_origin + w.rows) // -h.rows) - w.row_origin // h.rows
+        return rows, -((w.col_origin + w.cols) // -h.cols) - w.col_origin // h.cols
+
+
+def target(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    copy: QuantizedCopy,
+    scaling: Scaling,
+    *,
+    origin: tuple[int, int] = (0, 0),
+    multipliers: Tensor | None = None,
+    second_amax: Tensor | None = None,
+    words: Words | None = None,
+    turned: bool = False,
+    next_amax: Tensor | None = None,
+) -> Target:
+    """Allocate the result of quantizing values of `shape` [R, C] and `dtype`. Arguments: as of `quantize`."""
+    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if scaling.random_hadamard else 0)
+    packed = 8 // copy.codes.encoding.bits
+    codes = torch.empty((rows, -(cols // -packed)), dtype=torch.uint8, device=device)
+    other = torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if turned else None
+    grid, scale = multipliers, None
+    if grid is None:
+        assert ALL not in copy.block, "a block larger than a tile needs a multiplier"
+        spans = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
+        grid = scale = torch.empty(tuple(spans), dtype=copy.scale.encoding.storage, device=device)
+    out = Out(
+        codes, codes.stride(0), scale, multipliers, grid.stride(0), grid.shape[0], grid.shape[1], second_amax,
+        other, 0 if other is None else other.stride(0), None if next_amax is None else next_amax.view(torch.int32),
+    )  # fmt: skip
+    height, width = tile(copy.block, turned)
+    drawn = words or Words(0, 0, 0, (1, 1))
+    how = How(
+        height, width, min(copy.block[0], height), min(copy.block[1], width), copy.block[0] == ALL,
+        copy.block[1] == ALL, ql.rule(copy, scaling, dtype, device), scaling.random_hadamard, words is not None,
+        drawn.global_shape[1] % 4 == 0, isinstance(drawn.draw, Tensor),
+    )  # fmt: skip
+    return Target(codes, scale, other, Where(rows, cols, shape[1], *origin), out, how, drawn.arguments())
+
+
+def tile(block: tuple[int, int], turned: bool) -> tuple[int, int]:
+    """Rows and columns of the tile of a program: whole blocks; higher, where columns are written out as rows."""
+    rows, cols = (1 if covers == ALL else covers for covers in block)
+    if max(rows, cols) > 32:
+        return max(rows, 32), max(cols, 128)
+    return (64, 128) if turned else (32, 256)
+
+
+def touched(origin: int, size: int, covers: int) -> int:
+    """How many entries of one dim of the grid the elements [origin, origin + size) touch."""
+    if covers == ALL:
+        return 1
+    return -((origin + size) // -covers) - origin // covers if size else 0
+
+
+WARPS = 8
+
+
+def quantize(x: Tensor, copy: QuantizedCopy, scaling: Scaling, **options: Any) -> Target:
+    """Quantize x [R, C], of any strides, float32, bfloat16 or float16.
+
+    With `scaling.random_hadamard` it is transformed first, and C is padded to a multiple of 16.
+
+    Args:
+        origin: of x in the global matrix; a multiple of 2 along columns for packed codes, of 16 for the transform.
+        multipliers: float32, the touched grid of `numerics.encode_scales`. Required where blocks are not wholly in x.
+        second_amax: float32 scalar, of the whole tensor, for formats with two scales, if no multipliers are given.
+        words: for stochastic rounding; those of the transformed and padded matrix.
+        turned: also give the codes of the transpose.
+        next_amax: float32 scalar, made the larger of itself and the amax of x.
+    """
+    result = target((x.shape[0], x.shape[1]), x.dtype, x.device, copy, scaling, **options)
+    if result.codes.numel() > 0:
+        with ql.on(x.device):
+            quantize_kernel[result.programs](
+                x, x.stride(0), x.stride(1), result.where, result.out, *result.words,
+                H=result.how, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return result
