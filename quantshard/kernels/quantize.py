@@ -32,9 +32,15 @@ class Words(NamedTuple):
     stream: int
     global_shape: tuple[int, int]
 
-    def arguments(self) -> tuple[Any, ...]:
-        """For a kernel: halves of the key, draw, stream, width."""
-        return self.key & 0xFFFFFFFF, self.key >> 32 & 0xFFFFFFFF, self.draw, self.stream, self.global_shape[1]
+    @property
+    def halves(self) -> tuple[int, int]:
+        """Low and high half of the key."""
+        return self.key & 0xFFFFFFFF, self.key >> 32 & 0xFFFFFFFF
+
+    @property
+    def width(self) -> int:
+        """Columns of the global matrix."""
+        return self.global_shape[1]
 
 
 class How(NamedTuple):
@@ -97,14 +103,15 @@ def tile_of(where, H: tl.constexpr):
 
 
 @triton.jit
-def emit(x, row, col, where, out, words, dtype: tl.constexpr, H: tl.constexpr):
-    """Quantize a tile of values, float32, that are of `dtype`, zero where there is none, and store what is asked for."""
+def emit(values, row, col, where, out, words, H: tl.constexpr):
+    """Quantize a tile of values of any floating dtype, zero where there is none, and store what is asked for."""
+    x = values.to(tl.float32)
     element: tl.constexpr = H.rule.element
     if out.next_amax is not None:
         tl.atomic_max(out.next_amax, tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0), sem="relaxed")
     if H.hadamard:
         signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
-        x = ql.hadamard16(x, signs, H.rows, H.cols).to(dtype).to(tl.float32)
+        x = ql.hadamard16(x, signs, H.rows, H.cols).to(values.dtype).to(tl.float32)
     multiplier = _multipliers(x, row, col, where, out, H)
     scaled = x * ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols)
     if H.stochastic:
@@ -156,24 +163,65 @@ def _store(ptr, stride, codes, row, col, rows, cols, ROWS: tl.constexpr, COLS: t
     tl.store(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], codes, mask=mask)
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "draw", "stream"])
-def quantize_kernel(x_ptr, row_stride, col_stride, where, out, k0, k1, draw, stream, width, H: tl.constexpr):
+@triton.jit
+def emit_both(values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, O: tl.constexpr):
+    """`emit`, and of the transposed tile too, which has scales of its own, if it is asked for."""
+    emit(values, row, col, where, out, words, H)
+    if other_out is not None:
+        emit(tl.trans(values), col, row, other_where, other_out, other_words, O)
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
+def quantize_kernel(
+    x_ptr, row_stride, col_stride, where, out, other_where, other_out, k0, k1, draw, stream, width, other_stream,
+    other_width, H: tl.constexpr, O: tl.constexpr,
+):  # fmt: skip
     row, col, i, j, valued = tile_of(where, H)
     at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
-    x = tl.load(x_ptr + at, mask=valued, other=0.0)
-    emit(x.to(tl.float32), row, col, where, out, (k0, k1, draw, stream, width), x.dtype, H)
+    values = tl.load(x_ptr + at, mask=valued, other=0.0)
+    words = (k0, k1, draw, stream, width)
+    other_words = (k0, k1, draw, other_stream, other_width)
+    emit_both(values, row, col, where, out, words, other_where, other_out, other_words, H, O)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
 @dataclass(frozen=True)
-class Target:
-    """One result of a kernel that quantizes: its tensors, and what the kernel must be told.
+class Request:
+    """How a matrix [R, C] is quantized.
 
-    `codes` [R, C], packed as stored. `scale`: of the blocks that they touch; None if multipliers were given. `turned`:
-    the codes of the transpose, [C, R], if asked for: of square blocks, or of one scale for all, these are what
-    quantizing the transpose gives.
+    With `scaling.random_hadamard` it is transformed first, and C is padded to a multiple of 16.
+
+    `origin`: in the global matrix; a multiple of 2 along columns for packed codes, of 16 for the transform.
+    `multipliers`: float32, the touched grid of `numerics.encode_scales`. Required where blocks are not wholly inside.
+    `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, if no multipliers are given.
+    `words`: for stochastic rounding; those of the transformed and padded matrix.
+    `turned`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what quantizing
+    the transpose gives.
+    """
+
+    copy: QuantizedCopy
+    scaling: Scaling
+    origin: tuple[int, int] = (0, 0)
+    multipliers: Tensor | None = None
+    second_amax: Tensor | None = None
+    words: Words | None = None
+    turned: bool = False
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale within one tile."""
+        rows, cols = self.copy.block
+        return (1 if rows == ALL else rows, 1 if cols == ALL else cols)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One result of a kernel that quantizes, and what the kernel must be told of it.
+
+    `codes`: uint8 [R, C], packed as stored. `scale`: of the blocks that they touch; None if multipliers were given.
+    `turned`: codes of the transpose, [C, R] and packed likewise, if asked for.
     """
 
     codes: Tensor
@@ -182,7 +230,7 @@ class Target:
     where: Where
     out: Out
     how: How
-    words: tuple[Any, ...]
+    words: Words
 
     @property
     def programs(self) -> tuple[int, int]:
@@ -192,50 +240,44 @@ class Target:
         return rows, -((w.col_origin + w.cols) // -h.cols) - w.col_origin // h.cols
 
 
+def tile(request: Request, other: Request | None = None) -> tuple[int, int]:
+    """Rows and columns of the tile of a program: whole blocks; higher, where columns are written out as rows."""
+    rows, cols = (64, 128) if request.turned or other is not None else (32, 256)
+    block_rows, block_cols = request.block
+    if other is not None:
+        block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
+    return max(rows, block_rows), max(cols // 2 if block_rows > 32 else cols, block_cols)
+
+
 def target(
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    copy: QuantizedCopy,
-    scaling: Scaling,
-    *,
-    origin: tuple[int, int] = (0, 0),
-    multipliers: Tensor | None = None,
-    second_amax: Tensor | None = None,
-    words: Words | None = None,
-    turned: bool = False,
+    request: Request,
+    tile: tuple[int, int],
     next_amax: Tensor | None = None,
 ) -> Target:
-    """Allocate the result of quantizing values of `shape` [R, C] and `dtype`. Arguments: as of `quantize`."""
-    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if scaling.random_hadamard else 0)
+    """Allocate what quantizing values of `shape` [R, C] and `dtype` gives."""
+    copy, origin, words = request.copy, request.origin, request.words or Words(0, 0, 0, (1, 1))
+    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if request.scaling.random_hadamard else 0)
     packed = 8 // copy.codes.encoding.bits
     codes = torch.empty((rows, -(cols // -packed)), dtype=torch.uint8, device=device)
-    other = torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if turned else None
-    grid, scale = multipliers, None
+    turned = torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if request.turned else None
+    grid, scale = request.multipliers, None
     if grid is None:
         assert ALL not in copy.block, "a block larger than a tile needs a multiplier"
-        spans = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
-        grid = scale = torch.empty(tuple(spans), dtype=copy.scale.encoding.storage, device=device)
+        spans = [touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True)]
+        grid = scale = torch.empty(spans, dtype=copy.scale.encoding.storage, device=device)
     out = Out(
-        codes, codes.stride(0), scale, multipliers, grid.stride(0), grid.shape[0], grid.shape[1], second_amax,
-        other, 0 if other is None else other.stride(0), None if next_amax is None else next_amax.view(torch.int32),
+        codes, codes.stride(0), scale, request.multipliers, grid.stride(0), *grid.shape, request.second_amax,
+        turned, 0 if turned is None else turned.stride(0), None if next_amax is None else next_amax.view(torch.int32),
     )  # fmt: skip
-    height, width = tile(copy.block, turned)
-    drawn = words or Words(0, 0, 0, (1, 1))
     how = How(
-        height, width, min(copy.block[0], height), min(copy.block[1], width), copy.block[0] == ALL,
-        copy.block[1] == ALL, ql.rule(copy, scaling, dtype, device), scaling.random_hadamard, words is not None,
-        drawn.global_shape[1] % 4 == 0, isinstance(drawn.draw, Tensor),
+        *tile, min(copy.block[0], tile[0]), min(copy.block[1], tile[1]), copy.block[0] == ALL, copy.block[1] == ALL,
+        ql.rule(copy, request.scaling, dtype, device), request.scaling.random_hadamard, request.words is not None,
+        words.global_shape[1] % 4 == 0, isinstance(words.draw, Tensor),
     )  # fmt: skip
-    return Target(codes, scale, other, Where(rows, cols, shape[1], *origin), out, how, drawn.arguments())
-
-
-def tile(block: tuple[int, int], turned: bool) -> tuple[int, int]:
-    """Rows and columns of the tile of a program: whole blocks; higher, where columns are written out as rows."""
-    rows, cols = (1 if covers == ALL else covers for covers in block)
-    if max(rows, cols) > 32:
-        return max(rows, 32), max(cols, 128)
-    return (64, 128) if turned else (32, 256)
+    return Target(codes, scale, turned, Where(rows, cols, shape[1], *origin), out, how, words)
 
 
 def touched(origin: int, size: int, covers: int) -> int:
@@ -248,24 +290,31 @@ def touched(origin: int, size: int, covers: int) -> int:
 WARPS = 8
 
 
-def quantize(x: Tensor, copy: QuantizedCopy, scaling: Scaling, **options: Any) -> Target:
-    """Quantize x [R, C], of any strides, float32, bfloat16 or float16.
+def quantize(
+    x: Tensor, request: Request, other: Request | None = None, next_amax: Tensor | None = None
+) -> tuple[Target, Target | None]:
+    """Quantize x [R, C], of any strides, float32, bfloat16 or float16; and its transpose, as `other` says.
 
-    With `scaling.random_hadamard` it is transformed first, and C is padded to a multiple of 16.
-
-    Args:
-        origin: of x in the global matrix; a multiple of 2 along columns for packed codes, of 16 for the transform.
-        multipliers: float32, the touched grid of `numerics.encode_scales`. Required where blocks are not wholly in x.
-        second_amax: float32 scalar, of the whole tensor, for formats with two scales, if no multipliers are given.
-        words: for stochastic rounding; those of the transformed and padded matrix.
-        turned: also give the codes of the transpose.
-        next_amax: float32 scalar, made the larger of itself and the amax of x.
+    `next_amax`: float32 scalar, made the larger of itself and the amax of x. Words of both have one key and draw.
     """
-    result = target((x.shape[0], x.shape[1]), x.dtype, x.device, copy, scaling, **options)
-    if result.codes.numel() > 0:
+    rows, cols = x.shape
+    shared = tile(request, other)
+    one = target((rows, cols), x.dtype, x.device, request, shared, next_amax)
+    two = None if other is None else target((cols, rows), x.dtype, x.device, other, (shared[1], shared[0]))
+    drawn = one.words if two is None or request.words is not None else two.words
+    if x.numel() > 0:
         with ql.on(x.device):
-            quantize_kernel[result.programs](
-                x, x.stride(0), x.stride(1), result.where, result.out, *result.words,
-                H=result.how, num_warps=WARPS, enable_fp_fusion=False,
+            quantize_kernel[programs(one, two)](
+                x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
+                *drawn.halves, drawn.draw, one.words.stream, one.words.width,
+                two and two.words.stream, two and two.words.width,
+                H=one.how, O=two and two.how, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-    return result
+    return one, two
+
+
+def programs(one: Target, two: Target | None) -> tuple[int, int]:
+    """Tiles along both dims of a matrix of which `two` quantizes the transpose: either may pad."""
+    if two is None:
+        return one.programs
+    return max(one.programs[0], two.programs[1]), max(one.programs[1], two.programs[0])
