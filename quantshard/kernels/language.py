@@ -18,6 +18,7 @@ from quantshard.numerics import HADAMARD_SIGNS
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
+INTERPRETED = tl.constexpr(kernels.INTERPRETED)
 
 CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
 """Encodings that a GPU converts to in one instruction, by the number under which `encode` knows them."""
@@ -59,6 +60,17 @@ def saturate(x, MAX: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Float32 tile -> `dtype`, rounded to nearest even, which the interpreter's conversion to bfloat16 is not."""
+    if INTERPRETED:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+            x = tl.where(x != x, x, nearest.to(tl.float32, bitcast=True))
+    return x.to(dtype)
+
+
+@triton.jit
 def encode(x, E: tl.constexpr):
     """Float32 tile -> codes, int32, one for each element, rounded to nearest even: `numerics.encode`."""
     x = saturate(x, E.max)
@@ -81,8 +93,10 @@ def encode_stochastic(x, words, E: tl.constexpr):
     x = saturate(x, E.max)
     in_gaps, exponent = in_gaps_of(x, E)
     below = tl.floor(in_gaps)
-    fraction = (in_gaps - below) * 4294967296.0  # exact; word < fraction iff word < its ceiling, since words are whole
-    up = words.to(tl.int64) < tl.ceil(fraction).to(tl.int64)
+    fraction = (in_gaps - below) * 4294967296.0  # exact
+    whole = fraction.to(tl.int64)
+    word = words.to(tl.int64)  # word < fraction; not by tl.ceil, which takes subnormal numbers for zero
+    up = (word < whole) | ((word == whole) & (whole.to(tl.float32) < fraction))
     return assemble(x, below.to(tl.int32) + up.to(tl.int32), exponent, E)
 
 
@@ -218,7 +232,7 @@ def tensor_encode_scale(amax, R: tl.constexpr):
 
 @triton.jit
 def block_amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, having the most bits, wins."""
+    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins."""
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     blocks = tl.reshape(bits, (ROWS // BLOCK_ROWS, BLOCK_ROWS, COLS // BLOCK_COLS, BLOCK_COLS))
     return tl.max(tl.max(blocks, 3), 1).to(tl.float32, bitcast=True)
@@ -257,7 +271,8 @@ SIGN_MASK = tl.constexpr(sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if 
 @triton.jit
 def hadamard_signs(columns):
     """+1 or -1 for each of these global columns."""
-    return 1.0 - 2.0 * ((SIGN_MASK >> (columns % 16)) & 1).to(tl.float32)
+    mask = tl.zeros_like(columns) + SIGN_MASK
+    return 1.0 - 2.0 * ((mask >> (columns % 16)) & 1).to(tl.float32)
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def emit(values, row, col, where, out, words, H: tl.constexpr):
         tl.atomic_max(out.next_amax, tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0), sem="relaxed")
     if H.hadamard:
         signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
-        x = ql.hadamard16(x, signs, H.rows, H.cols).to(values.dtype).to(tl.float32)
+        x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols), values.dtype).to(tl.float32)
     multiplier = _multipliers(x, row, col, where, out, H)
     scaled = x * ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols)
     if H.stochastic:
@@ -164,24 +164,26 @@ def _store(ptr, stride, codes, row, col, rows, cols, ROWS: tl.constexpr, COLS: t
 
 
 @triton.jit
-def emit_both(values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, O: tl.constexpr):
+def emit_both(
+    values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, T: tl.constexpr
+):
     """`emit`, and of the transposed tile too, which has scales of its own, if it is asked for."""
     emit(values, row, col, where, out, words, H)
-    if other_out is not None:
-        emit(tl.trans(values), col, row, other_where, other_out, other_words, O)
+    if T is not None:
+        emit(tl.trans(values), col, row, other_where, other_out, other_words, T)
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
 def quantize_kernel(
     x_ptr, row_stride, col_stride, where, out, other_where, other_out, k0, k1, draw, stream, width, other_stream,
-    other_width, H: tl.constexpr, O: tl.constexpr,
+    other_width, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     row, col, i, j, valued = tile_of(where, H)
     at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
     values = tl.load(x_ptr + at, mask=valued, other=0.0)
     words = (k0, k1, draw, stream, width)
     other_words = (k0, k1, draw, other_stream, other_width)
-    emit_both(values, row, col, where, out, words, other_where, other_out, other_words, H, O)
+    emit_both(values, row, col, where, out, words, other_where, other_out, other_words, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -269,7 +271,8 @@ def target(
         spans = [touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True)]
         grid = scale = torch.empty(spans, dtype=copy.scale.encoding.storage, device=device)
     out = Out(
-        codes, codes.stride(0), scale, request.multipliers, grid.stride(0), *grid.shape, request.second_amax,
+        codes, codes.stride(0), scale, request.multipliers, grid.stride(0), grid.shape[0], grid.shape[1],
+        request.second_amax,
         turned, 0 if turned is None else turned.stride(0), None if next_amax is None else next_amax.view(torch.int32),
     )  # fmt: skip
     how = How(
@@ -308,7 +311,7 @@ def quantize(
                 x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
                 *drawn.halves, drawn.draw, one.words.stream, one.words.width,
                 two and two.words.stream, two and two.words.width,
-                H=one.how, O=two and two.how, num_warps=WARPS, enable_fp_fusion=False,
+                H=one.how, T=two and two.how, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return one, two
 
