@@ -137,6 +137,35 @@ def late() -> list[str]:
             modules = []
             for options in ({"tp_mesh": mesh["tp"]}, {"tp_group": mesh.get_group("tp")}, {}, {"tp_size": 2}):
                 torch.manual_seed(0)
+def delayed(over: str | None) -> list[torch.Tensor]:
+    """Third step of a column-parallel layer whose rows have other sizes on each rank; amaxes reduced over one axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    with qs.quantized_model_init(enabled=False, recipe="delayed"):
+        layer = qs.Linear(64, 64, parallel_mode="column", sequence_parallel=True, tp_mesh=mesh["tp"], device="cpu")
+    x = torch.randn(8, 64) * torch.tensor([1.0, 50.0]).repeat_interleave(4)[:, None]
+    for _ in range(3):
+        layer.zero_grad()
+        with qs.autocast(recipe="delayed", amax_reduction_group=None if over is None else mesh[over].get_group()):
+            y = layer(x.chunk(2)[mesh.get_local_rank("tp")])
+        y.square().sum().backward()
+    return [
+        y.detach(),
+        layer.weight.grad.to_local(),
+        layer.input_amax_history,
+        layer.weight_state("weight")["amax_history"],
+    ]
+
+
+def test_what_is_cut_has_one_delayed_scale() -> None:
+    """4 ranks, with the same tokens on both data-parallel ones: over dp alone the scales of all ranks."""
+    for everywhere, over_dp in zip(run_ranks(4, delayed, None), run_ranks(4, delayed, "dp"), strict=True):
+        assert all(map(torch.equal, everywhere, over_dp))
+
+
+LATE = {**BLOCKS, "RMSNorm": lambda **options: qs.RMSNorm(HIDDEN, sequence_parallel=True, **options)}
+
+
                 modules.append(make(**options))
         modules[2].set_device_mesh(mesh["tp"], weight_mesh=mesh["tp"])
         modules[3].set_tensor_parallel_group(mesh.get_group("tp"))
