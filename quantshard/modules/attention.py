@@ -92,6 +92,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         window_size: only what means "no window" is supported.
         tp_size, tp_group, tp_mesh: tensor parallelism: this rank computes `num_attention_heads` / size heads of the
             queries and `num_gqa_groups` / size of keys and values.
+        weight_mesh: checked against `tp_mesh`; there are no weights here.
         sequence_parallel: without effect; it is that of the projections around.
         layer_number: shown in printed tables.
         attention_type: only "self"; queries and keys may nevertheless differ in length.
@@ -114,6 +115,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         tp_size: int = 1,
         tp_group: dist.ProcessGroup | None = None,
         tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
@@ -137,7 +139,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         self._check_heads()
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
-        self.set_device_mesh(tp_mesh)
+        self.set_device_mesh(tp_mesh, weight_mesh)
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Divide the heads over the tensor-parallel axis of a mesh.

@@ -293,6 +293,11 @@ class QuantizedModule(OnMesh, Saved):
 
     def _project(self, x: Tensor, layer: Projection, *, with_bias: bool = True) -> Sequence[Tensor]:
         """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force."""
+        if isinstance(x, DTensor):
+            raise ConfigurationError(
+                f"{type(self).__name__}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
+                "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
+            )
         tensors = [getattr(self, weight) for weight in layer.weights]
         biases = [self._local(bias) if with_bias else None for bias in layer.biases]
         if torch.compiler.is_compiling():

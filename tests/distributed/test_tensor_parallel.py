@@ -17,6 +17,7 @@ import itertools
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
@@ -94,6 +95,8 @@ def refusals() -> list[str]:
     with qs.quantized_model_init(recipe="nvfp4"):
         odd = [lambda: qs.Linear(2 * 9, 8, parallel_mode="row", **on_tp)]
         odd_message = message(odd[0])
+    alone = qs.RMSNorm(HIDDEN, sequence_parallel=True, device="cpu")
+    whole = DTensor.from_local(torch.ones(3, HIDDEN), tp, [Replicate()])
     assert rows is not None
     return [
         message(lambda: qs.LayerNormMLP(HIDDEN, FFN + 1, set_parallel_mode=True, **on_tp)),
@@ -105,6 +108,9 @@ def refusals() -> list[str]:
         message(lambda: placed.set_device_mesh(tp, weight_mesh=mesh["dp"])),
         message(lambda: scattering(torch.ones(7, 3, HIDDEN // 4))),
         odd_message,
+        message(lambda: qs.LayerNormLinear(HIDDEN, FFN, parallel_mode="row", **on_tp)),
+        message(lambda: alone(torch.ones(3, HIDDEN))),
+        message(lambda: placed(whole)),
     ]
 
 
@@ -118,6 +124,9 @@ WANTED = [
     "weight_mesh lacks the ranks",
     "cannot divide the 7 rows",
     "9",
+    "a normalization needs all of them; use 'column'",
+    "RMSNorm(sequence_parallel=True) sums its parameters' gradients over the ranks that have the other rows",
+    "the input is a DTensor [3, 80] of (Replicate(),)",
 ]
 
 
@@ -128,15 +137,6 @@ def test_refused_on_every_rank() -> None:
             assert wanted in found, messages
 
 
-def late() -> list[str]:
-    """Differences of modules that got their mesh after construction, by a mesh or by a group."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    wrong = []
-    for name, make in BLOCKS.items():
-        with qs.quantized_model_init(recipe="block"):
-            modules = []
-            for options in ({"tp_mesh": mesh["tp"]}, {"tp_group": mesh.get_group("tp")}, {}, {"tp_size": 2}):
-                torch.manual_seed(0)
 def delayed(over: str | None) -> list[torch.Tensor]:
     """Third step of a column-parallel layer whose rows have other sizes on each rank; amaxes reduced over one axis."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -166,6 +166,15 @@ def test_what_is_cut_has_one_delayed_scale() -> None:
 LATE = {**BLOCKS, "RMSNorm": lambda **options: qs.RMSNorm(HIDDEN, sequence_parallel=True, **options)}
 
 
+def late() -> list[str]:
+    """Differences of modules that got their mesh after construction, by a mesh or by a group."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    wrong = []
+    for name, make in LATE.items():
+        with qs.quantized_model_init(recipe="block"):
+            modules = []
+            for options in ({"tp_mesh": mesh["tp"]}, {"tp_group": mesh.get_group("tp")}, {}, {"tp_size": 2}):
+                torch.manual_seed(0)
                 modules.append(make(**options))
         modules[2].set_device_mesh(mesh["tp"], weight_mesh=mesh["tp"])
         modules[3].set_tensor_parallel_group(mesh.get_group("tp"))
