@@ -307,6 +307,12 @@ class QuantizedModule(OnMesh, Saved):
         quantized = any(components.quantized(tensor) is not None for tensor in tensors)
         call = recompute.call((id(self), ",".join(layer.weights)), quantized)
         checked = [self._operand(weight, call, x.device) for weight in layer.weights]
+        if x.shape[-1] != checked[0].shape[1]:
+            part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
+            raise ConfigurationError(
+                f"{type(self).__name__}.{layer.weights[0]} got an input {list(x.shape)}, but its last dim must have "
+                f"the {checked[0].shape[1]} features that the weight takes here{part}"
+            )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         return functional.linear(x, checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
 

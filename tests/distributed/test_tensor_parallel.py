@@ -111,6 +111,7 @@ def refusals() -> list[str]:
         message(lambda: qs.LayerNormLinear(HIDDEN, FFN, parallel_mode="row", **on_tp)),
         message(lambda: alone(torch.ones(3, HIDDEN))),
         message(lambda: placed(whole)),
+        message(lambda: scattering(torch.ones(8, 3, HIDDEN // 2))),
     ]
 
 
@@ -127,6 +128,8 @@ WANTED = [
     "a normalization needs all of them; use 'column'",
     "RMSNorm(sequence_parallel=True) sums its parameters' gradients over the ranks that have the other rows",
     "the input is a DTensor [3, 80] of (Replicate(),)",
+    "Linear.weight got an input [8, 3, 40], but its last dim must have the 20 features that the weight takes here, its "
+    "part of them over 2 ranks",
 ]
 
 
