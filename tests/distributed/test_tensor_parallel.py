@@ -95,6 +95,8 @@ def refusals() -> list[str]:
     with qs.quantized_model_init(recipe="nvfp4"):
         odd = [lambda: qs.Linear(2 * 9, 8, parallel_mode="row", **on_tp)]
         odd_message = message(odd[0])
+    by_group = qs.TransformerLayer(HIDDEN, FFN, 4, set_parallel_mode=True, tp_size=2, device="cpu")
+    by_group.set_tensor_parallel_group(mesh.get_group("tp"))
     alone = qs.RMSNorm(HIDDEN, sequence_parallel=True, device="cpu")
     whole = DTensor.from_local(torch.ones(3, HIDDEN), tp, [Replicate()])
     assert rows is not None
@@ -111,6 +113,7 @@ def refusals() -> list[str]:
         message(lambda: qs.LayerNormLinear(HIDDEN, FFN, parallel_mode="row", **on_tp)),
         message(lambda: alone(torch.ones(3, HIDDEN))),
         message(lambda: placed(whole)),
+        message(lambda: by_group.set_device_mesh(tp)),
         message(lambda: scattering(torch.ones(8, 3, HIDDEN // 2))),
     ]
 
@@ -128,6 +131,7 @@ WANTED = [
     "a normalization needs all of them; use 'column'",
     "RMSNorm(sequence_parallel=True) sums its parameters' gradients over the ranks that have the other rows",
     "the input is a DTensor [3, 80] of (Replicate(),)",
+    "nothing was raised",
     "Linear.weight got an input [8, 3, 40], but its last dim must have the 20 features that the weight takes here, its "
     "part of them over 2 ranks",
 ]
