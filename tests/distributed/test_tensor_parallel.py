@@ -13,6 +13,7 @@ norm by 2**-3 / sqrt(10**3) at most: 4e-3. Data-parallel ranks scale their own a
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def covering(mesh: str) -> list[Case]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_modules_are_those_of_one_process(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modules_are_those_of_one_process(mesh: str, show: Callable[[str], None]) -> None:
     """1, 2 and 4 ranks: births bitwise, two steps within the bounds above."""
     cases = covering(mesh)
     lines, wrong = [], []
@@ -61,9 +62,8 @@ def test_modules_are_those_of_one_process(mesh: str, capsys: pytest.CaptureFixtu
         lines.append(f"{mesh:<28}{case.module:<22}{case.recipe:<18}{sequence:<10}{born:<8}{off}")
         if not fits:
             wrong.append((case, unequal, worst, where))
-    with capsys.disabled():
-        head = f"{'mesh':<28}{'module':<22}{'recipe':<18}{'parallel':<10}{'born':<8}off"
-        print("\n" + "\n".join([head, *lines]))
+    head = f"{'mesh':<28}{'module':<22}{'recipe':<18}{'parallel':<10}{'born':<8}off"
+    show("\n".join([head, *lines]))
     assert not wrong
 
 
