@@ -75,9 +75,10 @@ def quantized(one: Request, other: Request | None = None, next_amax: bool = Fals
     first = quantize.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
     second = other and quantize.target((COLS, ROWS), x.dtype, x.device, other, tile[::-1])
     return quantize.quantize_kernel.warmup(
-        x, COLS, 1, first.where, first.out, second and second.where, second and second.out, *first.words.halves,
-        first.words.draw, first.words.stream, first.words.width, second and second.words.stream,
-        second and second.words.width, H=first.how, T=second and second.how, grid=(1,),
+        x, COLS, 1, first.where, first.out, second and second.where, second and second.out,
+        *quantize.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
+        second and second.words.stream, second and second.words.global_shape[1],
+        H=first.how, T=second and second.how, grid=(1,),
         num_warps=quantize.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
