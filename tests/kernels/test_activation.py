@@ -22,7 +22,7 @@ from quantshard.kernels.results import Outputs
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 U, TINY = 2.0**-24, 2.0**-126
-SHAPES = [(1, 1), (5, 7), (33, 257)]
+SHAPES = [(1, 1), (33, 257)]
 NEIGHBOUR = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 0.0}
 """The gap between neighbours of a dtype is at most this times a value of it."""
 SMALLEST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
@@ -108,6 +108,16 @@ def test_results_are_the_oracles_or_their_neighbours(name):
             apart = (one.float() - other.float()).abs()
             cancelled = 2.0**-19 * (1 + gate.float().abs()) * (1 + dh.float().abs()) * (1 if up is None else 30)
             assert (apart <= NEIGHBOUR[torch.bfloat16] * other.float().abs() + cancelled).all()
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "qgelu"])
+def test_the_largest_numbers_do_not_become_nan(name):
+    """x**2 overflows, and x**3, where the oracle's gelu has no gradient: infinity times zero."""
+    x = torch.tensor([[-1e38, -1e20, -1e13, -200.0, 200.0, 1e13, 1e20, 1e38]], device=DEVICE)
+    high, slope = torch.empty_like(x), torch.empty_like(x)
+    ka.activate_and_quantize(x, name, None, Outputs(high=high))
+    ka.activate_backward_and_quantize(torch.ones_like(x), x, name, None, Outputs(high=slope))
+    assert torch.equal(high, x.clamp(min=0)) and torch.equal(slope, (x > 0).float())
 
 
 FORMATS = [FP8_E4M3, FP8_E5M2, FP8_128X128, FP8_1X128, MXFP8_32X32, NVFP4_1X16]

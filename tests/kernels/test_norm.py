@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 U, EPS = 2.0**-24, 1e-5
 GAP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
-SHAPES = [(1, 1), (5, 7), (37, 290), (3, 4100)]
+SHAPES = [(1, 1), (11, 290), (2, 4100)]
 
 
 def values(*shape, dtype=torch.bfloat16, seed=0, mean=0.0):
@@ -127,9 +127,9 @@ def test_longer_rows_are_read_in_pieces(centered, monkeypatch):
     """Of 64 elements here; two rows of a program of backward are added where the sums lie."""
     monkeypatch.setattr(kn, "LONGEST", 64)
     monkeypatch.setattr(kn, "LONGEST_CENTERED", 64)
-    monkeypatch.setattr(kn, "PROGRAMS_IN_PIECES", 3)
-    x, dy, p = values(5, 290, mean=1.0), values(5, 290, seed=1), parameters(290, centered)
-    residual, more = values(5, 290, seed=5), values(5, 290, seed=6)
+    monkeypatch.setattr(kn, "PROGRAMS_IN_PIECES", 2)
+    x, dy, p = values(4, 150, mean=1.0), values(4, 150, seed=1), parameters(150, centered)
+    residual, more = values(4, 150, seed=5), values(4, 150, seed=6)
     amax, high = torch.zeros((), device=DEVICE), torch.empty_like(x)
     found, total = kn.norm_statistics(x, EPS, centered, residual=residual, parameters=p, amax=amax)
     assert torch.equal(total, x + residual)
@@ -140,21 +140,21 @@ def test_longer_rows_are_read_in_pieces(centered, monkeypatch):
     dx, dgamma, dbeta = kn.norm_backward(dy, total, found, p, residual_gradient=more)
     want, error, want_gamma, want_beta = exact.gradients(dy)
     close(dx, want + more.double(), error + U * more.double().abs(), x.dtype)
-    close(dgamma, want_gamma, (dy.double().abs() * (exact.f + 5 * U * exact.unit.abs())).sum(0), torch.float32)
+    close(dgamma, want_gamma, (dy.double().abs() * (exact.f + 4 * U * exact.unit.abs())).sum(0), torch.float32)
     if centered:
-        close(dbeta, want_beta, 5 * U * dy.double().abs().sum(0), torch.float32)
+        close(dbeta, want_beta, 4 * U * dy.double().abs().sum(0), torch.float32)
 
 
 def test_sums_over_more_rows_than_programs(monkeypatch):
     monkeypatch.setattr(kn, "PROGRAMS", 2)
-    x, dy, p = values(150, 290), values(150, 290, seed=1), parameters(290, True)
+    x, dy, p = values(45, 290), values(45, 290, seed=1), parameters(290, True)
     found, _ = kn.norm_statistics(x, EPS, True)
     exact = Exact(x, True, p)
     dx, dgamma, dbeta = kn.norm_backward(dy, x, found, p)
     want, error, want_gamma, want_beta = exact.gradients(dy)
     close(dx, want, error, x.dtype)
-    close(dgamma, want_gamma, (dy.double().abs() * (exact.f + 150 * U * exact.unit.abs())).sum(0), torch.float32)
-    close(dbeta, want_beta, 150 * U * dy.double().abs().sum(0), torch.float32)
+    close(dgamma, want_gamma, (dy.double().abs() * (exact.f + 45 * U * exact.unit.abs())).sum(0), torch.float32)
+    close(dbeta, want_beta, 45 * U * dy.double().abs().sum(0), torch.float32)
     assert kn.norm_backward(dy, x, found, p, for_parameters=False)[1:] == (None, None)
 
 
@@ -175,7 +175,7 @@ def test_residuals_are_added_and_rounded_as_by_the_oracle(dtype):
 @pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_128X128, MXFP8_1X32, MXFP8_32X32, NVFP4_16X16], ids=lambda f: f.name)
 def test_codes_are_the_oracles_of_the_results(fmt):
     shape, copy, scaling = (37, 290), fmt.copies[Copy.ROWWISE], Scaling()
-    for centered in (False, True):
+    for centered in (False, True) if fmt is FP8_E4M3 else (True,):
         x, p = values(*shape, mean=0.5), parameters(290, centered)
         amax, high = torch.zeros((), device=DEVICE), torch.empty_like(x)
         found, _ = kn.norm_statistics(x, EPS, centered, parameters=p, amax=amax)
