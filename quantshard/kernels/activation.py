@@ -35,7 +35,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels import results
 from quantshard.kernels.quantize import tile_of
-from quantshard.kernels.results import Outputs, deliver, load_tile
+from quantshard.kernels.results import Outputs, Targets, deliver, load_tile
 
 GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
 """The function of the gate, of activations with two inputs."""
@@ -46,7 +46,7 @@ TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
 SATURATED = tl.constexpr(1e4)  # x**2 where gelu is x or 0, and above which only overflow could follow
 
-RANDOM = ["k0", "k1", "draw", "stream"]
+RANDOM = ["k0", "k1", "draw", "stream", "other_stream"]
 RANDOM_TWICE = [f"{of}_{name}" for of in ("gate", "up") for name in RANDOM]
 
 
@@ -96,48 +96,65 @@ def value_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=RANDOM)
 def activate_kernel(
-    gate_ptr, gate_stride, up_ptr, up_stride, where, sink, out, k0, k1, draw, stream, width,
-    KIND: tl.constexpr, T: tl.constexpr, H: tl.constexpr,
+    gate_ptr, gate_stride, up_ptr, up_stride, where, sink, out, other_where, other_out,
+    k0, k1, draw, stream, width, other_stream, other_width,
+    KIND: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    place = tile_of(where, T)
+    place = tile_of(where, TILE)
     _, _, i, j, valued = place
     h = value(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
     if up_ptr is not None:
         h = h * load_tile(up_ptr, up_stride, i, j, valued)
-    deliver(h, place, where, sink, out, (k0, k1, draw, stream, width), gate_ptr.dtype.element_ty, H)
+    deliver(
+        h, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
+        gate_ptr.dtype.element_ty, H, T,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RANDOM_TWICE)
 def activate_backward_kernel(
     dh_ptr, dh_stride, gate_ptr, gate_stride, up_ptr, up_stride, where,
-    gate_sink, gate_out, gate_k0, gate_k1, gate_draw, gate_stream, gate_width,
-    up_sink, up_out, up_k0, up_k1, up_draw, up_stream, up_width,
-    KIND: tl.constexpr, T: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr,
+    gate_sink, gate_out, gate_other_where, gate_other_out,
+    gate_k0, gate_k1, gate_draw, gate_stream, gate_width, gate_other_stream, gate_other_width,
+    up_sink, up_out, up_other_where, up_other_out,
+    up_k0, up_k1, up_draw, up_stream, up_width, up_other_stream, up_other_width,
+    KIND: tl.constexpr, TILE: tl.constexpr,
+    GATE_H: tl.constexpr, GATE_T: tl.constexpr, UP_H: tl.constexpr, UP_T: tl.constexpr,
 ):  # fmt: skip
-    place = tile_of(where, T)
+    place = tile_of(where, TILE)
     _, _, i, j, valued = place
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     dh = load_tile(dh_ptr, dh_stride, i, j, valued)
     h, slope = value_and_slope(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
     if up_ptr is not None:
-        words = (up_k0, up_k1, up_draw, up_stream, up_width)
-        deliver(dh * h, place, where, up_sink, up_out, words, dtype, UP)
-        if T.rows * T.cols > 8192:  # registers do not hold so many: read the tile again, from the nearest cache
+        deliver(
+            dh * h, place, where, up_sink, up_out, up_other_where, up_other_out,
+            up_k0, up_k1, up_draw, up_stream, up_width, up_other_stream, up_other_width, dtype, UP_H, UP_T,
+        )  # fmt: skip
+        if TILE.rows * TILE.cols > 8192:  # registers do not hold so many: read the tile again, from the nearest cache
             dh = load_tile(dh_ptr, dh_stride, i, j, valued)
             _, slope = value_and_slope(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
         dh = dh * load_tile(up_ptr, up_stride, i, j, valued)
-    words = (gate_k0, gate_k1, gate_draw, gate_stream, gate_width)
-    deliver(dh * slope, place, where, gate_sink, gate_out, words, dtype, GATE)
+    deliver(
+        dh * slope, place, where, gate_sink, gate_out, gate_other_where, gate_other_out,
+        gate_k0, gate_k1, gate_draw, gate_stream, gate_width, gate_other_stream, gate_other_width,
+        dtype, GATE_H, GATE_T,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RANDOM)
 def deliver_kernel(
-    x_ptr, x_stride, where, sink, out, k0, k1, draw, stream, width, T: tl.constexpr, H: tl.constexpr
+    x_ptr, x_stride, where, sink, out, other_where, other_out,
+    k0, k1, draw, stream, width, other_stream, other_width,
+    TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    place = tile_of(where, T)
+    place = tile_of(where, TILE)
     _, _, i, j, valued = place
     x = load_tile(x_ptr, x_stride, i, j, valued)
-    deliver(x, place, where, sink, out, (k0, k1, draw, stream, width), x_ptr.dtype.element_ty, H)
+    deliver(
+        x, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
+        x_ptr.dtype.element_ty, H, T,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -150,8 +167,8 @@ def function(activation: str, up: Tensor | None) -> str:
     return GATED.get(activation, activation)
 
 
-def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: Outputs) -> None:
-    """act(gate), or act(gate) * up; oracle: `layernorm_mlp.activate`.
+def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: Outputs) -> Targets:
+    """act(gate), or act(gate) * up; oracle: `layernorm_mlp.activate`. The codes, as far as `outputs` asks for them.
 
     Args:
         gate: [R, C], float32, bfloat16 or float16.
@@ -161,58 +178,55 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     """
     kind = function(activation, up)
     assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
-    p = results.plan(outputs, gate.shape, gate.device)
+    p = results.plan(outputs, gate)
     gate, up = results.by_rows(gate), None if up is None else results.by_rows(up)
-    if p.programs[0] * p.programs[1] > 0:
+    if gate.numel() > 0:
         with ql.on(gate.device):
             activate_kernel[p.programs](
-                gate, gate.stride(0), up, 0 if up is None else up.stride(0), p.where, p.sink, p.out, *p.words,
-                KIND=kind, T=p.tile, H=p.how, num_warps=p.warps(), enable_fp_fusion=False,
+                gate, gate.stride(0), up, 0 if up is None else up.stride(0), p.where, p.sink, *p.out, *p.words,
+                KIND=kind, TILE=p.tile, H=p.how[0], T=p.how[1], num_warps=p.warps(), enable_fp_fusion=False,
             )  # fmt: skip
-    p.finish()
+    return p.finish()
 
 
 def activate_backward_and_quantize(
     dh: Tensor, gate: Tensor, activation: str, up: Tensor | None, d_gate: Outputs, d_up: Outputs | None = None
-) -> None:
-    """Gradients of `activate_and_quantize` from that of its result, in one pass over the inputs.
+) -> tuple[Targets, Targets]:
+    """Gradients of `activate_and_quantize` from that of its result, in one pass over the inputs: of gate, and of up.
 
     Args:
         dh: [R, C], the gradient of the result.
         gate, activation, up: as in forward.
         d_gate: what is asked for of the gradient of `gate`: of its shape and dtype, as is that of `up`.
-        d_up: the same for `up`, if there is one. Targets of both must have one shape of tile and one origin, which they
-            have if the copies of the format are the same, and `turned`.
+        d_up: the same for `up`, if there is one. Both have one origin, and pad alike.
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    p = results.plan(d_gate, gate.shape, gate.device, None if d_up is None else d_up.target)
-    q = p if d_up is None else results.plan(d_up, gate.shape, gate.device, d_gate.target)
-    assert (p.tile, p.where) == (q.tile, q.where), "the targets of both gradients need the same tiles"
+    p, q = results.plan(d_gate, gate, d_up), results.plan(d_up or Outputs(), gate, d_gate)
+    assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
     dh, gate, up = results.by_rows(dh), results.by_rows(gate), None if up is None else results.by_rows(up)
-    if p.programs[0] * p.programs[1] > 0:
+    if gate.numel() > 0:
         with ql.on(gate.device):
             activate_backward_kernel[p.programs](
                 dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
-                p.where, p.sink, p.out, *p.words, q.sink, q.out, *q.words,
-                KIND=kind, T=p.tile, GATE=p.how, UP=q.how, num_warps=p.warps(16), enable_fp_fusion=False,
+                p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
+                GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
+                num_warps=p.warps(16), enable_fp_fusion=False,
             )  # fmt: skip
-    p.finish()
-    if q is not p:
-        q.finish()
+    return p.finish(), q.finish()
 
 
-def quantize_gradient(grad: Tensor, outputs: Outputs) -> None:
+def quantize_gradient(grad: Tensor, outputs: Outputs) -> Targets:
     """The gradient of a linear layer's output [R, C] as it is: its codes, amax, poison, and as `sums` that of the bias.
 
     Where nothing but codes and the next amax is wanted, `quantize.quantize` does it.
     """
-    p = results.plan(outputs, grad.shape, grad.device)
+    p = results.plan(outputs, grad)
     grad = results.by_rows(grad)
-    if p.programs[0] * p.programs[1] > 0:
+    if grad.numel() > 0:
         with ql.on(grad.device):
             deliver_kernel[p.programs](
-                grad, grad.stride(0), p.where, p.sink, p.out, *p.words,
-                T=p.tile, H=p.how, num_warps=p.warps(), enable_fp_fusion=False,
+                grad, grad.stride(0), p.where, p.sink, *p.out, *p.words,
+                TILE=p.tile, H=p.how[0], T=p.how[1], num_warps=p.warps(), enable_fp_fusion=False,
             )  # fmt: skip
-    p.finish()
+    return p.finish()

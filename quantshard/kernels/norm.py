@@ -43,7 +43,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels import results
 from quantshard.kernels.activation import RANDOM
 from quantshard.kernels.quantize import tile_of
-from quantshard.kernels.results import Outputs, deliver, largest, load_tile, narrow, widen
+from quantshard.kernels.results import Outputs, Targets, deliver, largest, load_tile, narrow, widen
 
 LONGEST: Final = 16384
 """Elements of a row, or of a piece of it, that are held in registers."""
@@ -136,16 +136,20 @@ def statistics_kernel(
 
 @triton.jit(do_not_specialize=RANDOM)
 def normalize_kernel(
-    x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, where, sink, out, k0, k1, draw, stream, width,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, T: tl.constexpr, H: tl.constexpr,
+    x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, where, sink, out, other_where, other_out,
+    k0, k1, draw, stream, width, other_stream, other_width,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    place = tile_of(where, T)
+    place = tile_of(where, TILE)
     _, _, i, j, valued = place
     z = load_tile(x_ptr, x_stride, i, j, valued)
     rstd = load_row(rstd_ptr, i, where.rows)
     mean = load_row(mean_ptr, i, where.rows) if CENTERED else rstd
     y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, where.value_cols, CENTERED, OFFSET)
-    deliver(y, place, where, sink, out, (k0, k1, draw, stream, width), x_ptr.dtype.element_ty, H)
+    deliver(
+        y, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
+        x_ptr.dtype.element_ty, H, T,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -341,8 +345,10 @@ def norm_statistics(
     return found, x if total is None else total
 
 
-def normalize_and_quantize(x: Tensor, statistics: Statistics, parameters: Parameters, outputs: Outputs) -> None:
+def normalize_and_quantize(x: Tensor, statistics: Statistics, parameters: Parameters, outputs: Outputs) -> Targets:
     """LayerNorm or RMSNorm of the rows of x [R, C], given their statistics; oracle: `modules.norm`.
+
+    Gives the codes, as far as `outputs` asks for them.
 
     Args:
         x: float32, bfloat16 or float16; with a residual, the sum.
@@ -350,16 +356,16 @@ def normalize_and_quantize(x: Tensor, statistics: Statistics, parameters: Parame
         parameters: of the normalization.
         outputs: what is asked for of the result, of the shape and dtype of x.
     """
-    p = results.plan(outputs, x.shape, x.device)
+    p = results.plan(outputs, x)
     x = results.by_rows(x)
-    if p.programs[0] * p.programs[1] > 0:
+    if x.numel() > 0:
         with ql.on(x.device):
             normalize_kernel[p.programs](
                 x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
-                p.where, p.sink, p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
-                T=p.tile, H=p.how, num_warps=p.warps(), enable_fp_fusion=False,
+                p.where, p.sink, *p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
+                TILE=p.tile, H=p.how[0], T=p.how[1], num_warps=p.warps(), enable_fp_fusion=False,
             )  # fmt: skip
-    p.finish()
+    return p.finish()
 
 
 def norm_backward(

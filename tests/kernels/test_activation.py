@@ -7,16 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard import kernels, numerics
+from quantshard import numerics
 from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, MXFP8_32X32, NVFP4_1X16, Copy, Scaling
-from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
-
-if not kernels.USABLE:
-    pytest.skip("no GPU, and Triton's interpreter was not asked for in time", allow_module_level=True)
-
 from quantshard.kernels import activation as ka
 from quantshard.kernels import quantize as kq
 from quantshard.kernels.results import Outputs
+from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -123,41 +119,77 @@ def test_the_largest_numbers_do_not_become_nan(name):
 FORMATS = [FP8_E4M3, FP8_E5M2, FP8_128X128, FP8_1X128, MXFP8_32X32, NVFP4_1X16]
 
 
-def target(shape, dtype, fmt, scaling, grids, turned, words=None):
+def request(fmt, scaling, grids, dtype, turned=False, words=None):
     copy = fmt.copies[Copy.ROWWISE]
     given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
-    return kq.target(
-        shape, dtype, torch.device(DEVICE), copy, scaling,
-        multipliers=given, second_amax=grids.get("amax"), turned=turned, words=words,
-    )  # fmt: skip
+    return kq.Request(copy, scaling, (0, 0), given, grids.get("amax"), words, turned)
 
 
 def same_codes(target, high, fmt, scaling, grids, drawn=None):
     """Codes, scales and transposed codes are what the oracle makes of the high-precision result."""
     copy = fmt.copies[Copy.ROWWISE]
-    multiplier = numerics.encode_scales(grids, fmt, scaling, high.dtype)
-    codes = numerics.quantize_codes(high, copy, multiplier, (0, 0), drawn)
+    codes = numerics.quantize_codes(high, copy, numerics.encode_scales(grids, fmt, scaling, high.dtype), (0, 0), drawn)
     assert torch.equal(target.codes, codes)
     if target.scale is not None:
         assert torch.equal(target.scale, numerics.scales(grids, fmt, scaling, high.dtype)[copy.scale.name])
     if target.turned is not None:
-        assert torch.equal(target.turned, codes.t())
+        unpacked = numerics.unpack(codes, copy.codes.encoding, high.shape[1]).t().contiguous()
+        assert torch.equal(target.turned, numerics.pack(unpacked, copy.codes.encoding))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_codes_are_the_oracles_of_the_results(fmt):
+    """Along rows, and along columns too: the codes transposed, or where blocks are not square, with other scales."""
     shape, dtype, scaling = (37, 290), torch.bfloat16, Scaling()
     gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
-    high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
-    ka.activate_and_quantize(gate, "swiglu", up, Outputs(high=high))
-    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(high=d_gate), Outputs(high=d_up))
-    grids = [numerics.amaxes(x, fmt) for x in (high, d_gate, d_up)]
-    turned = fmt.transposable
-    t = [target(shape, dtype, fmt, scaling, g, turned) for g in grids]
-    ka.activate_and_quantize(gate, "swiglu", up, Outputs(t[0]))
-    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(t[1]), Outputs(t[2]))
-    for one, x, g in zip(t, (high, d_gate, d_up), grids, strict=True):
-        same_codes(one, x, fmt, scaling, g)
+    highs = [torch.empty_like(gate) for _ in range(3)]
+    ka.activate_and_quantize(gate, "swiglu", up, Outputs(high=highs[0]))
+    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(high=x) for x in highs[1:]))
+    asked, turned = [], fmt.transposable
+    for x in highs:
+        ways = (numerics.amaxes(x, fmt), None if turned else numerics.amaxes(x.t(), fmt))
+        asked.append((ways, *(g and request(fmt, scaling, g, dtype, turned) for g in ways)))
+    found = [ka.activate_and_quantize(gate, "swiglu", up, Outputs(*asked[0][1:]))]
+    found += ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(*a[1:]) for a in asked[1:]))
+    for (one, two), x, (ways, *_) in zip(found, highs, asked, strict=True):
+        same_codes(one, x, fmt, scaling, ways[0])
+        if turned:
+            assert two is None
+        else:
+            same_codes(two, x.t().contiguous(), fmt, scaling, ways[1])
+
+
+def test_either_direction_alone_and_one_gradient_alone():
+    shape, fmt, scaling = (37, 290), FP8_1X128, Scaling()
+    gate, up, dh = (values(*shape, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
+    high, d_up, sums = torch.empty_like(gate), torch.empty_like(gate), torch.empty(290, device=DEVICE)
+    asked = kq.Request(fmt.copies[Copy.ROWWISE], scaling)
+    one, two = ka.activate_and_quantize(gate, "swiglu", up, Outputs(other=asked, high=high))
+    assert one is None
+    same_codes(two, high.t().contiguous(), fmt, scaling, numerics.amaxes(high.t(), fmt))
+    found = ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(high=high, sums=sums), Outputs(asked))
+    assert found[0] == (None, None) and found[1][1] is None
+    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(), Outputs(high=d_up))
+    same_codes(found[1][0], d_up, fmt, scaling, numerics.amaxes(d_up, fmt))
+    assert ((sums.double() - high.double().sum(0)).abs() <= 37 * U * high.double().abs().sum(0)).all()
+
+
+def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
+    """An origin within a block: with multipliers given, more tiles than the shape alone would need."""
+    shape, origin, fmt, scaling = (40, 290), (30, 254), FP8_128X128, Scaling()
+    gate, sums = values(*shape, torch.bfloat16).clamp(-60, 60), torch.empty(290, device=DEVICE)
+    high = torch.empty_like(gate)
+    ka.activate_and_quantize(gate, "silu", None, Outputs(high=high))
+    copy = fmt.copies[Copy.ROWWISE]
+    grids = {copy.scale.name: numerics.block_amax(high, copy.block, origin)}
+    given = numerics.encode_scales(grids, fmt, scaling, high.dtype)
+    asked = kq.Request(copy, scaling, origin, given[copy.scale.name])
+    (found, _), _ = ka.activate_backward_and_quantize(
+        torch.ones_like(gate), high, "relu", None, Outputs(asked, sums=sums)
+    )
+    step = (high > 0).to(high.dtype)
+    assert torch.equal(found.codes, numerics.quantize_codes(step, copy, given, origin))
+    assert torch.equal(sums, step.float().sum(0))
 
 
 def test_stochastic_rounding_draws_the_words_of_each_gradient():
@@ -165,12 +197,18 @@ def test_stochastic_rounding_draws_the_words_of_each_gradient():
     gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
     highs = [torch.empty_like(gate) for _ in range(2)]
     ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(Outputs(high=x) for x in highs))
-    grids = [numerics.amaxes(x, fmt) for x in highs]
     words = [kq.Words(-12345678901234, 7, 3, shape), kq.Words(1 << 33, 8, 1, shape)]
-    t = [target(shape, dtype, fmt, scaling, g, False, w) for g, w in zip(grids, words, strict=True)]
-    ka.activate_backward_and_quantize(dh, gate, "geglu", up, *map(Outputs, t))
-    for one, x, g, w in zip(t, highs, grids, words, strict=True):
-        same_codes(one, x, fmt, scaling, g, numerics.random_words(w.key, w.draw, w.stream, shape).to(DEVICE))
+    turned_words = [w._replace(stream=w.stream + 5, global_shape=shape[::-1]) for w in words]
+    asked = [[], []]
+    for x, ways in zip(highs, asked, strict=True):
+        for w, y in zip((words, turned_words), (x, x.t()), strict=True):
+            ways.append(request(fmt, scaling, numerics.amaxes(y, fmt), dtype, words=w[x is highs[1]]))
+    found = ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(Outputs(*ways) for ways in asked))
+    for targets, x, ways in zip(found, highs, asked, strict=True):
+        for target, y, way in zip(targets, (x, x.t().contiguous()), ways, strict=True):
+            w = way.words
+            drawn = numerics.random_words(w.key, w.draw, w.stream, w.global_shape).to(DEVICE)
+            same_codes(target, y, fmt, scaling, numerics.amaxes(y, fmt), drawn)
 
 
 def scalar(x=0.0):
@@ -227,11 +265,12 @@ def test_the_gradient_of_an_output_is_quantized_with_its_sums():
     shape, fmt = (37, 290), FP8_E5M2
     dy, amax = values(*shape, torch.bfloat16), scalar()
     grids = numerics.amaxes(dy, fmt)
-    t = target(shape, dy.dtype, fmt, Scaling(), grids, True)
     sums = torch.empty(290, device=DEVICE)
-    ka.quantize_gradient(dy, Outputs(t, amax=amax, sums=sums))
+    asked = request(fmt, Scaling(), grids, dy.dtype, True)
+    t, _ = ka.quantize_gradient(dy, Outputs(asked, amax=amax, sums=sums))
     same_codes(t, dy, fmt, Scaling(), grids)
-    assert amax == dy.abs().amax() and torch.equal(sums, torch.empty_like(sums).copy_(sums))
+    assert amax == dy.abs().amax()
+    assert ((sums.double() - dy.double().sum(0)).abs() <= 37 * U * dy.double().abs().sum(0)).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0)])
