@@ -131,7 +131,9 @@ def activate_backward_kernel(
             dh * h, place, where, up_sink, up_out, up_other_where, up_other_out,
             up_k0, up_k1, up_draw, up_stream, up_width, up_other_stream, up_other_width, dtype, UP_H, UP_T,
         )  # fmt: skip
-        if TILE.rows * TILE.cols > 8192:  # registers do not hold so many: read the tile again, from the nearest cache
+        if UP_T is not None or TILE.rows * TILE.cols > 8192:
+            # registers do not hold so much: read the tile again, from the nearest cache
+            tl.debug_barrier()
             dh = load_tile(dh_ptr, dh_stride, i, j, valued)
             _, slope = value_and_slope(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
         dh = dh * load_tile(up_ptr, up_stride, i, j, valued)
