@@ -175,21 +175,16 @@ def test_either_direction_alone_and_one_gradient_alone():
 
 
 def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
-    """An origin within a block: with multipliers given, more tiles than the shape alone would need."""
-    shape, origin, fmt, scaling = (40, 290), (30, 254), FP8_128X128, Scaling()
+    """An origin within a block: more tiles than the shape alone would need, for a gradient without codes too."""
+    shape, origin, fmt, scaling = (40, 290), (100, 254), FP8_128X128, Scaling()
     gate, sums = values(*shape, torch.bfloat16).clamp(-60, 60), torch.empty(290, device=DEVICE)
-    high = torch.empty_like(gate)
-    ka.activate_and_quantize(gate, "silu", None, Outputs(high=high))
-    copy = fmt.copies[Copy.ROWWISE]
-    grids = {copy.scale.name: numerics.block_amax(high, copy.block, origin)}
-    given = numerics.encode_scales(grids, fmt, scaling, high.dtype)
+    copy, d_up, ones = fmt.copies[Copy.ROWWISE], gate.clamp(min=0), torch.ones_like(gate)
+    grids = {copy.scale.name: numerics.block_amax(d_up, copy.block, origin)}
+    given = numerics.encode_scales(grids, fmt, scaling, d_up.dtype)
     asked = kq.Request(copy, scaling, origin, given[copy.scale.name])
-    (found, _), _ = ka.activate_backward_and_quantize(
-        torch.ones_like(gate), high, "relu", None, Outputs(asked, sums=sums)
-    )
-    step = (high > 0).to(high.dtype)
-    assert torch.equal(found.codes, numerics.quantize_codes(step, copy, given, origin))
-    assert torch.equal(sums, step.float().sum(0))
+    _, (found, _) = ka.activate_backward_and_quantize(ones, gate, "reglu", ones, Outputs(sums=sums), Outputs(asked))
+    assert torch.equal(found.codes, numerics.quantize_codes(d_up, copy, given, origin))
+    assert torch.equal(sums, (gate > 0).float().sum(0))
 
 
 def test_stochastic_rounding_draws_the_words_of_each_gradient():
