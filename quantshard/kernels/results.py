@@ -185,7 +185,8 @@ class Plan:
         """Arguments of `deliver` after those of `out`."""
         one, two = (NO_WORDS if target is None else target.words for target in self.targets)
         drawn = one if self.outputs.request is not None and self.outputs.request.words is not None else two
-        return *drawn.halves, drawn.draw, one.stream, one.width, two.stream, two.width
+        widths = one.global_shape[1], two.global_shape[1]
+        return *quantize.halves(drawn.key), drawn.draw, one.stream, widths[0], two.stream, widths[1]
 
     @property
     def how(self) -> tuple[How | None, How | None]:
