@@ -38,8 +38,9 @@ torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 from quantshard.formats import ALL, FORMATS, Copy, Scaling  # noqa: E402
-from quantshard.kernels import amax, dequantize, quantize, transpose  # noqa: E402
+from quantshard.kernels import activation, amax, dequantize, norm, quantize, results, rotary, transpose  # noqa: E402
 from quantshard.kernels.quantize import Request, Where, Words  # noqa: E402
+from quantshard.kernels.results import Outputs  # noqa: E402
 
 
 def became(kernel: Any) -> dict[str, Any]:
@@ -106,6 +107,61 @@ def transposed() -> Any:
     return transpose.transpose_kernel.warmup(x, COLS, x, ROWS, ROWS, COLS, *transpose.TILE, grid=(1,), num_warps=8)
 
 
+def activated(one: Request | None, other: Request | None = None, backward: bool = False) -> Any:
+    x, scalar = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.zeros(())
+    sums = torch.empty(COLS) if backward else None
+    p = results.plan(Outputs(one, other, None, scalar, scalar if backward else None, sums), x)
+    inputs, rest = (x, COLS, x, COLS), (p.sink, *p.out, *p.words)
+    if not backward:
+        return activation.activate_kernel.warmup(
+            *inputs, p.where, *rest, KIND="silu", TILE=p.tile, H=p.how[0], T=p.how[1], grid=(1,),
+            num_warps=p.warps(), enable_fp_fusion=False,
+        )  # fmt: skip
+    return activation.activate_backward_kernel.warmup(
+        x, COLS, *inputs, p.where, *rest, *rest, KIND="silu", TILE=p.tile, GATE_H=p.how[0], GATE_T=p.how[1],
+        UP_H=p.how[0], UP_T=p.how[1], grid=(1,), num_warps=p.warps(16), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def normalized(one: Request | None, other: Request | None = None) -> Any:
+    x, row, column = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.empty(COLS), torch.empty(ROWS)
+    p = results.plan(Outputs(one, other), x)
+    return norm.normalize_kernel.warmup(
+        x, COLS, column, column, row, row, p.where, p.sink, *p.out, *p.words, CENTERED=True, OFFSET=0.0, TILE=p.tile,
+        H=p.how[0], T=p.how[1], grid=(1,), num_warps=p.warps(), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def statistics(size: int) -> Any:
+    x, row, column = torch.empty(ROWS, size, dtype=torch.bfloat16), torch.empty(size), torch.empty(ROWS)
+    r, amax = norm.rows_of(size), torch.zeros((), dtype=torch.int32)
+    return norm.statistics_kernel.warmup(
+        x, size, x, size, x, column, column, row, row, amax, ROWS, size, 1e-5, CENTERED=True, OFFSET=0.0, ROWS=r.rows,
+        PIECE=r.piece, PIECES=r.pieces, grid=(1,), num_warps=r.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def normalized_backward(size: int, centered: bool) -> Any:
+    x, row, column = torch.empty(ROWS, size, dtype=torch.bfloat16), torch.empty(size), torch.empty(ROWS)
+    r, sums = norm.rows_of_backward(size, centered), torch.empty(norm.PROGRAMS, size)
+    kernel, layout = norm.backward_kernel, {"ROWS": r.rows}
+    if r.pieces > 1:
+        kernel, layout = norm.backward_pieces_kernel, {"PIECES": r.pieces}
+    return kernel.warmup(
+        x, size, x, size, column if centered else None, column, row, x, size, x, sums, sums if centered else None,
+        ROWS, size, CENTERED=centered, OFFSET=0.0, PIECE=r.piece, grid=(1,), num_warps=r.warps,
+        enable_fp_fusion=False, **layout,
+    )  # fmt: skip
+
+
+def rotated(interleaved: bool) -> Any:
+    x, table = torch.empty(ROWS, 1, 32, 128, dtype=torch.bfloat16), torch.empty(ROWS, 128)
+    return rotary.rotate_kernel.warmup(
+        x, 4096, 4096, 128, x, 4096, 4096, 128, table, table, 128, 1, 32, 64, 0, BACKWARD=False,
+        INTERLEAVED=interleaved, HEADS=32, PLANES=64, REST=0, grid=(1,), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 KERNELS = {
     "per tensor, transpose, next amax": lambda: quantized(request("fp8_e4m3", turned=True), next_amax=True),
     "per tensor, E5M2": lambda: quantized(request("fp8_e5m2")),
@@ -119,6 +175,24 @@ KERNELS = {
     "amax": measured,
     "dequantize MXFP8": lambda: dequantized("mxfp8_32x32"),
     "transpose": transposed,
+    "activation, per tensor": lambda: activated(request("fp8_e4m3", turned=True)),
+    "activation, 128x128": lambda: activated(request("fp8_128x128", turned=True)),
+    "activation, 1x128 both ways": lambda: activated(request("fp8_1x128"), request("fp8_1x128")),
+    "activation, backward per tensor": lambda: activated(request("fp8_e5m2", turned=True), None, True),
+    "activation, backward 128x128": lambda: activated(request("fp8_128x128", turned=True), None, True),
+    "activation, backward 1x128": lambda: activated(request("fp8_1x128"), request("fp8_1x128"), True),
+    "activation, backward MXFP8": lambda: activated(request("mxfp8_1x32"), request("mxfp8_1x32"), True),
+    "norm, per tensor": lambda: normalized(request("fp8_e4m3", turned=True)),
+    "norm, 1x128 both ways": lambda: normalized(request("fp8_1x128"), request("fp8_1x128")),
+    "norm, MXFP8 both ways": lambda: normalized(request("mxfp8_1x32"), request("mxfp8_1x32")),
+    "norm, statistics, 4096": lambda: statistics(4096),
+    "norm, statistics, 16384": lambda: statistics(16384),
+    "norm, backward, RMSNorm, 4096": lambda: normalized_backward(4096, False),
+    "norm, backward, RMSNorm, 16384": lambda: normalized_backward(16384, False),
+    "norm, backward, LayerNorm, 8192": lambda: normalized_backward(8192, True),
+    "norm, backward, LayerNorm, 16384": lambda: normalized_backward(16384, True),
+    "rotary": lambda: rotated(False),
+    "rotary, interleaved": lambda: rotated(True),
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,235 @@
+"""What a fused kernel does with a tile of values that it computed.
+
+    result = round(values) to the dtype, once
+    codes  = quantize(result), and of the transpose            (`quantize.emit`)
+    amax   = max(amax, |result|)                               NaN wins
+    poison = NaN if any result is infinite or NaN, else as it was
+    sums   = sum of result over rows
+
+Each is optional. Codes saturate, so a gradient that overflowed would come out finite: `poison` is what is added to the
+results of its GEMMs. Sums are taken in float32, over the rows of a tile and then over tiles, in an order that depends
+on nothing but shape, format and device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard import kernels
+from quantshard.kernels import quantize
+from quantshard.kernels.quantize import How, Out, Request, Target, Where, emit
+
+BY_HAND = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
+
+
+class Tile(NamedTuple):
+    """Rows and columns that a program works on; a constant of a kernel."""
+
+    rows: int
+    cols: int
+
+
+class Sink(NamedTuple):
+    """Arguments of a kernel: where results go that are not codes; None for what is not asked for."""
+
+    high: Any
+    high_stride: int
+    amax: Any
+    poison: Any
+    sums: Any
+    sums_stride: int
+
+
+@triton.jit
+def widen(x):
+    """Any float dtype -> float32, exactly."""
+    if BY_HAND and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Float32 -> dtype, rounded to nearest even."""
+    if BY_HAND and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def largest(x):
+    """The bits of the largest |x| of a float32 tile, int32, in which NaN is larger than infinity."""
+    return tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
+
+
+@triton.jit
+def load_tile(ptr, stride, i, j, valued):
+    """Float32 values at local rows i and columns j; zero where there is none."""
+    return widen(tl.load(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], mask=valued, other=0.0))
+
+
+@triton.jit
+def deliver(
+    values, place, where, sink, out, other_where, other_out,
+    k0, k1, draw, stream, width, other_stream, other_width, dtype: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of `quantize.tile_of`."""
+    row, col, i, j, valued = place
+    result = narrow(tl.where(valued, values, 0.0), dtype)
+    if sink.high is not None:
+        at = i.to(tl.int64)[:, None] * sink.high_stride + j[None, :]
+        tl.store(sink.high + at, result, mask=valued)
+    x = widen(result)
+    if sink.amax is not None:
+        tl.atomic_max(sink.amax, largest(x), sem="relaxed")
+    if sink.poison is not None:
+        tl.store(sink.poison, float("nan"), mask=largest(x) >= 0x7F800000)
+    if sink.sums is not None:
+        at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
+        tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
+    if H is not None:
+        emit(result, row, col, where, out, (k0, k1, draw, stream, width), H)
+    if T is not None:
+        other_words = (k0, k1, draw, other_stream, other_width)
+        emit(tl.trans(result), col, row, other_where, other_out, other_words, T)
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
+
+    Args:
+        request: how they are quantized.
+        other: how their transpose is, with scales of its own. Words of both have one key and draw.
+        high: the results themselves, [R, C] with adjacent columns, of the kernel's dtype.
+        amax: float32 scalar, made the larger of itself and the amax of the results; NaN wins.
+        poison: float32 scalar, made NaN if not all results are finite, else left as it is.
+        sums: [C], any float dtype: the sum of the rounded results over rows, taken in float32.
+    """
+
+    request: Request | None = None
+    other: Request | None = None
+    high: Tensor | None = None
+    amax: Tensor | None = None
+    poison: Tensor | None = None
+    sums: Tensor | None = None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether codes are asked for."""
+        return self.request is not None or self.other is not None
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The smallest that has whole blocks of both directions; (1, 1) if there are none."""
+        first = self.request or self.other
+        return (1, 1) if first is None else quantize.tile(first, self.other)
+
+    def extent(self, rows: int, cols: int) -> Where:
+        """Of the results in the global matrix."""
+        origin = self.request.origin if self.request else self.other.origin[::-1] if self.other else (0, 0)
+        return Where(rows, cols + _padding(cols, self.request), cols, *origin)
+
+    def programs(self, rows: int, cols: int, tile: tuple[int, int]) -> tuple[int, int]:
+        """Tiles along both dims; either direction may pad."""
+        where = self.extent(rows, cols)
+        return (
+            quantize.touched(where.row_origin, rows + _padding(rows, self.other), tile[0]),
+            quantize.touched(where.col_origin, where.cols, tile[1]),
+        )
+
+
+def _padding(size: int, request: Request | None) -> int:
+    return -size % 16 if request is not None and request.scaling.random_hadamard else 0
+
+
+Targets = tuple[Target | None, Target | None]
+"""Codes and scales of a matrix and of its transpose, as far as asked for."""
+
+TILE: Final = (32, 256)
+"""Of a kernel that quantizes nothing."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`Outputs` as the arguments of a kernel."""
+
+    outputs: Outputs
+    targets: Targets
+    tile: Tile
+    where: Where
+    sink: Sink
+    programs: tuple[int, int]
+
+    @property
+    def out(self) -> tuple[Out | None, Where | None, Out | None]:
+        """Arguments of `deliver` after `sink`."""
+        one, two = self.targets
+        return one.out if one else None, two.where if two else None, two.out if two else None
+
+    @property
+    def words(self) -> tuple[Any, ...]:
+        """Arguments of `deliver` after those of `out`."""
+        one, two = (NO_WORDS if target is None else target.words for target in self.targets)
+        drawn = one if self.outputs.request is not None and self.outputs.request.words is not None else two
+        widths = one.global_shape[1], two.global_shape[1]
+        return *quantize.halves(drawn.key), drawn.draw, one.stream, widths[0], two.stream, widths[1]
+
+    @property
+    def how(self) -> tuple[How | None, How | None]:
+        """Constants H and T of `deliver`."""
+        one, two = self.targets
+        return one.how if one else None, two.how if two else None
+
+    def warps(self, elements: int = 32) -> int:
+        """So many that a thread has this many elements of the tile, or fewer; 8 to 16."""
+        return min(max(quantize.WARPS, self.tile.rows * self.tile.cols // (32 * elements)), 16)
+
+    def finish(self) -> Targets:
+        """What is left to do after the launch; the targets."""
+        if self.outputs.sums is not None:
+            self.outputs.sums.copy_(self.sink.sums.sum(0))
+        return self.targets
+
+
+NO_WORDS = quantize.Words(0, 0, 0, (1, 1))
+
+
+def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
+    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
+    (rows, cols), beside = like.shape, beside or outputs
+    height, width = TILE
+    if outputs.quantizes or beside.quantizes:
+        height, width = (max(sizes) for sizes in zip(outputs.tile, beside.tile, strict=True))
+    one = two = None
+    if outputs.request is not None:
+        one = quantize.target((rows, cols), like.dtype, like.device, outputs.request, (height, width))
+    if outputs.other is not None:
+        two = quantize.target((cols, rows), like.dtype, like.device, outputs.other, (width, height))
+    leader = outputs if outputs.quantizes else beside
+    programs = leader.programs(rows, cols, (height, width))
+    high, sums = outputs.high, None
+    assert high is None or high.shape == like.shape, "high must have the shape of the results"
+    if outputs.sums is not None:
+        sums = torch.zeros((programs[0], cols), dtype=torch.float32, device=like.device)
+    amax = None if outputs.amax is None else outputs.amax.view(torch.int32)
+    sink = Sink(high, 0 if high is None else high.stride(0), amax, outputs.poison, sums, cols)
+    return Plan(outputs, (one, two), Tile(height, width), leader.extent(rows, cols), sink, programs)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """x [R, C] with the elements of a row next to each other, as kernels read it; itself if they are."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

@@ -1,0 +1,121 @@
+"""Rotary position embedding of queries or keys, forward and backward.
+
+    (a, b)   -> (a cos - b sin, b cos + a sin)          each plane of a head's features, by its angle at the position
+    backward    (da cos + db sin, db cos - da sin)      the rotation by the negative angle
+
+in float32, rounded once. The planes lie as in `modules.rotary`: feature i with i + rotated / 2, or interleaved. Cosines
+and sines come from tables that torch made from the angles, so results equal the oracle's to the bit; a table has an
+entry for each feature, as the angles have, and the two of a plane are read apart. Features that are not rotated are
+copied.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+from quantshard.kernels.results import narrow, widen
+
+MOST_HEADS = 32
+"""Heads of a token in one program, which read its cosines and sines once."""
+
+
+@triton.jit
+def load_planes(ptr, valued, p, half, PLANES: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both features of planes p of each row of a tile: float32 [rows, PLANES]. ptr: [rows, 1], of the first feature."""
+    if INTERLEAVED:  # neighbours are read in one piece
+        both = tl.arange(0, 2 * PLANES)[None, :]
+        x = widen(tl.load(ptr + both, mask=valued & (both < 2 * half), other=0.0))
+        return tl.split(tl.reshape(x, (ptr.shape[0], PLANES, 2)))
+    else:
+        mask = valued & (p < half)
+        return widen(tl.load(ptr + p, mask=mask, other=0.0)), widen(tl.load(ptr + p + half, mask=mask, other=0.0))
+
+
+@triton.jit
+def rotate_kernel(
+    x_ptr, x_s, x_b, x_h, out_ptr, out_s, out_b, out_h, cos_ptr, sin_ptr, table_stride, batch, heads, half, rest,
+    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PLANES: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    s = (tl.program_id(0) // batch).to(tl.int64)
+    b = (tl.program_id(0) % batch).to(tl.int64)
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    p = tl.arange(0, PLANES)[None, :]
+    valued = h < heads
+    x_ptr += s * x_s + b * x_b + h * x_h
+    out_ptr += s * out_s + b * out_b + h * out_h
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    first = tl.zeros((1, 1), tl.int64) + s * table_stride
+    always = tl.full((1, 1), True, tl.int1)
+    cos_a, cos_b = load_planes(cos_ptr + first, always, p, half, PLANES, INTERLEAVED)
+    sin_a, sin_b = load_planes(sin_ptr + first, always, p, half, PLANES, INTERLEAVED)
+    a, b = load_planes(x_ptr, valued, p, half, PLANES, INTERLEAVED)
+    if BACKWARD:
+        out_a, out_b = narrow(a * cos_a + b * sin_b, dtype), narrow(b * cos_b - a * sin_a, dtype)
+    else:
+        out_a, out_b = narrow(a * cos_a - b * sin_a, dtype), narrow(b * cos_b + a * sin_b, dtype)
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * PLANES)[None, :]
+        out = tl.reshape(tl.join(out_a, out_b), (HEADS, 2 * PLANES))
+        tl.store(out_ptr + both, out, mask=valued & (both < 2 * half))
+    else:
+        tl.store(out_ptr + p, out_a, mask=valued & (p < half))
+        tl.store(out_ptr + p + half, out_b, mask=valued & (p < half))
+    if REST > 0:
+        j = tl.arange(0, REST)[None, :]
+        mask = valued & (j < rest)
+        tl.store(out_ptr + 2 * half + j, tl.load(x_ptr + 2 * half + j, mask=mask, other=0.0), mask=mask)
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+def tables(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [S, rotated], of the angles [S, 1, 1, rotated] of `RotaryPositionEmbedding`."""
+    flat = angles.reshape(angles.shape[0], angles.shape[-1]).float()
+    return flat.cos(), flat.sin()
+
+
+def rotate(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tensor_format: str = "sbhd",
+    *,
+    interleaved: bool = False,
+    backward: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate the first features of every head; oracle: `modules.rotary.apply_rotary_pos_emb`.
+
+    Args:
+        t: queries or keys, [s, b, h, d] or, with tensor_format "bshd", [b, s, h, d], of any strides but that the
+            features of a head are adjacent; for `backward` the gradient of the result.
+        cos, sin: float32 [at least s, at most d], from `tables`.
+        tensor_format: "sbhd" or "bshd".
+        interleaved: the layout of the planes.
+        backward: rotate by the negative angles.
+        out: where the result goes, of the shape and dtype of t; it may be t itself. Default: a new tensor.
+    """
+    (length, batch), rotated = (t.shape[:2] if tensor_format == "sbhd" else (t.shape[1], t.shape[0])), cos.shape[-1]
+    heads, dim = t.shape[2:]
+    assert rotated % 2 == 0 and rotated <= dim and min(cos.shape[0], sin.shape[0]) >= length, (cos.shape, t.shape)
+    t = t if t.stride(-1) == 1 or dim == 1 else t.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = torch.empty(t.shape, dtype=t.dtype, device=t.device) if out is None else out
+    assert out.shape == t.shape and (out.stride(-1) == 1 or dim == 1), "out needs the shape of t, and adjacent features"
+    order = (0, 1, 2) if tensor_format == "sbhd" else (1, 0, 2)
+    together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
+    planes = triton.next_power_of_2(max(rotated // 2, 1))
+    if t.numel() > 0:
+        with ql.on(t.device):
+            rotate_kernel[(length * batch, -(heads // -together))](
+                t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
+                batch, heads, rotated // 2, dim - rotated, BACKWARD=backward, INTERLEAVED=interleaved, HEADS=together,
+                PLANES=planes, REST=triton.next_power_of_2(dim - rotated) if dim > rotated else 0,
+                num_warps=min(max(together * planes // 256, 1), 8), enable_fp_fusion=False,
+            )  # fmt: skip
+    return out

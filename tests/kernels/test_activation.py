@@ -1,0 +1,286 @@
+"""Fused activations: results near exact ones and near the oracle, codes equal to the oracle's of these results."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantshard import numerics
+from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, MXFP8_32X32, NVFP4_1X16, Copy, Scaling
+from quantshard.kernels import activation as ka
+from quantshard.kernels import quantize as kq
+from quantshard.kernels.results import Outputs
+from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
+
+# numpy, under the interpreter, warns of what IEEE 754 defines
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+U, TINY = 2.0**-24, 2.0**-126
+SHAPES = [(1, 1), (33, 257)]
+NEIGHBOUR = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 0.0}
+"""The gap between neighbours of a dtype is at most this times a value of it."""
+SMALLEST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
+
+
+def values(rows, cols, dtype, seed=0):
+    """Of many magnitudes, with the edges: zeros, subnormals, and so large that exp overflows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator) * torch.exp(torch.randn(rows, cols, generator=generator))
+    edges = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 200.0, -200.0, 6e4, -6e4, -88.0, 88.0, -12.5, 3e-5])
+    flat = x.view(-1)
+    flat[: min(len(edges), len(flat) - 1)] = edges[: len(flat) - 1] if len(flat) > 1 else edges[:0]
+    return x.to(dtype).to(DEVICE)
+
+
+def logit(x, kind):
+    """z and dz / dx in float64."""
+    if kind == "gelu":
+        c = 2 * math.sqrt(2 / math.pi)
+        return c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x**2)
+    return {"silu": x, "qgelu": 1.702 * x}[kind], {"silu": 1.0, "qgelu": 1.702}[kind]
+
+
+def exact(x, kind):
+    """act(x), act'(x), and the factors of the bounds in the docstring of the kernels: |z|, and (1 + |z|) s."""
+    if kind in ("relu", "srelu"):
+        h = x.clamp(min=0)
+        value, slope = (h, (x > 0).double()) if kind == "relu" else (h * h, 2 * h)
+        return value, slope, torch.zeros_like(x), slope
+    z, dz = logit(x, kind)
+    s = torch.sigmoid(z)
+    slope = s + x * s * torch.sigmoid(-z) * dz
+    return x * s, slope, z.abs(), (1 + z.abs() * (3 if kind == "gelu" else 1)) * s
+
+
+def close(got, want, error, dtype):
+    """Within `error` before the one rounding, which adds half a gap."""
+    got = got.double()
+    slack = NEIGHBOUR[dtype] / 2 * (want.abs() + error) + U * want.abs() + SMALLEST[dtype] * 2
+    overflown = want.abs() + slack > torch.finfo(dtype).max
+    bad = ((got - want).abs() > error + slack) & ~overflown
+    assert not bad.any(), (got[bad][:5], want[bad][:5], error.expand_as(want)[bad][:5])
+    assert not got.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_results_are_within_the_stated_bounds(name, dtype):
+    for shape in SHAPES:
+        gate, dh = values(*shape, dtype), values(*shape, dtype, seed=2).clamp(-100, 100)
+        up = values(*shape, dtype, seed=1).clamp(-100, 100).flip(0) if name in ka.GATED else None
+        high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
+        ka.activate_and_quantize(gate, name, up, Outputs(high=high))
+        second = None if up is None else Outputs(high=d_up)
+        ka.activate_backward_and_quantize(dh, gate, name, up, Outputs(high=d_gate), second)
+
+        value, slope, z, weight = exact(gate.double(), ka.GATED.get(name, name))
+        x, dh, factor = gate.double(), dh.double(), torch.ones_like(value) if up is None else up.double()
+        near = (5 * z + 12) * U * value.abs() + TINY * x.abs()
+        close(high, value * factor, near * factor.abs(), dtype)
+        near_slope = (5 * z + 16) * U * weight + TINY * (1 + 3 * z)
+        close(d_gate, dh * factor * slope, near_slope * (dh * factor).abs(), dtype)
+        if up is not None:
+            close(d_up, dh * value, near * dh.abs(), dtype)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_results_are_the_oracles_or_their_neighbours(name):
+    gate, dh, up = (values(33, 257, torch.bfloat16, seed).clamp(-30, 30).requires_grad_() for seed in range(3))
+    up = up if name in ka.GATED else None
+    want = activate(gate, name, up)
+    wanted = torch.autograd.grad(want, [gate] if up is None else [gate, up], dh)
+    got = [torch.empty_like(gate, requires_grad=False) for _ in range(3)]
+    gate, dh, up = gate.detach(), dh.detach(), None if up is None else up.detach()
+    ka.activate_and_quantize(gate, name, up, Outputs(high=got[0]))
+    ka.activate_backward_and_quantize(
+        dh, gate, name, up, Outputs(high=got[1]), None if up is None else Outputs(high=got[2])
+    )
+    for one, other in zip(got, (want, *wanted), strict=False):
+        if "re" in name:  # no exp: every operation is exact or rounded the same
+            assert torch.equal(one, other)
+        else:
+            apart = (one.float() - other.float()).abs()
+            cancelled = 2.0**-19 * (1 + gate.float().abs()) * (1 + dh.float().abs()) * (1 if up is None else 30)
+            assert (apart <= NEIGHBOUR[torch.bfloat16] * other.float().abs() + cancelled).all()
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "qgelu"])
+def test_the_largest_numbers_do_not_become_nan(name):
+    """x**2 overflows, and x**3, where the oracle's gelu has no gradient: infinity times zero."""
+    x = torch.tensor([[-1e38, -1e20, -1e13, -200.0, 200.0, 1e13, 1e20, 1e38]], device=DEVICE)
+    high, slope = torch.empty_like(x), torch.empty_like(x)
+    ka.activate_and_quantize(x, name, None, Outputs(high=high))
+    ka.activate_backward_and_quantize(torch.ones_like(x), x, name, None, Outputs(high=slope))
+    assert torch.equal(high, x.clamp(min=0)) and torch.equal(slope, (x > 0).float())
+
+
+FORMATS = [FP8_E4M3, FP8_E5M2, FP8_128X128, FP8_1X128, MXFP8_32X32, NVFP4_1X16]
+
+
+def request(fmt, scaling, grids, dtype, turned=False, words=None):
+    copy = fmt.copies[Copy.ROWWISE]
+    given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
+    return kq.Request(copy, scaling, (0, 0), given, grids.get("amax"), words, turned)
+
+
+def same_codes(target, high, fmt, scaling, grids, drawn=None):
+    """Codes, scales and transposed codes are what the oracle makes of the high-precision result."""
+    copy = fmt.copies[Copy.ROWWISE]
+    codes = numerics.quantize_codes(high, copy, numerics.encode_scales(grids, fmt, scaling, high.dtype), (0, 0), drawn)
+    assert torch.equal(target.codes, codes)
+    if target.scale is not None:
+        assert torch.equal(target.scale, numerics.scales(grids, fmt, scaling, high.dtype)[copy.scale.name])
+    if target.turned is not None:
+        unpacked = numerics.unpack(codes, copy.codes.encoding, high.shape[1]).t().contiguous()
+        assert torch.equal(target.turned, numerics.pack(unpacked, copy.codes.encoding))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_codes_are_the_oracles_of_the_results(fmt):
+    """Along rows, and along columns too: the codes transposed, or where blocks are not square, with other scales."""
+    shape, dtype, scaling = (37, 290), torch.bfloat16, Scaling()
+    gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
+    highs = [torch.empty_like(gate) for _ in range(3)]
+    ka.activate_and_quantize(gate, "swiglu", up, Outputs(high=highs[0]))
+    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(high=x) for x in highs[1:]))
+    asked, turned = [], fmt.transposable
+    for x in highs:
+        ways = (numerics.amaxes(x, fmt), None if turned else numerics.amaxes(x.t(), fmt))
+        asked.append((ways, *(g and request(fmt, scaling, g, dtype, turned) for g in ways)))
+    found = [ka.activate_and_quantize(gate, "swiglu", up, Outputs(*asked[0][1:]))]
+    found += ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(*a[1:]) for a in asked[1:]))
+    for (one, two), x, (ways, *_) in zip(found, highs, asked, strict=True):
+        same_codes(one, x, fmt, scaling, ways[0])
+        if turned:
+            assert two is None
+        else:
+            same_codes(two, x.t().contiguous(), fmt, scaling, ways[1])
+
+
+def test_either_direction_alone_and_one_gradient_alone():
+    shape, fmt, scaling = (37, 290), FP8_1X128, Scaling()
+    gate, up, dh = (values(*shape, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
+    high, d_up, sums = torch.empty_like(gate), torch.empty_like(gate), torch.empty(290, device=DEVICE)
+    asked = kq.Request(fmt.copies[Copy.ROWWISE], scaling)
+    one, two = ka.activate_and_quantize(gate, "swiglu", up, Outputs(other=asked, high=high))
+    assert one is None
+    same_codes(two, high.t().contiguous(), fmt, scaling, numerics.amaxes(high.t(), fmt))
+    found = ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(high=high, sums=sums), Outputs(asked))
+    assert found[0] == (None, None) and found[1][1] is None
+    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(), Outputs(high=d_up))
+    same_codes(found[1][0], d_up, fmt, scaling, numerics.amaxes(d_up, fmt))
+    assert ((sums.double() - high.double().sum(0)).abs() <= 37 * U * high.double().abs().sum(0)).all()
+
+
+def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
+    """An origin within a block: more tiles than the shape alone would need, for a gradient without codes too."""
+    shape, origin, fmt, scaling = (40, 290), (100, 254), FP8_128X128, Scaling()
+    gate, sums = values(*shape, torch.bfloat16).clamp(-60, 60), torch.empty(290, device=DEVICE)
+    copy, d_up, ones = fmt.copies[Copy.ROWWISE], torch.empty_like(gate), torch.ones_like(gate)
+    ka.activate_and_quantize(gate, "relu", None, Outputs(high=d_up))
+    grids = {copy.scale.name: numerics.block_amax(d_up, copy.block, origin)}
+    given = numerics.encode_scales(grids, fmt, scaling, d_up.dtype)
+    asked = kq.Request(copy, scaling, origin, given[copy.scale.name])
+    _, (found, _) = ka.activate_backward_and_quantize(ones, gate, "reglu", ones, Outputs(sums=sums), Outputs(asked))
+    assert torch.equal(found.codes, numerics.quantize_codes(d_up, copy, given, origin))
+    assert torch.equal(sums, (gate > 0).float().sum(0))
+
+
+def test_stochastic_rounding_draws_the_words_of_each_gradient():
+    shape, dtype, fmt, scaling = (5, 64), torch.bfloat16, NVFP4_1X16, Scaling(stochastic_rounding=True)
+    gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
+    highs = [torch.empty_like(gate) for _ in range(2)]
+    ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(Outputs(high=x) for x in highs))
+    words = [kq.Words(-12345678901234, 7, 3, shape), kq.Words(1 << 33, 8, 1, shape)]
+    turned_words = [w._replace(stream=w.stream + 5, global_shape=shape[::-1]) for w in words]
+    asked = [[], []]
+    for x, ways in zip(highs, asked, strict=True):
+        for w, y in zip((words, turned_words), (x, x.t()), strict=True):
+            ways.append(request(fmt, scaling, numerics.amaxes(y, fmt), dtype, words=w[x is highs[1]]))
+    found = ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(Outputs(*ways) for ways in asked))
+    for targets, x, ways in zip(found, highs, asked, strict=True):
+        for target, y, way in zip(targets, (x, x.t().contiguous()), ways, strict=True):
+            w = way.words
+            drawn = numerics.random_words(w.key, w.draw, w.stream, w.global_shape).to(DEVICE)
+            same_codes(target, y, fmt, scaling, numerics.amaxes(y, fmt), drawn)
+
+
+def scalar(x=0.0):
+    return torch.full((), x, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_amax_alone_is_that_of_the_result(dtype):
+    gate, up = (values(37, 290, dtype, seed).clamp(-60, 60) for seed in range(2))
+    high, amax, kept = torch.empty_like(gate), scalar(), scalar(1e9)
+    ka.activate_and_quantize(gate, "geglu", up, Outputs(high=high))
+    ka.activate_and_quantize(gate, "geglu", up, Outputs(amax=amax))
+    ka.activate_and_quantize(gate, "geglu", up, Outputs(amax=kept))
+    assert torch.equal(amax, high.abs().amax().float()) and kept == 1e9
+    gate[36, 289] = torch.nan
+    ka.activate_and_quantize(gate, "geglu", up, Outputs(amax=amax))
+    assert amax.isnan()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_poisons(bad):
+    dh, gate, up = (values(37, 290, torch.bfloat16, seed).clamp(-9, 9) for seed in range(3))
+    up[36, 289] = 0.0
+    for at, d_gate_is_bad in [((36, 289), True), (None, False)]:
+        if at is not None:
+            dh[at] = bad
+        poison = [scalar(), scalar()]
+        ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(poison=p) for p in poison))
+        assert poison[0].isnan() == d_gate_is_bad and poison[1].isnan() == (at is not None)
+        dh[36, 289] = 1.0
+    of_bias = scalar()
+    dh[3, 5] = bad
+    ka.quantize_gradient(dh, Outputs(poison=of_bias))
+    assert of_bias.isnan()
+
+
+def test_sums_are_of_the_rounded_results():
+    """Each is a tree over at most 37 terms: within 37 u of their magnitudes."""
+    dh, gate, up = (values(37, 290, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
+    highs = [torch.empty_like(gate) for _ in range(2)]
+    sums = [torch.empty(290, device=DEVICE) for _ in range(2)]
+    ka.activate_backward_and_quantize(
+        dh, gate, "swiglu", up, *(Outputs(high=x, sums=s) for x, s in zip(highs, sums, strict=True))
+    )
+    of_grad = torch.empty(290, device=DEVICE, dtype=torch.bfloat16)
+    ka.quantize_gradient(dh, Outputs(sums=of_grad))
+    for x, s in zip(highs, sums, strict=True):
+        assert ((s.double() - x.double().sum(0)).abs() <= 37 * U * x.double().abs().sum(0)).all()
+    error = (of_grad.double() - dh.double().sum(0)).abs()
+    assert (error <= 2.0**-8 * of_grad.abs().double() + 37 * U * dh.double().abs().sum(0)).all()
+
+
+def test_the_gradient_of_an_output_is_quantized_with_its_sums():
+    shape, fmt = (37, 290), FP8_E5M2
+    dy, amax = values(*shape, torch.bfloat16), scalar()
+    grids = numerics.amaxes(dy, fmt)
+    sums = torch.empty(290, device=DEVICE)
+    asked = request(fmt, Scaling(), grids, dy.dtype, True)
+    t, _ = ka.quantize_gradient(dy, Outputs(asked, amax=amax, sums=sums))
+    same_codes(t, dy, fmt, Scaling(), grids)
+    assert amax == dy.abs().amax()
+    assert ((sums.double() - dy.double().sum(0)).abs() <= 37 * U * dy.double().abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (7, 0)])
+def test_nothing_gives_nothing(shape):
+    x, sums, amax = torch.empty(shape, device=DEVICE), torch.ones(shape[1], device=DEVICE), scalar()
+    ka.activate_and_quantize(x, "silu", None, Outputs(high=x.clone(), sums=sums, amax=amax))
+    ka.activate_backward_and_quantize(x, x, "silu", None, Outputs(high=x.clone()))
+    assert (sums == 0).all() and amax == 0
+
+
+def test_halves_of_one_matrix_are_read_where_they_lie():
+    both = values(9, 14, torch.bfloat16)
+    gate, up = both.chunk(2, dim=1)
+    high, want = torch.empty(9, 7, dtype=both.dtype, device=DEVICE), torch.empty(9, 7, dtype=both.dtype, device=DEVICE)
+    ka.activate_and_quantize(gate, "swiglu", up, Outputs(high=high))
+    ka.activate_and_quantize(gate.contiguous(), "swiglu", up.t().contiguous().t(), Outputs(high=want))
+    assert torch.equal(high, want)

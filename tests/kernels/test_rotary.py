@@ -1,0 +1,66 @@
+"""The rotation equals the oracle's and autograd's, to the bit."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantshard.kernels import rotary as kr
+from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(1, 1, 1, 2), (3, 2, 3, 8), (2, 1, 40, 20)]  # s, b, h, d
+
+
+def queries(s, b, h, d, tensor_format, dtype, seed=0):
+    shape = (s, b, h, d) if tensor_format == "sbhd" else (b, s, h, d)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_both_directions_are_the_oracles(interleaved, dtype, percent):
+    for tensor_format in ("sbhd", "bshd"):
+        for s, b, h, d in SHAPES:
+            if int(d * percent) % 2:
+                continue
+            t = queries(s, b, h, d, tensor_format, dtype).requires_grad_()
+            dy = queries(s, b, h, d, tensor_format, dtype, seed=1)
+            angles = RotaryPositionEmbedding(d, percent, interleaved=interleaved)(s + 2, offset=1000, device=DEVICE)
+            want = apply_rotary_pos_emb(t, angles, tensor_format, interleaved=interleaved)
+            (wanted,) = torch.autograd.grad(want, t, dy)
+            both = kr.tables(angles)
+            got = kr.rotate(t.detach(), *both, tensor_format, interleaved=interleaved)
+            assert torch.equal(got, want)
+            got = kr.rotate(dy, *both, tensor_format, interleaved=interleaved, backward=True)
+            assert torch.equal(got, wanted)
+
+
+def test_each_feature_has_its_own_angle():
+    """The module's tables repeat an angle for both features of a plane; others need not."""
+    t, angles = queries(4, 2, 3, 6, "sbhd", torch.float32), torch.randn(4, 1, 1, 6, device=DEVICE)
+    for interleaved in (False, True):
+        leaf = t.clone().requires_grad_()
+        want = apply_rotary_pos_emb(leaf, angles, interleaved=interleaved)
+        assert torch.equal(kr.rotate(t, *kr.tables(angles), interleaved=interleaved), want)
+        (wanted,) = torch.autograd.grad(want, leaf, t)
+        assert torch.equal(kr.rotate(t, *kr.tables(angles), interleaved=interleaved, backward=True), wanted)
+
+
+def test_strides_are_followed():
+    """Heads that lie in a wider projection, features apart, and a result that goes where it came from."""
+    whole = queries(5, 2, 7, 8, "sbhd", torch.bfloat16)
+    both = kr.tables(RotaryPositionEmbedding(8)(5, device=DEVICE))
+    part, apart = whole[:, :, 2:5], whole[:, :, 2:5].transpose(2, 3).contiguous().transpose(2, 3)
+    want = kr.rotate(part.contiguous(), *both)
+    assert torch.equal(kr.rotate(part, *both), want) and torch.equal(kr.rotate(apart, *both), want)
+    rest = whole[:, :, 5:].clone()
+    assert kr.rotate(part, *both, out=part).data_ptr() == part.data_ptr()
+    assert torch.equal(part, want) and torch.equal(whole[:, :, 5:], rest)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (5, 0, 3, 8), (5, 2, 0, 8)])
+def test_nothing_gives_nothing(shape):
+    both = kr.tables(RotaryPositionEmbedding(8)(5, device=DEVICE))
+    assert kr.rotate(torch.empty(shape, device=DEVICE), *both).shape == shape
