@@ -1,0 +1,241 @@
+"""Multi-tensor Adam gives the bits of the oracle: `adam`, `rounding` and `numerics`, for everything that is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from quantshard import formats, numerics, recipe, sharding
+from quantshard import storage as storages
+from quantshard.amax import FlatMax, Requantization
+from quantshard.formats import ALL, Scaling
+from quantshard.kernels import adam_plan
+from quantshard.kernels.adam_plan import Low, Parameter, Plain, Plan, Rectangle, Scaled, Way, way_of
+from quantshard.optimizers import rounding
+from quantshard.optimizers.adam import Hyperparameters, adam
+from quantshard.recipe import Cell
+from quantshard.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = -987654321987654321
+KEY = 123456789123456789
+DRAW = 5
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+DELAYED = Scaling(history=4)
+CELLS = {
+    "delayed": Cell(formats.FP8_E4M3, DELAYED),
+    "newest": Cell(formats.FP8_E4M3, replace(DELAYED, most_recent=True, margin=1)),
+    "current": Cell(formats.FP8_E4M3),
+    "e5m2": Cell(formats.FP8_E5M2, Scaling(power_of_two=True)),
+    "block": Cell(formats.FP8_128X128, Scaling(power_of_two=True, epsilon=1e-6)),
+    "rowwise": Cell(formats.FP8_1XROW),
+    "mxfp8": Cell(formats.MXFP8_32X32),
+    "mxfp8_both": Cell(formats.MXFP8_BOTH),
+    "nvfp4": Cell(formats.NVFP4_16X16),
+    "nvfp4_both": Cell(formats.NVFP4_BOTH),
+}
+
+HYPER = Hyperparameters(3, 0.01, 0.9, 0.999, 1e-8, 0.1, True, True)
+
+
+def settings(**changes):
+    return replace(HYPER, **changes)
+
+
+@dataclass
+class Thing:
+    """One state or weight, for the oracle and for the kernel alike: plain, a low half, or in components."""
+
+    plain: Tensor | None = None
+    storage: QuantizedStorage | None = None
+    shared: frozenset = frozenset()
+
+    def clone(self):
+        return Thing(
+            None if self.plain is None else self.plain.clone(),
+            None if self.storage is None else self.storage.clone(),
+            self.shared,
+        )
+
+    def live(self):
+        if self.plain is not None:
+            return [self.plain]
+        history = self.storage.state.get(AMAX_HISTORY)
+        return [*self.storage.components.values(), *([] if history is None else [history])]
+
+    def read(self):
+        return self.plain.float() if self.storage is None else self.storage.dequantize()
+
+    def for_plan(self):
+        if self.storage is None:
+            return Low(self.plain) if self.plain.dtype is torch.int16 else Plain(self.plain)
+        s = self.storage
+        return Scaled(s.cell.format, s.cell.scaling, s.shard, s.components, s.state.get(AMAX_HISTORY), self.shared)
+
+
+def values_of(shape, spread=3.0):
+    x = torch.randn(shape) * torch.exp(torch.randn(shape) * spread)
+    if x.numel() > 3:
+        x.view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-40, -3e38])
+    return x
+
+
+def make(kind, shard, values, shared=frozenset()):
+    """A thing of this kind that holds the values, rounded to nearest."""
+    if kind in FLOATS:
+        return Thing(values.to(FLOATS[kind]).to(DEVICE))
+    cell = CELLS.get(kind) or recipe.STATE_CELLS[STATES[kind]]
+    history = torch.zeros(cell.scaling.history, device=DEVICE)
+    storage = storages.empty(cell, shard, DEVICE, {AMAX_HISTORY: history} if cell.scaling.history else {})
+    storage = storage.map(torch.zero_)
+    if values.numel():
+        Requantization(storage, values.to(DEVICE), {}, FlatMax()).commit(values.to(DEVICE))
+    return Thing(storage=storage, shared=shared)
+
+
+@dataclass
+class Case:
+    """A parameter, its gradient, and the amaxes that other ranks are taken to have."""
+
+    weight: Thing
+    exp_avg: Thing
+    exp_avg_sq: Thing
+    master: Thing | None
+    rectangle: Rectangle
+    grad: Tensor | None
+    stream: int = 0
+    group: int = 0
+
+    def parameter(self):
+        master = None if self.master is None else self.master.for_plan()
+        return Parameter(
+            self.weight.for_plan(), self.exp_avg.for_plan(), self.exp_avg_sq.for_plan(), master, self.rectangle,
+            self.group, self.stream, KEY, WEIGHT_STREAM,
+        )  # fmt: skip
+
+    def things(self):
+        named = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": self.master, "weight": self.weight}
+        return {role: thing for role, thing in named.items() if thing is not None}
+
+    def clone(self):
+        return replace(self, **{role: thing.clone() for role, thing in self.things().items()})
+
+    def words(self, key, draw, stream):
+        rectangle = self.rectangle
+        words = numerics.random_words(
+            key, draw, stream, rectangle.global_shape, rectangle.origin, rectangle.shape, device=DEVICE
+        )
+        return words
+
+    def oracle(self, h, others):
+        """What `optimizers.step.Work` does."""
+        if self.grad is None:
+            return
+        low = self.master is not None and self.master.plain is not None and self.master.plain.dtype is torch.int16
+        source = self.weight if self.master is None else self.master
+        master = rounding.join(self.weight.plain, self.master.plain) if low else source.read()
+        new = adam(self.grad, master, self.exp_avg.read(), self.exp_avg_sq.read(), h)
+        if low:
+            for target, half in zip((self.weight.plain, self.master.plain), rounding.split(new.master), strict=True):
+                target.copy_(half)
+        values = {"exp_avg": new.exp_avg, "exp_avg_sq": new.exp_avg_sq, "master": new.master, "weight": new.master}
+        for number, (role, thing) in enumerate(self.things().items()):
+            if low and role in ("master", "weight"):
+                continue
+            stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index(role)
+            words = self.words(SEED, h.step, stream)
+            if role == "weight":
+                words = None if self.master is not None else words
+                if self.master is None and thing.storage is not None:
+                    words = self.words(KEY, DRAW, WEIGHT_STREAM)
+            self.write(thing, values[role], words, role == "exp_avg_sq", others.get(role, {}))
+
+    def write(self, thing, values, words, keep_positive, others):
+        if thing.storage is None:
+            new = rounding.rounded(values, thing.plain.dtype, words)
+            if keep_positive and thing.plain.dtype is torch.bfloat16:
+                new.masked_fill_((new == 0) & (values > 0), 2.0**-133)
+            thing.plain.copy_(new)
+            return
+        begun = Requantization(thing.storage, values, {}, FlatMax())
+        for name, amaxes in others.items():
+            begun.amaxes[name] = torch.maximum(begun.amaxes[name], amaxes)
+        begun.commit(values, words)
+        if keep_positive:
+            for copy in thing.storage.cell.format.copies.values():
+                codes = thing.storage.components[copy.codes.name]
+                bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
+                bits.masked_fill_((bits == 0) & (values > 0), 1)
+
+
+def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=None, grad_dtype=torch.bfloat16,
+         cut=None, stream=4, group=0):  # fmt: skip
+    """`cut`: (global shape, origin) of a rectangle of `shape`."""
+    global_shape, origin = cut or (shape, (0, 0))
+    extents = tuple((o, o + n) for o, n in zip(origin, shape, strict=True))
+    shard = sharding.Shard(global_shape, extents)
+    values = values_of(shape)
+    made = make(weight, shard, values)
+    if master == "low":
+        held = Thing(rounding.split(values)[1].to(DEVICE))
+        made.plain.copy_(rounding.split(values)[0])
+    else:
+        held = None if master is None else make(master, shard, values)
+    return Case(
+        made, make(moments, shard, values_of(shape, 4)), make(second or moments, shard, values_of(shape, 8).abs()),
+        held, Rectangle(global_shape, origin, shape), values_of(shape).clamp(-1e18, 1e18).to(grad_dtype).to(DEVICE),
+        stream, group,
+    )  # fmt: skip
+
+
+def step(plan, cases, groups, skip=None, others=None):
+    plan.update([c.grad for c in cases], groups, SEED, [DRAW] * len(cases), skip)
+    for amax in plan.amaxes:
+        found = (others or {}).get((amax.parameter, amax.role), {}).get(amax.component)
+        if found is not None:
+            amax.values.copy_(torch.maximum(amax.values, found))
+    plan.finish()
+
+
+def bits(tensor):
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def assert_equal(found, expected):
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for role, thing in a.things().items():
+            for x, y in zip(thing.live(), b.things()[role].live(), strict=True):
+                same = (bits(x) == bits(y)) | (x.isnan() & y.isnan())
+                assert bool(same.all()), (number, role, tuple(x.shape), x[~same][:5], y[~same][:5], int((~same).sum()))
+
+
+def check(*cases, groups=(HYPER,), others=None, steps=1):
+    torch.manual_seed(0)
+    expected = [c.clone() for c in cases]
+    plan = Plan([c.parameter() for c in cases], len(groups), torch.device(DEVICE))
+    for number in range(steps):
+        now = [replace(h, step=h.step + number) for h in groups]
+        for n, c in enumerate(expected):
+            c.oracle(now[c.group], {role: grids for (m, role), grids in (others or {}).items() if m == n})
+        step(plan, cases, now, others=others)
+    assert_equal(cases, expected)
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("weight", CELLS)
+def test_quantized_weights_with_float32_states(weight):
+    check(case(weight), case(weight, shape=(130, 257), grad_dtype=torch.float32), steps=2)
