@@ -61,7 +61,9 @@ class How(NamedTuple):
     """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and how everything is stored.
 
     `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `ql.words_of_tile`.
-    `keeps`: blocks are higher than a tile, so values are kept until all chunks of the program are known.
+    `high`: blocks are higher than a tile, so all chunks of a program are updated before one is quantized. `rereads`:
+    their values are then read again from the float32 masters, a few microseconds old, to have the registers for another
+    program beside this one; else they are kept.
     """
 
     rows: int
@@ -69,7 +71,8 @@ class How(NamedTuple):
     chunks: int
     aligned: bool
     by_four: bool
-    keeps: bool
+    high: bool
+    rereads: bool
     exp_avg: Stored
     exp_avg_sq: Stored
     master: Stored
@@ -124,10 +127,12 @@ class Slot(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a tile lies: its global row and column, the address of its first element in elements, and its values."""
+    """Where a tile lies: its global row and column; how far its first element is from that of the rectangle, and the
+    others are from it; and which of them are in the rectangle."""
 
     row: Any
     col: Any
+    first: Any
     offsets: Any
     valid: Any
 
@@ -154,9 +159,14 @@ def slot_of(entry, role):
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address from a table as a pointer."""
+    """An address from a table as a pointer.
+
+    To four elements of any dtype, though they are aligned to 16 bytes: a thread then has the same four of everything,
+    and no value changes threads. For a warp that is 128 bytes in a row of the shortest dtype, which is as good.
+    """
     if ALIGNED:
-        return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+        WIDTH: tl.constexpr = dtype.primitive_bitwidth // 2
+        return tl.multiple_of(address.to(tl.pointer_type(dtype)), WIDTH)
     else:
         return address.to(tl.pointer_type(dtype))
 
@@ -165,10 +175,10 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 def load_plain(address, tile, DTYPE: tl.constexpr, H: tl.constexpr):
     """A tile of a plain tensor in float32; zero outside."""
     if DTYPE == tl.bfloat16:  # by its bits: Triton's interpreter loses subnormal bfloat16s
-        bits = tl.load(pointer(address, tl.int16, H.aligned) + tile.offsets, mask=tile.valid, other=0)
+        bits = tl.load(pointer(address, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        values = tl.load(pointer(address, DTYPE, H.aligned) + tile.offsets, mask=tile.valid, other=0.0)
+        values = tl.load(pointer(address, DTYPE, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0.0)
         return values.to(tl.float32)
 
 
@@ -178,7 +188,9 @@ def tile_at(row, col, area, ROWS: tl.constexpr, COLS: tl.constexpr):
     i = row - area.row_origin + tl.arange(0, ROWS)
     j = col - area.col_origin + tl.arange(0, COLS)
     valid = ((i >= 0) & (i < area.rows))[:, None] & ((j >= 0) & (j < area.cols))[None, :]
-    return Tile(row, col, i[:, None] * area.cols + j[None, :], valid)
+    first = (row - area.row_origin) * area.cols + (col - area.col_origin)
+    offsets = tl.arange(0, ROWS)[:, None] * area.cols.to(tl.int32) + tl.arange(0, COLS)[None, :]
+    return Tile(row, col, first, offsets, valid)
 
 
 @triton.jit
@@ -212,8 +224,8 @@ def read(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
         return load_plain(slot.codes, tile, S.dtype, H)
     elif S.kind == HALVES:
         weight = slot_of(entry, WEIGHT)
-        high = tl.load(pointer(weight.codes, tl.int16, H.aligned) + tile.offsets, mask=tile.valid, other=0)
-        low = tl.load(pointer(slot.codes, tl.int16, H.aligned) + tile.offsets, mask=tile.valid, other=0)
+        high = tl.load(pointer(weight.codes, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
+        low = tl.load(pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
         upper = high.to(tl.int32) - (low < 0).to(tl.int32)
         return ((upper << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
     else:
@@ -228,7 +240,7 @@ def stored_values(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
     if element.bits == 16:
         return load_plain(slot.codes, tile, tl.float16, H)
     elif element.bits == 8:
-        codes = tl.load(pointer(slot.codes, tl.uint8, H.aligned) + tile.offsets, mask=tile.valid, other=0)
+        codes = tl.load(pointer(slot.codes, tl.uint8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
         return ql.decode(codes, element)
     else:
         offsets, valid = packed_at(tile, area, H.rows, H.cols)
@@ -304,9 +316,13 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
     if S.keep_positive:
         codes = tl.where((codes == 0) & (x > 0), 1, codes)
     if element.bits == 16:
-        tl.store(pointer(slot.codes, tl.int16, H.aligned) + tile.offsets, codes.to(tl.int16), mask=tile.valid)
+        tl.store(
+            pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, codes.to(tl.int16), mask=tile.valid
+        )
     elif element.bits == 8:
-        tl.store(pointer(slot.codes, tl.uint8, H.aligned) + tile.offsets, codes.to(tl.uint8), mask=tile.valid)
+        tl.store(
+            pointer(slot.codes, tl.uint8, H.aligned) + tile.first + tile.offsets, codes.to(tl.uint8), mask=tile.valid
+        )
     else:
         offsets, valid = packed_at(tile, area, H.rows, H.cols)
         codes = ql.pack(tl.where(tile.valid, codes, 0), H.rows, H.cols).to(tl.uint8)
@@ -324,8 +340,14 @@ def write(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
         elif S.kind == HALVES:
             bits = x.to(tl.int32, bitcast=True)
             weight = slot_of(entry, WEIGHT)
-            tl.store(pointer(weight.codes, tl.int16, H.aligned) + tile.offsets, nearest_bfloat16(x), mask=tile.valid)
-            tl.store(pointer(slot.codes, tl.int16, H.aligned) + tile.offsets, bits.to(tl.int16), mask=tile.valid)
+            tl.store(
+                pointer(weight.codes, tl.int16, H.aligned) + tile.first + tile.offsets,
+                nearest_bfloat16(x),
+                mask=tile.valid,
+            )
+            tl.store(
+                pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, bits.to(tl.int16), mask=tile.valid
+            )
         elif S.kind == SCALED:
             amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols)
             multiplier = multipliers(amax, slot, tile, area, S, H)
@@ -343,14 +365,16 @@ def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
             bits = nearest_bfloat16(x)
         if S.keep_positive:
             bits = tl.where((bits == 0) & (x > 0), 1, bits).to(tl.int16)
-        tl.store(pointer(slot.codes, tl.int16, H.aligned) + tile.offsets, bits, mask=tile.valid)
+        tl.store(pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, bits, mask=tile.valid)
     elif S.dtype == tl.float16 and S.stochastic:
         element: tl.constexpr = S.rule.element
         drawn = ql.words_of_tile(tile.row, tile.col, words, H.rows, H.cols, H.by_four)
         codes = ql.encode_stochastic(x, drawn, element)
-        tl.store(pointer(slot.codes, tl.int16, H.aligned) + tile.offsets, codes.to(tl.int16), mask=tile.valid)
+        tl.store(
+            pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, codes.to(tl.int16), mask=tile.valid
+        )
     else:
-        tl.store(pointer(slot.codes, S.dtype, H.aligned) + tile.offsets, x.to(S.dtype), mask=tile.valid)
+        tl.store(pointer(slot.codes, S.dtype, H.aligned) + tile.first + tile.offsets, x.to(S.dtype), mask=tile.valid)
 
 
 @triton.jit
@@ -438,33 +462,55 @@ def adam_kernel(
     area = area_of(entry, H.aligned)
     across = tl.load(entry + 7)
     number = tl.program_id(0) - tl.load(entry + 8)
+    ROWS: tl.constexpr = H.rows
     HEIGHT: tl.constexpr = H.rows * H.chunks
     row = (area.row_origin // HEIGHT + number // across) * HEIGHT
     col = (area.col_origin // H.cols + number % across) * H.cols
     C: tl.constexpr = H.weight
     D: tl.constexpr = H.columnwise
+    W: tl.constexpr = H.master
+    end = tl.minimum(row + HEIGHT, area.row_origin + area.rows)
     words = words_of(entry, gradients, groups, WEIGHT, C.own_words)
     CHUNKS: tl.constexpr = H.chunks
-    if H.keeps:
-        kept = ()
+    if H.high:
+        ACROSS: tl.constexpr = H.cols // C.cols
+        top = tl.zeros((ROWS, ACROSS), tl.int32)
+        if H.rereads:
+            at = row
+            while at < end:
+                tile = tile_at(at, col, area, H.rows, H.cols)
+                x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
+                top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, C.cols).to(tl.int32, bitcast=True))
+                at += ROWS
+        else:
+            kept = ()
+            for c in tl.static_range(CHUNKS):
+                tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
+                x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
+                top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, C.cols).to(tl.int32, bitcast=True))
+                kept = kept + (x,)  # noqa: RUF005  Triton has no *
+        amax = ql.block_amax(top.to(tl.float32, bitcast=True), H.rows, H.cols // C.cols, C.rows, 1)
         slot = slot_of(entry, WEIGHT)
-        top = tl.zeros((1, H.cols // C.cols), tl.int32)
-        for c in tl.static_range(CHUNKS):
-            tile = tile_at(row + c * H.rows, col, area, H.rows, H.cols)
-            x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
-            top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, C.rows, C.cols).to(tl.int32, bitcast=True))
-            kept = kept + (x,)
-        tile = tile_at(row, col, area, H.rows, H.cols)
-        multiplier = multipliers(top.to(tl.float32, bitcast=True), slot, tile, area, C, H)
-        for c in tl.static_range(CHUNKS):
-            tile = tile_at(row + c * H.rows, col, area, H.rows, H.cols)
-            store_codes(kept[c], multiplier, slot, tile, area, words, C, H)
+        multiplier = multipliers(amax, slot, tile_at(row, col, area, H.rows, H.cols), area, C, H)
+        if H.rereads:
+            tl.debug_barrier()  # what other threads wrote of the masters is there
+            at = row
+            while at < end:
+                tile = tile_at(at, col, area, H.rows, H.cols)
+                x = read(entry, MASTER, tile, area, W, H)
+                store_codes(x, multiplier, slot, tile, area, words, C, H)
+                at += ROWS
+        else:
+            for c in tl.static_range(CHUNKS):
+                tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
+                store_codes(kept[c], multiplier, slot, tile, area, words, C, H)
     else:
-        for c in range(CHUNKS):
-            tile = tile_at(row + c * H.rows, col, area, H.rows, H.cols)
+        while row < end:
+            tile = tile_at(row, col, area, H.rows, H.cols)
             x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
             write(x, entry, WEIGHT, tile, area, words, C, H)
             write(x, entry, COLUMNWISE, tile, area, words, D, H)
+            row += ROWS
 
 
 @triton.jit
@@ -497,9 +543,11 @@ def requantize_kernel(entries, entry_of_program, gradients, skip, H: tl.constexp
     while number < last:
         row = (area.row_origin // HEIGHT + number // across) * HEIGHT
         col = (area.col_origin // H.cols + number % across) * H.cols
-        for c in range(H.chunks):
-            tile = tile_at(row + c * H.rows, col, area, H.rows, H.cols)
+        end = tl.minimum(row + HEIGHT, area.row_origin + area.rows)
+        while row < end:
+            tile = tile_at(row, col, area, H.rows, H.cols)
             x = read(entry, MASTER, tile, area, W, H)
             write(x, entry, WEIGHT, tile, area, (0, 0, 0, 0, 0), C, H)
             write(x, entry, COLUMNWISE, tile, area, (0, 0, 0, 0, 0), D, H)
+            row += H.rows
         number += by

@@ -39,6 +39,7 @@ ROLES: Final = ("exp_avg", "exp_avg_sq", "master", "weight")
 
 ROWS, COLS, CHUNKS, LINE = 32, 128, 4, 4096
 WARPS: Final = 8
+REGISTERS: Final = 128  # of a thread: two programs fit on a multiprocessor, and one computes while the other waits
 REDO_PROGRAMS: Final = 64
 
 
@@ -216,9 +217,10 @@ def _how(p: Parameter, aligned: bool, measures: bool, writes_states: bool, write
         )
 
     rowwise = weight(Copy.ROWWISE)
-    keeps = rowwise.kind == ka.SCALED.value and written and not rowwise.given and rowwise.block_rows > rowwise.rows
+    high = rowwise.kind == ka.SCALED.value and written and not rowwise.given and rowwise.block_rows > rowwise.rows
     return ka.How(
-        *tile, 1 if tile[0] == 1 else CHUNKS, aligned, p.rectangle.global_shape[1] % 4 == 0 or tile[0] == 1, keeps,
+        *tile, 1 if tile[0] == 1 else CHUNKS, aligned, p.rectangle.global_shape[1] % 4 == 0 or tile[0] == 1, high,
+        isinstance(p.master, Plain) and p.master.tensor.dtype is torch.float32,
         state(p.exp_avg, stochastic=True, keep_positive=False),
         state(p.exp_avg_sq, stochastic=True, keep_positive=True),
         state(p.master, stochastic=True, keep_positive=False),
@@ -412,35 +414,34 @@ class Plan:
         for number, p in enumerate(self.parameters):
             for role, thing in _scaled(p).items():
                 for copy in thing.fmt.copies.values():
-                    if thing.history is not None or not thing.is_later(copy):
+                    if not thing.is_later(copy):
                         continue
+                    grid = copy.scale.name if thing.history is None else _USED
                     address = self._workspace.address
                     scale, second = thing.components[copy.scale.name], copy.amax
                     rule = ql.rule(copy, thing.scaling, torch.float32, self.device)
                     rows.setdefault(rule, []).append([
-                        number, address(number, role, copy.scale.name), scale.data_ptr(),
+                        number, address(number, role, grid), scale.data_ptr(),
                         scale.numel() if thing.is_given(copy) else 0,
                         0 if second is None else address(number, role, second.name),
                         0 if second is None else thing.components[second.name].data_ptr(),
                     ])  # fmt: skip
         return [(rule, len(table), km.rows_of(table, self.device)) for rule, table in rows.items()]
 
-    def _history_tables(self) -> list[tuple[ql.Rule, bool, int, Tensor]]:
-        """For each rule of delayed scaling: whether the newest amax counts, the longest history, and the table."""
-        rows: dict[tuple[ql.Rule, bool], list[list[int]]] = {}
+    def _history_tables(self) -> list[tuple[bool, int, Tensor]]:
+        """Of delayed scaling: whether the newest amax counts, the longest history, and the table."""
+        rows: dict[bool, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
             for role, thing in _scaled(p).items():
                 if thing.history is None:
                     continue
                 (copy,) = thing.fmt.copies.values()
-                rule = ql.rule(copy, thing.scaling, torch.float32, self.device)
                 address = self._workspace.address
-                rows.setdefault((rule, thing.scaling.most_recent), []).append([
+                rows.setdefault(thing.scaling.most_recent, []).append([
                     number, thing.history.data_ptr(), thing.history.numel(), address(number, role, _USED),
-                    address(number, role, copy.scale.name), thing.components[copy.scale.name].data_ptr(),
-                    address(number, role, _REDO),
+                    address(number, role, copy.scale.name), address(number, role, _REDO),
                 ])  # fmt: skip
-        return [(*key, max(row[2] for row in table), km.rows_of(table, self.device)) for key, table in rows.items()]
+        return [(key, max(row[2] for row in table), km.rows_of(table, self.device)) for key, table in rows.items()]
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -471,7 +472,7 @@ class Plan:
         with ql.on(self.device):
             self._correct(hyperparameters)
             self._workspace.flat.zero_()
-            for _, most_recent, length, table in self._histories:
+            for most_recent, length, table in self._histories:
                 km.past_kernel[(len(table),)](table, most_recent, triton.next_power_of_2(length), num_warps=1)
             for launch in self._first:
                 self._run(launch)
@@ -480,17 +481,16 @@ class Plan:
         """The second part: what derives from `amaxes`."""
         present, stride = self._parts()[0], len(ka.GRADIENT)
         with ql.on(self.device):
-            for rule, most_recent, length, table in self._histories:
+            for most_recent, length, table in self._histories:
                 km.record_kernel[(len(table),)](
-                    table, present, self._skip, stride, most_recent, triton.next_power_of_2(length), rule,
-                    num_warps=1, enable_fp_fusion=False,
-                )  # fmt: skip
-            for rule, count, table in self._scales:
-                km.scales_kernel[(count, 4)](
-                    table, present, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False
+                    table, present, self._skip, stride, most_recent, triton.next_power_of_2(length), num_warps=1
                 )
             for launch in self._last:
                 self._run(launch)
+            for rule, count, table in self._scales:  # last, for a state or weight is read with its old scales before
+                km.scales_kernel[(count, 4)](
+                    table, present, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False
+                )
         self._held = []
 
     def _gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -527,7 +527,9 @@ class Plan:
         if launch.programs == 0:
             return
         present, groups, _, _, settings = self._parts()
-        options = {"num_warps": WARPS, "enable_fp_fusion": False}
+        options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+        if not launch.how.high or launch.how.rereads:
+            options["maxnreg"] = REGISTERS
         if launch.kernel is ka.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
             launch.kernel[grid](launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options)

@@ -136,7 +136,8 @@ def decode(codes, E: tl.constexpr):
             else:  # infinity and NaN as in IEEE 754
                 value = tl.where(magnitude == 0x7C, float("inf"), value)
                 value = tl.where(magnitude > 0x7C, float("nan"), value)
-        return tl.where(code >> (E.bits - 1) > 0, -value, value)
+        sign = (code >> (E.bits - 1)) << 31  # not -value, which Triton takes as 0 - value: the zero would lose its sign
+        return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- scales

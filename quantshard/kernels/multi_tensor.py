@@ -106,7 +106,7 @@ def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
 
 
 SCALES_ROW: Final = ("parameter", "amax", "scale", "numel", "new_second", "second")
-HISTORY_ROW: Final = ("parameter", "history", "length", "used", "amax", "scale", "redo")
+HISTORY_ROW: Final = ("parameter", "history", "length", "used", "amax", "redo")
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constex
 @triton.jit
 def past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """Before a step: the amax that each history stands for; 0 if none is recorded."""
-    row = table + tl.program_id(0) * 7
+    row = table + tl.program_id(0) * 6
     past, _, _ = history_of(row, MOST_RECENT, LENGTH)
     tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), past)
 
@@ -159,25 +159,23 @@ def history_of(row, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 
 @triton.jit
 def record_kernel(
-    table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr, R: tl.constexpr
+    table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr
 ):
-    """After the amaxes were reduced: the amax to use, its scale, whether it is the new one, and the new history.
+    """After the amaxes were reduced: the amax to use, whether it is the new one, and the new history.
 
-    `amax.Requantization.commit` and `amax.record_amax_`. Of entries in one table no history is shared.
+    See `amax.Requantization.commit` and `amax.record_amax_`.
     """
     if skip is not None:
         if tl.load(skip) != 0:
             return
-    row = table + tl.program_id(0) * 7
+    row = table + tl.program_id(0) * 6
     if tl.load(gradients + tl.load(row) * STRIDE) == 0:
         return
     past, history, length = history_of(row, MOST_RECENT, LENGTH)
     amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
     used = tl.where(past > 0, past, amax)
     tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
-    stored, _ = ql.scales(used, 0.0, R)
-    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), stored)
-    tl.store(tl.load(row + 6).to(tl.pointer_type(tl.float32)), tl.where(past > 0, 0.0, 1.0))
+    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(past > 0, 0.0, 1.0))
     at = tl.arange(0, LENGTH)
     rolled = tl.load(history + at + 1, mask=at < length - 1, other=0.0)
     rolled = tl.where(at == length - 1, amax, rolled)

@@ -238,4 +238,26 @@ def _seeded():
 
 @pytest.mark.parametrize("weight", CELLS)
 def test_quantized_weights_with_float32_states(weight):
-    check(case(weight), case(weight, shape=(130, 257), grad_dtype=torch.float32), steps=2)
+    check(case(weight), case(weight, shape=(34, 130), grad_dtype=torch.float32), steps=2)
+
+
+@pytest.mark.parametrize("weight", ["delayed", "current", "block", "mxfp8"])
+def test_tiles_of_several_blocks(weight):
+    check(case(weight, shape=(130, 144)))
+
+
+@pytest.mark.parametrize("moments", STATES)
+@pytest.mark.parametrize("master", ["bfloat16", "fp16", None])
+def test_states_and_masters_of_fewer_bits(moments, master):
+    check(case("block", moments, master, (5, 132)), case("current", moments, master, (3, 18)))
+
+
+@pytest.mark.parametrize("weight, master", [("float32", None), ("bfloat16", "float32"), ("bfloat16", "low"),
+                                            ("bfloat16", None), ("float16", "float32"), ("float16", None)])  # fmt: skip
+def test_plain_weights(weight, master):
+    check(*(case(weight, m, master, s) for m, s in (("float32", (1, 1)), ("bfloat16", (1, 4099)), ("fp8", (6, 20)))))
+
+
+@pytest.mark.parametrize("weight", ["delayed", "mxfp8_both", "nvfp4", "nvfp4_both", "rowwise"])
+def test_quantized_weights_without_masters(weight):
+    check(case(weight, master=None, shape=(4, 34)), steps=2)
