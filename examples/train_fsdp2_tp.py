@@ -151,7 +151,7 @@ def differences(model: Llama, alone: Llama, tp: DeviceMesh) -> list[str]:
 
 def check(args: argparse.Namespace, mesh: DeviceMesh, text: Tensor) -> None:
     """Compare the bits of the model with those of one process that is given the same gradients; save, train on, and
-    compare the losses with those of a resumed run."""
+    compare the losses with those of a resumed run; exit with 1 if anything differs."""
     (model, optimizer), (alone, its_optimizer) = build(args, mesh), build(args, None)
     wrong = differences(model, alone, mesh["tp"])
 
@@ -171,7 +171,9 @@ def check(args: argparse.Namespace, mesh: DeviceMesh, text: Tensor) -> None:
     load(args.checkpoint, model, optimizer)
     if train(model, optimizer, args.recipe, mesh, text, after) != losses:
         wrong.append("the losses of the resumed run")
-    print(f"rank {dist.get_rank()}: {'differs: ' + ', '.join(wrong) if wrong else 'every bit agrees'}\n", end="")
+    if wrong:
+        raise SystemExit(f"rank {dist.get_rank()}: differs: {', '.join(wrong)}")
+    print(f"rank {dist.get_rank()}: every bit agrees\n", end="")
 
 
 def main() -> None:

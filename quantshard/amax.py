@@ -48,6 +48,16 @@ def united(groups: Iterable[Groups]) -> tuple[dist.ProcessGroup, ...]:
     return tuple(dict.fromkeys(member for group in groups for member in _members(group)))
 
 
+def including(groups: Groups, group: Group) -> Groups:
+    """The ranks that `groups` span, and those of one more; it comes last, so that its ranks agree in any case."""
+    if group is None:
+        return groups
+    ranks = set(dist.get_process_group_ranks(group))
+    if any(ranks.issubset(dist.get_process_group_ranks(member)) for member in _members(groups)):
+        return groups
+    return (*_members(groups), group)
+
+
 def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:
     """The components with amaxes whose blocks several ranks hold, each with the ranks to reduce them over.
 

@@ -1,4 +1,7 @@
-"""Settings of every test: one thread per process, the same hypothesis examples in every run, and tables at its end."""
+"""Settings of every test: one thread per process, the same hypothesis examples in every run, tables at its end.
+
+Without a GPU, Triton's interpreter runs the kernels, on the CPU.
+"""
 
 import os
 
@@ -8,7 +11,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before quantshard is imported
 
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")

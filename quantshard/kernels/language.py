@@ -136,7 +136,7 @@ def decode(codes, E: tl.constexpr):
             else:  # infinity and NaN as in IEEE 754
                 value = tl.where(magnitude == 0x7C, float("inf"), value)
                 value = tl.where(magnitude > 0x7C, float("nan"), value)
-        sign = (code >> (E.bits - 1)) << 31  # not -value, which Triton takes as 0 - value: the zero would lose its sign
+        sign = (code >> (E.bits - 1)) << 31  # not by a minus, which makes of zero what 0 - 0 is
         return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 

@@ -44,7 +44,7 @@ class Words(NamedTuple):
 
 
 class How(NamedTuple):
-    """Constants of a kernel: the tile, its blocks, and what is done with the values."""
+    """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done."""
 
     rows: int
     cols: int
@@ -53,10 +53,10 @@ class How(NamedTuple):
     row_all: bool
     col_all: bool
     rule: ql.Rule
-    hadamard: bool
-    stochastic: bool
-    by_four: bool
-    draw_loaded: bool
+    hadamard: bool = False
+    stochastic: bool = False
+    by_four: bool = False
+    draw_loaded: bool = False
 
 
 class Out(NamedTuple):
@@ -130,20 +130,26 @@ def emit(values, row, col, where, out, words, H: tl.constexpr):
 
 
 @triton.jit
-def _multipliers(x, row, col, where, out, H: tl.constexpr):
-    """Those of the tile's blocks: as given, or from their amaxes, and then the scales are stored."""
+def grid_of_tile(row, col, where, stride, rows, cols, H: tl.constexpr):
+    """Where the entries of a tile's blocks lie in the touched grid [rows, cols], and which of them there are."""
     first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
     first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
     i = first_row + tl.arange(0, H.rows // H.block_rows)
     j = first_col + tl.arange(0, H.cols // H.block_cols)
-    inside = ((i >= 0) & (i < out.grid_rows))[:, None] & ((j >= 0) & (j < out.grid_cols))[None, :]
-    at = i[:, None] * out.grid_stride + j[None, :]
+    inside = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
+    return i[:, None] * stride + j[None, :], inside
+
+
+@triton.jit
+def _multipliers(x, row, col, where, out, H: tl.constexpr):
+    """Those of the tile's blocks: as given, or from their amaxes, and then the scales are stored."""
+    at, inside = grid_of_tile(row, col, where, out.grid_stride, out.grid_rows, out.grid_cols, H)
     if out.given is not None:
         return tl.load(out.given + at, mask=inside, other=0.0)
     else:
+        rule: tl.constexpr = H.rule
         second = tl.load(out.second) if out.second is not None else 0.0
         amax = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
-        rule: tl.constexpr = H.rule
         stored, multiplier = ql.scales(amax, second, rule)
         tl.store(out.scale + at, stored, mask=inside)
         return multiplier
@@ -237,9 +243,15 @@ class Target:
     @property
     def programs(self) -> tuple[int, int]:
         """Tiles along both dims."""
-        w, h = self.where, self.how
-        rows = -((w.row_origin + w.rows) // -h.rows) - w.row_origin // h.rows
-        return rows, -((w.col_origin + w.cols) // -h.cols) - w.col_origin // h.cols
+        return tiles(self.where, self.how)
+
+
+def tiles(where: Where, how: How) -> tuple[int, int]:
+    """How many tiles of the global grid a rectangle touches along both dims."""
+    return (
+        touched(where.row_origin, where.rows, how.rows),
+        touched(where.col_origin, where.cols, how.cols),
+    )
 
 
 def tile(request: Request, other: Request | None = None) -> tuple[int, int]:
@@ -275,12 +287,19 @@ def target(
         request.second_amax,
         turned, 0 if turned is None else turned.stride(0), None if next_amax is None else next_amax.view(torch.int32),
     )  # fmt: skip
-    how = How(
-        *tile, min(copy.block[0], tile[0]), min(copy.block[1], tile[1]), copy.block[0] == ALL, copy.block[1] == ALL,
-        ql.rule(copy, request.scaling, dtype, device), request.scaling.random_hadamard, request.words is not None,
-        words.global_shape[1] % 4 == 0, isinstance(words.draw, Tensor),
-    )  # fmt: skip
+    how = tiling(copy.block, tile, ql.rule(copy, request.scaling, dtype, device))._replace(
+        hadamard=request.scaling.random_hadamard,
+        stochastic=request.words is not None,
+        by_four=words.global_shape[1] % 4 == 0,
+        draw_loaded=isinstance(words.draw, Tensor),
+    )
     return Target(codes, scale, turned, Where(rows, cols, shape[1], *origin), out, how, words)
+
+
+def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.Rule) -> How:
+    """A tile and the blocks in it."""
+    inside = (min(block[0], tile[0]), min(block[1], tile[1]))
+    return How(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
 
 
 def touched(origin: int, size: int, covers: int) -> int:

@@ -7,7 +7,7 @@ the projections. `CompositeModule` is what modules made of modules share.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,13 +39,17 @@ class CompositeModule(nn.Module):
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
-        for child in self.children():
-            child.set_device_mesh(tp_mesh, weight_mesh)  # type: ignore[operator]
+        for child in self._cut():
+            child.set_device_mesh(tp_mesh, weight_mesh)
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
         """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
-        for child in self.children():
-            child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
+        for child in self._cut():
+            child.set_tensor_parallel_group(tp_group)
+
+    def _cut(self) -> Iterable[Any]:
+        """The children that tensor parallelism is for."""
+        return self.children()
 
     def reset_parameters(self) -> None:
         """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
@@ -92,6 +96,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         window_size: only what means "no window" is supported.
         tp_size, tp_group, tp_mesh: tensor parallelism: this rank computes `num_attention_heads` / size heads of the
             queries and `num_gqa_groups` / size of keys and values.
+        weight_mesh: checked against `tp_mesh`; there are no weights here.
         sequence_parallel: without effect; it is that of the projections around.
         layer_number: shown in printed tables.
         attention_type: only "self"; queries and keys may nevertheless differ in length.
@@ -114,6 +119,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         tp_size: int = 1,
         tp_group: dist.ProcessGroup | None = None,
         tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
@@ -137,7 +143,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         self._check_heads()
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
-        self.set_device_mesh(tp_mesh)
+        self.set_device_mesh(tp_mesh, weight_mesh)
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Divide the heads over the tensor-parallel axis of a mesh.
@@ -388,15 +394,16 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Put the parameters on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
-        for child in self.children():
-            if self.set_parallel_mode or child is not self.core_attention:
-                child.set_device_mesh(tp_mesh, weight_mesh)  # type: ignore[operator]
+        super().set_device_mesh(tp_mesh, weight_mesh)
         self._check_order(type(self).__name__)
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
         """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
-        if tp_group is not None:
-            self.set_device_mesh(mesh_of_group(tp_group, next(self.parameters()).device))
+        super().set_tensor_parallel_group(tp_group)
+        self._check_order(type(self).__name__)
+
+    def _cut(self) -> Iterable[Any]:
+        return [child for child in self.children() if self.set_parallel_mode or child is not self.core_attention]
 
     def forward(
         self,

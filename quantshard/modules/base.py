@@ -293,6 +293,11 @@ class QuantizedModule(OnMesh, Saved):
 
     def _project(self, x: Tensor, layer: Projection, *, with_bias: bool = True) -> Sequence[Tensor]:
         """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force."""
+        if isinstance(x, DTensor):
+            raise ConfigurationError(
+                f"{type(self).__name__}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
+                "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
+            )
         tensors = [getattr(self, weight) for weight in layer.weights]
         biases = [self._local(bias) if with_bias else None for bias in layer.biases]
         if torch.compiler.is_compiling():
@@ -302,6 +307,12 @@ class QuantizedModule(OnMesh, Saved):
         quantized = any(components.quantized(tensor) is not None for tensor in tensors)
         call = recompute.call((id(self), ",".join(layer.weights)), quantized)
         checked = [self._operand(weight, call, x.device) for weight in layer.weights]
+        if x.shape[-1] != checked[0].shape[1]:
+            part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
+            raise ConfigurationError(
+                f"{type(self).__name__}.{layer.weights[0]} got an input {list(x.shape)}, but its last dim must have "
+                f"the {checked[0].shape[1]} features that the weight takes here{part}"
+            )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         return functional.linear(x, checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
 

@@ -206,8 +206,9 @@ class autocast:
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
         recipe: a `Recipe` or its name (default: current scaling).
-        amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all). Histories are
-            equal within a group only, and a checkpoint holds those of the group of rank 0.
+        amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all); for a layer that
+            tensor parallelism cuts, also those of its group. Histories are equal within a group only, and a checkpoint
+            holds those of the group of rank 0.
         strict: raise where a layer of quantshard would take a slower path than its native one (`limits.FALLBACKS`),
             backward passes included; `explain(strict=True)` sees other modules, sharding and the optimizer too.
 

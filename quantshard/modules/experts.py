@@ -208,8 +208,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad, ranks = _exchanged(grads[0], ctx.route, not ctx.there), ctx.route.ranks
-        return (grad * ranks if ctx.there else grad / ranks), None, None
+        ranks = ctx.route.ranks
+        grad = grads[0] * ranks if ctx.there else grads[0] / ranks
+        return _Exchange.apply(grad, ctx.route, not ctx.there), None, None
 
 
 def _exchanged(x: Tensor, route: Route, there: bool) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantshard import backend, limits, numerics
-from quantshard.amax import Groups, history_amax
+from quantshard.amax import Groups, history_amax, including
 from quantshard.backend import Operand, Split
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
@@ -399,6 +399,8 @@ def _delayed_amax(
             context.flush_after_backward()
         amax = numerics.block_amax(values, (ALL, ALL)).view(())
         group = call.group if state.amax_group is None else state.amax_group
+        if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
+            group = including(group, state.tp.group)
         pending.note(_identity(state, role, part), history, amax, group)
     amax = history_amax(history, cell.scaling.most_recent)
     if role is not TensorRole.GRAD_OUTPUT:

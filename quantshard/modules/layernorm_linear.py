@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
 from quantshard.modules.meshes import Parallelism
@@ -33,7 +34,8 @@ class LayerNormLinear(QuantizedModule):
         params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_layernorm_output: return the normalized input too, last.
         return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
-        parallel_mode, parameters_split, separate_outputs: see `Linear`.
+        parallel_mode: "column" or None; see `Linear`.
+        parameters_split, separate_outputs: see `Linear`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
@@ -68,6 +70,11 @@ class LayerNormLinear(QuantizedModule):
         **others: Any,
     ) -> None:
         unsupported.refuse("LayerNormLinear", others)
+        if parallel_mode == "row":
+            raise ConfigurationError(
+                "LayerNormLinear(parallel_mode='row') would take a part of the features, but a normalization needs all "
+                "of them; use 'column', or a LayerNorm or RMSNorm and a Linear(parallel_mode='row')"
+            )
         super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias

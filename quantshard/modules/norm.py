@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
+from quantshard.amax import world
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base import QuantizedModule
 from quantshard.modules.meshes import Parallelism
@@ -132,6 +134,8 @@ class _NormModule(QuantizedModule):
         zero_centered_gamma: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         *,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
         tp_mesh: DeviceMesh | None = None,
         weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
@@ -142,13 +146,23 @@ class _NormModule(QuantizedModule):
             raise ConfigurationError(
                 f"{kind}(params_dtype={params_dtype}, dtype={dtype}): they mean the same; give one"
             )
-        asked = Parallelism(None, 1, bool(sequence_parallel), tp_mesh, weight_mesh)
+        asked = Parallelism(tp_group, tp_size, bool(sequence_parallel), tp_mesh, weight_mesh)
         super().__init__(device, params_dtype or dtype, asked)
         self.normalization = Normalization(kind, _size(kind, normalized_shape, hidden_size), eps, zero_centered_gamma)
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """Input [..., size] -> the same shape and dtype."""
+        """Input [..., size] -> the same shape and dtype.
+
+        Raises:
+            ConfigurationError: rows are spread over ranks (`sequence_parallel`), but it is not known which.
+        """
+        if self.sequence_parallel and self.tp_mesh is None and world() is not None and dist.get_world_size() > 1:
+            raise ConfigurationError(
+                f"{self.normalization.kind}(sequence_parallel=True) sums its parameters' gradients over the ranks that "
+                "have the other rows, and was not told which; give tp_mesh or tp_group, "
+                "or leave sequence_parallel out"
+            )
         return self._normalized(self.normalization, inp)
 
     def extra_repr(self) -> str:
@@ -164,9 +178,9 @@ class LayerNorm(_NormModule):
         params_dtype: dtype of the parameters; default: torch's default dtype. `dtype` is the same.
         zero_centered_gamma: multiply by 1 + weight, with a weight that starts at 0.
         hidden_size: TransformerEngine's old name for `normalized_shape`.
-        sequence_parallel: the input's rows (dim 0) are spread over the ranks of `tp_mesh`, so that the gradients of
-            the parameters are summed over them.
-        tp_mesh, weight_mesh: see `meshes.Parallelism`; the parameters are whole on every rank.
+        sequence_parallel: the input's rows (dim 0) are spread over the ranks of tensor parallelism, so that the
+            gradients of the parameters are summed over them.
+        tp_group, tp_size, tp_mesh, weight_mesh: see `meshes.Parallelism`; the parameters are whole on every rank.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
     """
 

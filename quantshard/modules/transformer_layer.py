@@ -112,11 +112,11 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         norm: dict[str, Any] = {
             "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
-            "sequence_parallel": sequence_parallel, "tp_mesh": tp_mesh, "weight_mesh": weight_mesh,
+            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh,
+            "weight_mesh": weight_mesh,
         }  # fmt: skip
         common = {
-            **norm, "bias": bias, "normalization": normalization, "tp_group": tp_group, "tp_size": tp_size,
-            "set_parallel_mode": set_parallel_mode,
+            **norm, "bias": bias, "normalization": normalization, "set_parallel_mode": set_parallel_mode,
         }  # fmt: skip
         self.self_attention = MultiheadAttention(
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method,
@@ -132,7 +132,6 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         if output_layernorm:
             kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
             self.layernorm = kind(hidden_size, layernorm_epsilon, **norm)
-            self.layernorm.set_tensor_parallel_group(tp_group if tp_mesh is None else None)
 
     def forward(
         self,

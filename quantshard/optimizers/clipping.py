@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import amax, private_torch
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import guards
 
 
 @torch.no_grad()
@@ -36,12 +38,16 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, under `error_if_nonfinite`; on every rank.
+        ConfigurationError: a gradient is laid out otherwise than its parameter; or `norm_type` is not above 0.
     """
+    if not norm_type > 0:
+        raise ConfigurationError(f"clip_grad_norm_(norm_type={norm_type}): use a number above 0, or math.inf")
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     grads = []
-    for param, groups in _with_groups(model):
+    for name, param, groups in _with_groups(model):
         mine = parts.setdefault(groups, [])  # ranks without gradients take part too
         if param.grad is not None:
+            guards.check_alike(param, param.grad, name, "gradient")
             grads.append(private_torch.local_tensor(param.grad))
             if grads[-1].numel() > 0:  # the maximum of nothing is an error
                 mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float32))
@@ -56,16 +62,17 @@ def clip_grad_norm_(
     return total
 
 
-def _with_groups(model: nn.Module) -> Iterator[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]:
-    """Each parameter with the ranks that hold other elements: those that it is sharded over, and other experts."""
+def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.ProcessGroup, ...]]]:
+    """Each parameter with its name and the ranks that hold other elements: those that it is sharded over, and other
+    experts."""
     seen = set()
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         experts = getattr(module, "ep_mesh", None)  # a GroupedLinear's
         spread = () if experts is None else private_torch.axis_groups(experts, range(experts.ndim))
-        for param in module.parameters(recurse=False):
+        for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:
                 seen.add(param)
-                yield param, amax.united([amax.sharding_group(param), spread])
+                yield name, param, amax.united([amax.sharding_group(param), spread])
 
 
 def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: float, device: torch.device) -> Tensor:

@@ -188,6 +188,12 @@ def dispatched(ranks_with_tokens: list[int], experts: int, choices: int, one: bo
         0, torch.tensor(list(own)).repeat_interleave(torch.tensor(sent.m_splits)), scale.grad.squeeze(-1)
     )
     assert torch.allclose(found[own.start : own.stop], by_expert[own.start : own.stop], rtol=1e-4, atol=1e-5)
+    again = x[here].clone().requires_grad_()
+    sent = qs.dispatch_tokens(again, chosen[here], experts, mesh)
+    cubes = sent.combine(sent.tokens**3, torch.ones_like(weights[here]))
+    (slope,) = torch.autograd.grad(cubes.sum(), again, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.square().sum(), again)
+    assert torch.allclose(bend, 36 * choices**2 * x[here] ** 3, rtol=1e-4)
     return (
         _worst(y, wanted[here]),
         _worst(mine[0].grad, whole[0].grad[here]),  # type: ignore[index]

@@ -21,12 +21,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from quantshard import checkpoints, components, private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.formats import Copy
-from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from quantshard.optimizers.rounding import Place
 from quantshard.storage import QuantizedStorage
 from tests.distributed.axes import CUTS, MESHES, MORE_MESHES, Axes, build, quantized_layers, whole
@@ -427,7 +427,11 @@ def other_gradients(name: str) -> list[str]:
     optimizer = FusedAdam([("weight", weight)], use_decoupled_grad=True)
     set_gradients(model, 0)
     errors = []
-    for grad in (weight.grad.redistribute(placements=[Replicate(), Replicate()]), weight.grad.full_tensor()):
+    whole_grad = weight.grad.full_tensor()
+    weight.grad = DTensor.from_local(whole_grad / 4, weight.device_mesh, [Partial(), Partial()])
+    with pytest.raises(ConfigurationError, match=r"row\.weight has placements .* but its gradient \(Partial"):
+        clip_grad_norm_(model, 1.0)
+    for grad in (weight.grad.redistribute(placements=[Replicate(), Replicate()]), whole_grad):
         weight.decoupled_grad = grad
         with pytest.raises(ConfigurationError) as error:
             optimizer.step()

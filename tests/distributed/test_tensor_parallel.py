@@ -13,10 +13,12 @@ norm by 2**-3 / sqrt(10**3) at most: 4e-3. Data-parallel ranks scale their own a
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
@@ -44,7 +46,7 @@ def covering(mesh: str) -> list[Case]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_modules_are_those_of_one_process(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modules_are_those_of_one_process(mesh: str, show: Callable[[str], None]) -> None:
     """1, 2 and 4 ranks: births bitwise, two steps within the bounds above."""
     cases = covering(mesh)
     lines, wrong = [], []
@@ -60,9 +62,8 @@ def test_modules_are_those_of_one_process(mesh: str, capsys: pytest.CaptureFixtu
         lines.append(f"{mesh:<28}{case.module:<22}{case.recipe:<18}{sequence:<10}{born:<8}{off}")
         if not fits:
             wrong.append((case, unequal, worst, where))
-    with capsys.disabled():
-        head = f"{'mesh':<28}{'module':<22}{'recipe':<18}{'parallel':<10}{'born':<8}off"
-        print("\n" + "\n".join([head, *lines]))
+    head = f"{'mesh':<28}{'module':<22}{'recipe':<18}{'parallel':<10}{'born':<8}off"
+    show("\n".join([head, *lines]))
     assert not wrong
 
 
@@ -94,6 +95,10 @@ def refusals() -> list[str]:
     with qs.quantized_model_init(recipe="nvfp4"):
         odd = [lambda: qs.Linear(2 * 9, 8, parallel_mode="row", **on_tp)]
         odd_message = message(odd[0])
+    by_group = qs.TransformerLayer(HIDDEN, FFN, 4, set_parallel_mode=True, tp_size=2, device="cpu")
+    by_group.set_tensor_parallel_group(mesh.get_group("tp"))
+    alone = qs.RMSNorm(HIDDEN, sequence_parallel=True, device="cpu")
+    whole = DTensor.from_local(torch.ones(3, HIDDEN), tp, [Replicate()])
     assert rows is not None
     return [
         message(lambda: qs.LayerNormMLP(HIDDEN, FFN + 1, set_parallel_mode=True, **on_tp)),
@@ -105,6 +110,11 @@ def refusals() -> list[str]:
         message(lambda: placed.set_device_mesh(tp, weight_mesh=mesh["dp"])),
         message(lambda: scattering(torch.ones(7, 3, HIDDEN // 4))),
         odd_message,
+        message(lambda: qs.LayerNormLinear(HIDDEN, FFN, parallel_mode="row", **on_tp)),
+        message(lambda: alone(torch.ones(3, HIDDEN))),
+        message(lambda: placed(whole)),
+        message(lambda: by_group.set_device_mesh(tp)),
+        message(lambda: scattering(torch.ones(8, 3, HIDDEN // 2))),
     ]
 
 
@@ -118,6 +128,12 @@ WANTED = [
     "weight_mesh lacks the ranks",
     "cannot divide the 7 rows",
     "9",
+    "a normalization needs all of them; use 'column'",
+    "RMSNorm(sequence_parallel=True) sums its parameters' gradients over the ranks that have the other rows",
+    "the input is a DTensor [3, 80] of (Replicate(),)",
+    "nothing was raised",
+    "Linear.weight got an input [8, 3, 40], but its last dim must have the 20 features that the weight takes here, its "
+    "part of them over 2 ranks",
 ]
 
 
@@ -128,11 +144,40 @@ def test_refused_on_every_rank() -> None:
             assert wanted in found, messages
 
 
+def delayed(over: str | None) -> list[torch.Tensor]:
+    """Third step of a column-parallel layer whose rows have other sizes on each rank; amaxes reduced over one axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    with qs.quantized_model_init(enabled=False, recipe="delayed"):
+        layer = qs.Linear(64, 64, parallel_mode="column", sequence_parallel=True, tp_mesh=mesh["tp"], device="cpu")
+    x = torch.randn(8, 64) * torch.tensor([1.0, 50.0]).repeat_interleave(4)[:, None]
+    for _ in range(3):
+        layer.zero_grad()
+        with qs.autocast(recipe="delayed", amax_reduction_group=None if over is None else mesh[over].get_group()):
+            y = layer(x.chunk(2)[mesh.get_local_rank("tp")])
+        y.square().sum().backward()
+    return [
+        y.detach(),
+        layer.weight.grad.to_local(),
+        layer.input_amax_history,
+        layer.weight_state("weight")["amax_history"],
+    ]
+
+
+def test_what_is_cut_has_one_delayed_scale() -> None:
+    """4 ranks, with the same tokens on both data-parallel ones: over dp alone the scales of all ranks."""
+    for everywhere, over_dp in zip(run_ranks(4, delayed, None), run_ranks(4, delayed, "dp"), strict=True):
+        assert all(map(torch.equal, everywhere, over_dp))
+
+
+LATE = {**BLOCKS, "RMSNorm": lambda **options: qs.RMSNorm(HIDDEN, sequence_parallel=True, **options)}
+
+
 def late() -> list[str]:
     """Differences of modules that got their mesh after construction, by a mesh or by a group."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     wrong = []
-    for name, make in BLOCKS.items():
+    for name, make in LATE.items():
         with qs.quantized_model_init(recipe="block"):
             modules = []
             for options in ({"tp_mesh": mesh["tp"]}, {"tp_group": mesh.get_group("tp")}, {}, {"tp_size": 2}):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -46,6 +47,23 @@ def test_the_example_runs(tmp_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 2 and losses[1] < losses[0] < 5
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["000002", "000004"]
+
+
+def differing() -> tuple[list[str], list[str]]:
+    """What its check says on (dp 2, tp 1), and what once a byte of one rank is another."""
+    with as_asked(Case("")):
+        model, _, mesh = started((1, 2, 1), "block")
+        alone, _ = example.build(argparse.Namespace(recipe="block", sequence_parallel=False), None)
+        before = example.differences(model, alone, mesh["tp"])
+        if dist.get_rank() == 1:
+            model.layers[0].layernorm_mlp.fc2_weight.to_local()._storage.components["codes"][0, 0] += 1
+        return before, example.differences(model, alone, mesh["tp"])
+
+
+def test_its_check_sees_one_byte() -> None:
+    """2 ranks, both."""
+    name = "layernorm_mlp.fc2_weight"
+    assert run_ranks(2, differing) == [([], [f"layers.0.{name}", f"gathered {name}"])] * 2
 
 
 # The tied weight

@@ -1,0 +1,199 @@
+"""The kernels that quantize, measure, dequantize and transpose have the oracle's bits.
+
+On a machine without a GPU Triton's interpreter runs them (tests/conftest.py asks for it).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
+
+pytest.importorskip("triton")
+
+from quantshard.kernels import amax, dequantize, transpose
+from quantshard.kernels.quantize import Request, Target, Words, quantize
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]
+SHAPES = [(1, 1), (5, 7), (35, 300)]
+IN_A_TILE = [(5, 7), (3, 12)]
+"""Shapes for random words, which the interpreter is slow at: where four neighbours share a call, and where not."""
+
+ORIGINS = [(5, 6), (100, 254)]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+KEY, DRAW = -123456789012345, 7
+
+every_format = pytest.mark.parametrize("fmt", CODES, ids=lambda fmt: fmt.name)
+
+
+def values(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Of many magnitudes, with zeros, a row of zeros, and numbers that float8 rounds to even."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
+    x[0, 0] = 0
+    x[3:4] = 0
+    x[4:5, :5] = torch.tensor([1.0625, 1.1875, -1.0625, -448.0, 464.0])[: shape[1]]
+    return x.to(dtype)
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, the sign of zero too; NaN is NaN."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    if found.is_floating_point():
+        alike = torch.isnan(found.cpu()) & torch.isnan(expected)
+        found, expected = (torch.where(alike, 0, t).contiguous() for t in (found.cpu(), expected))
+    return torch.equal(found.cpu().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
+
+
+def on_device(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(DEVICE)
+
+
+def words_of(shape: tuple[int, int], stream: int, stochastic: bool) -> Words | None:
+    return Words(KEY, DRAW, stream, shape) if stochastic else None
+
+
+@every_format
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
+    """From the values alone, where a tile sees whole blocks, and with multipliers given."""
+    kinds = ((torch.bfloat16, False), (torch.float32, True), (torch.float16, False))
+    for shape, (dtype, power_of_two) in zip(IN_A_TILE if stochastic else SHAPES, kinds, strict=False):
+        x, scaling = values(shape, dtype), Scaling(power_of_two=power_of_two, stochastic_rounding=stochastic)
+        expected = numerics.quantize(
+            x, fmt, scaling, words=dict.fromkeys(Copy, numerics.random_words(KEY, DRAW, 3, shape))
+        )
+        grids = numerics.amaxes(x, fmt)
+        for copy in fmt.copies.values():
+            request = Request(copy, scaling, second_amax=on_device(grids.get("amax")))
+            request = replace(request, words=words_of(shape, 3, stochastic))
+            if ALL in copy.block or not stochastic:
+                given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name]
+                found, _ = quantize(x.to(DEVICE), replace(request, multipliers=on_device(given)))
+                assert same(found.codes, expected[copy.codes.name])
+            if ALL not in copy.block:
+                found, _ = quantize(x.to(DEVICE), request)
+                assert same(found.codes, expected[copy.codes.name])
+                assert found.scale is not None and same(found.scale, expected[copy.scale.name])
+
+
+@every_format
+def test_pieces_are_those_of_the_whole(fmt: Format) -> None:
+    """Of a rectangle anywhere in the global matrix: grids, codes with random words, and values."""
+    for origin in ORIGINS:
+        x = values((30, 6))
+        scaling, whole = Scaling(stochastic_rounding=True), (origin[0] + 31, origin[1] + 8)
+        grids = numerics.amaxes(x, fmt, origin)
+        for part in fmt.components:
+            if part.role is not Role.CODES:
+                assert same(amax.block_amax(x.to(DEVICE), part.covers, origin), grids[part.name])
+        for copy in fmt.copies.values():
+            given = numerics.encode_scales(grids, fmt, scaling, x.dtype)
+            words = numerics.random_words(KEY, DRAW, 2, whole, origin, (30, 6))
+            expected = numerics.quantize_codes(x, copy, given, origin, words)
+            request = Request(
+                copy, scaling, origin, on_device(given[copy.scale.name]),
+                words=Words(KEY, torch.tensor(DRAW, device=DEVICE), 2, whole),
+            )  # fmt: skip
+            assert same(quantize(x.to(DEVICE), request)[0].codes, expected)
+            parts = {**numerics.scales(grids, fmt, scaling, x.dtype), copy.codes.name: expected}
+            there = {name: part.to(DEVICE) for name, part in parts.items()}
+            back = numerics.dequantize(copy, parts, (30, 6), origin)
+            assert same(dequantize.dequantize(copy, there, (30, 6), origin), back)
+            half = dequantize.dequantize(copy, there, (30, 6), origin, torch.bfloat16)
+            assert same(half, back.bfloat16())
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None:
+    """The transpose has scales, random words and padding of its own; a strided view gives the same."""
+    scaling = Scaling(stochastic_rounding=stochastic, random_hadamard=hadamard)
+    names = ("nvfp4_1x16",) if stochastic else ("fp8_1x128", "mxfp8_1x32", "nvfp4_1x16")
+    for name, shape in itertools.product(names, IN_A_TILE if stochastic else SHAPES[1:]):
+        fmt, x = FORMATS[name], values(shape)
+        requests, expected = zip(*(wanted(v, fmt, scaling, s) for v, s in ((x, 1), (x.t(), 2))), strict=True)
+        found: list[Target | None] = [*quantize(x.to(DEVICE), *requests), quantize(x.to(DEVICE).t(), requests[1])[0]]
+        for target, parts in zip(found, [*expected, expected[1]], strict=True):
+            assert target is not None and target.scale is not None
+            assert same(target.codes, parts["codes"])
+            assert same(target.scale, parts["scale_inv"])
+
+
+def wanted(x: Tensor, fmt: Format, scaling: Scaling, stream: int) -> tuple[Request, dict[str, Tensor]]:
+    rows, cols = x.shape
+    shape = (rows, cols + (-cols % 16 if scaling.random_hadamard else 0))
+    words = {Copy.ROWWISE: numerics.random_words(KEY, DRAW, stream, shape)}
+    parts = numerics.quantize(x, fmt, scaling, words=words)
+    request = Request(
+        fmt.copies[Copy.ROWWISE], scaling, second_amax=on_device(parts.get("amax")),
+        words=words_of(shape, stream, scaling.stochastic_rounding),
+    )  # fmt: skip
+    return request, parts
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in CODES if fmt.transposable], ids=lambda fmt: fmt.name)
+def test_the_transpose_of_square_blocks(fmt: Format) -> None:
+    """Codes of the transpose, and the next amax, NaN too, in the same pass."""
+    for shape, odd in zip(SHAPES, (float("inf"), float("nan"), 0.0), strict=True):
+        x = values(shape)
+        x[0, -1] = odd
+        copy, seen = fmt.copies[Copy.ROWWISE], torch.full((), 2.0, device=DEVICE)
+        given = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, Scaling(), x.dtype)[copy.scale.name]
+        found, _ = quantize(
+            x.to(DEVICE), Request(copy, Scaling(), multipliers=on_device(given), turned=True), None, seen
+        )
+        parts = {copy.codes.name: found.codes.cpu()}
+        assert found.turned is not None
+        assert same(found.turned, numerics.transpose_parts(fmt, parts, shape)[copy.codes.name])
+        assert same(seen, torch.maximum(x.float().abs().amax(), torch.tensor(2.0)))
+
+
+def edges() -> Tensor:
+    """Ties of every encoding and their neighbours, powers of two times the largest code, and what is no number."""
+    grid = torch.arange(0, 256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (grid[:-1] + grid[1:]) / 2
+    halves = torch.cat([middles, 448.0 * 2.0 ** torch.arange(-20, 20), 6.0 * 2.0 ** torch.arange(-4, 4)])
+    ulp = torch.cat([halves, torch.nextafter(halves, halves + 1), torch.nextafter(halves, halves - 1)])
+    odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 2.0**-149, 2.0**-126, 3e38, 464.0, 480.0])
+    return torch.cat([grid, ulp, -ulp, odd]).reshape(1, -1)
+
+
+@pytest.mark.parametrize("fmt", CODES, ids=lambda fmt: fmt.name)
+def test_edge_values(fmt: Format) -> None:
+    """Rounding alone (all multipliers are 1, then the largest float32), and scales of amaxes that are no numbers."""
+    copy, x = fmt.copies[Copy.ROWWISE], edges()
+    for factor in (1.0, torch.finfo(torch.float32).max):
+        given = torch.full_like(numerics.block_amax(x, copy.block), factor)
+        expected = numerics.quantize_codes(x, copy, {copy.scale.name: given})
+        found, _ = quantize(x.to(DEVICE), Request(copy, Scaling(), multipliers=on_device(given)))
+        assert same(found.codes, expected)
+    if ALL not in copy.block:
+        expected = numerics.quantize(x, fmt)
+        alone, _ = quantize(x.to(DEVICE), Request(copy, Scaling(), second_amax=on_device(expected.get("amax"))))
+        assert alone.scale is not None
+        assert same(alone.scale, expected[copy.scale.name]) and same(alone.codes, expected[copy.codes.name])
+        back = numerics.dequantize(copy, expected, (1, x.shape[1]))
+        there = {name: part.to(DEVICE) for name, part in expected.items()}
+        assert same(dequantize.dequantize(copy, there, (1, x.shape[1])), back)
+
+
+def test_bytes_are_transposed() -> None:
+    for shape in [*SHAPES, (0, 5), (5, 0)]:
+        x = torch.randint(0, 256, shape, dtype=torch.uint8)
+        assert same(transpose.transpose(x.to(DEVICE)), x.t().contiguous())
+
+
+def test_amax_of_transformed_rows() -> None:
+    x = values((33, 50))
+    found = amax.block_amax(x.to(DEVICE), (ALL, ALL), hadamard=True)
+    assert same(found, numerics.block_amax(numerics.hadamard16(x), (ALL, ALL)))
+    x[20, 3] = float("nan")
+    assert torch.isnan(amax.block_amax(x.to(DEVICE), (1, ALL))).flatten().tolist() == [row == 20 for row in range(33)]
