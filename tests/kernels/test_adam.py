@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from quantshard import formats, numerics, recipe, sharding
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Requantization
-from quantshard.formats import ALL, Scaling
-from quantshard.kernels import adam_plan
+from quantshard.formats import Scaling
+from quantshard.kernels import multi_tensor
 from quantshard.kernels.adam_plan import Low, Parameter, Plain, Plan, Rectangle, Scaled, Way, way_of
 from quantshard.optimizers import rounding
 from quantshard.optimizers.adam import Hyperparameters, adam
@@ -238,26 +238,161 @@ def _seeded():
 
 @pytest.mark.parametrize("weight", CELLS)
 def test_quantized_weights_with_float32_states(weight):
-    check(case(weight), case(weight, shape=(34, 130), grad_dtype=torch.float32), steps=2)
+    check(case(weight, shape=(2, 6)))
 
 
-@pytest.mark.parametrize("weight", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("weight", ["delayed", "block", "mxfp8_both", "nvfp4"])
 def test_tiles_of_several_blocks(weight):
-    check(case(weight, shape=(130, 144)))
+    check(case(weight, shape=(34, 130), grad_dtype=torch.float32))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", CELLS)
+def test_many_tiles(weight):
+    check(case(weight, shape=(130, 144)), case(weight, shape=(131, 257), grad_dtype=torch.float16), steps=2)
+
+
+STATES_AND_MASTERS = [
+    ("bfloat16", "fp8", "bfloat16"), ("fp16", "fp16", "fp16"), ("fp8", "bfloat16", None), ("fp8", "fp8", "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("moments, second, master", STATES_AND_MASTERS)
+def test_states_and_masters_of_fewer_bits(moments, second, master):
+    check(case("mxfp8", moments, master, (5, 132), second=second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", ["block", "current"])
 @pytest.mark.parametrize("moments", STATES)
 @pytest.mark.parametrize("master", ["bfloat16", "fp16", None])
-def test_states_and_masters_of_fewer_bits(moments, master):
-    check(case("block", moments, master, (5, 132)), case("current", moments, master, (3, 18)))
+def test_every_state_and_master(weight, moments, master):
+    check(case(weight, moments, master, (5, 132)), steps=2)
 
 
-@pytest.mark.parametrize("weight, master", [("float32", None), ("bfloat16", "float32"), ("bfloat16", "low"),
-                                            ("bfloat16", None), ("float16", "float32"), ("float16", None)])  # fmt: skip
-def test_plain_weights(weight, master):
-    check(*(case(weight, m, master, s) for m, s in (("float32", (1, 1)), ("bfloat16", (1, 4099)), ("fp8", (6, 20)))))
+@pytest.mark.parametrize("weight, master, moments, shape", [
+    ("float32", None, "bfloat16", (1, 1)), ("bfloat16", "float32", "float32", (1, 4099)),
+    ("bfloat16", "low", "bfloat16", (3, 6)), ("bfloat16", None, "fp8", (2, 5)), ("float16", "float32", "fp16", (2, 5)),
+    ("float16", None, "float32", (2, 5)), ("bfloat16", "float32", "float32", (0, 5)),
+])  # fmt: skip
+def test_plain_weights(weight, master, moments, shape):
+    check(case(weight, moments, master, shape))
 
 
-@pytest.mark.parametrize("weight", ["delayed", "mxfp8_both", "nvfp4", "nvfp4_both", "rowwise"])
+@pytest.mark.parametrize("weight", ["delayed", "mxfp8_both", "nvfp4_both", "rowwise", "block"])
 def test_quantized_weights_without_masters(weight):
-    check(case(weight, master=None, shape=(4, 34)), steps=2)
+    check(case(weight, master=None, shape=(4, 34)))
+
+
+CUTS = [
+    ("block", "fp8", "float32", (150, 290), (101, 98), (30, 33)), ("nvfp4", "float32", "float32", (40, 64), (17, 6), (9, 10)),
+    ("delayed", "fp16", "fp8", (9, 300), (2, 120), (5, 12)), ("mxfp8", "float32", None, (70, 70), (31, 33), (2, 5)),
+    ("bfloat16", "float32", None, (1, 9001), (0, 4090), (1, 13)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weight, moments, master, global_shape, origin, shape", CUTS)
+def test_rectangles_whose_blocks_other_ranks_share(weight, moments, master, global_shape, origin, shape):
+    c = case(weight, moments, master, shape, cut=(global_shape, origin))
+    others = {}
+    for role, thing in c.things().items():
+        if thing.storage is None:
+            continue
+        names = storages.scale_names(thing.storage.cell)
+        thing.shared = frozenset(names)
+        by_name = thing.storage.cell.format.by_name
+        others[0, role] = {
+            name: torch.rand(thing.storage.shard.component_shape(by_name[name]), device=DEVICE) * 1e3 for name in names
+        }
+    check(c, others=others)
+
+
+def test_blocks_of_a_rectangle_that_nobody_shares():
+    check(case("mxfp8", "float32", "float32", (6, 40), cut=((128, 200), (64, 32))))
+
+
+def test_ways():
+    ways = {weight: way_of(case(weight).parameter()) for weight in CELLS}
+    assert {weight for weight, way in ways.items() if way is Way.ONCE} == {
+        "delayed", "newest", "block", "mxfp8", "mxfp8_both",
+    }  # fmt: skip
+    assert Way.TWICE not in ways.values()
+    assert way_of(case("current", master="bfloat16").parameter()) is Way.TWICE
+    assert way_of(case("delayed", master=None).parameter()) is Way.TWICE
+
+
+def test_groups_and_gradients_of_several_dtypes_and_none():
+    groups = (
+        settings(decoupled=False, lr=1.5), settings(weight_decay=0.0, bias_correction=False, beta1=0.5, step=70),
+        settings(weight_decay=0.0, decoupled=False, eps=0.0),
+    )  # fmt: skip
+    cases = [
+        case("bfloat16", shape=(2, 3), grad_dtype=dtype, group=group) for group, dtype in enumerate(FLOATS.values())
+    ]
+    missing = case("mxfp8_both", shape=(2, 3))
+    missing.grad = None
+    check(*cases, missing, groups=groups)
+
+
+def test_a_skipped_step_changes_nothing():
+    cases = [case(weight, "fp8", shape=(2, 3)) for weight in ("delayed", "current", "bfloat16")]
+    before = [c.clone() for c in cases]
+    plan = Plan([c.parameter() for c in cases], 1, torch.device(DEVICE))
+    step(plan, cases, [HYPER], skip=torch.tensor(True, device=DEVICE))
+    assert_equal(cases, before)
+    step(plan, cases, [HYPER], skip=torch.tensor(False, device=DEVICE))
+    for c in before:
+        c.oracle(HYPER, {})
+    assert_equal(cases, before)
+
+
+@pytest.mark.parametrize("weight", ["block", "current"])
+def test_gradients_that_are_not_finite(weight):
+    c = case(weight, shape=(3, 20), grad_dtype=torch.float32)
+    c.grad.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    check(c, groups=(settings(eps=0.0),))
+
+
+def test_a_history_without_amaxes():
+    c = case("delayed", shape=(3, 5))
+    c.weight.storage.state[AMAX_HISTORY].zero_()
+    check(c, steps=2)
+
+
+def test_step_and_rate_on_the_device():
+    host = [settings(step=1234567), settings(step=1, lr=0.5, bias_correction=False)]
+    device = [replace(h, step=torch.tensor(h.step, device=DEVICE), lr=torch.tensor(h.lr, device=DEVICE)) for h in host]
+    cases = [case("bfloat16", "bfloat16", shape=(2, 3), group=group) for group in range(2)]
+    again = [c.clone() for c in cases]
+    for chosen, groups in ((cases, host), (again, device)):
+        step(Plan([c.parameter() for c in chosen], 2, torch.device(DEVICE)), chosen, groups)
+    assert_equal(cases, again)
+
+
+def test_gradients_in_any_layout():
+    c = case("bfloat16", shape=(16, 32))
+    expected = c.clone()
+    expected.oracle(HYPER, {})
+    c.grad = torch.cat([c.grad.t().flatten(), c.grad.new_zeros(9)])[:512].view(32, 16).t()
+    step(Plan([c.parameter()], 1, torch.device(DEVICE)), [c], [HYPER])
+    assert_equal([c], [expected])
+
+
+def test_amaxes_of_many_tensors():
+    tensors = [torch.randn(n, device=DEVICE).to(dtype) for n in (1, 70001, 0, 5) for dtype in FLOATS.values()]
+    tensors[4][70000] = -99.0
+    tensors += [
+        torch.tensor([[1.0, float("nan")], [float("inf"), 0.0]], device=DEVICE),
+        torch.randn(6, 5).to(DEVICE).t(),
+    ]
+    found = multi_tensor.amaxes(tensors)
+    expected = [x.abs().amax().float() if x.numel() else torch.zeros((), device=DEVICE) for x in tensors]
+    assert found.isnan().tolist() == [x.isnan().item() for x in expected]
+    assert torch.equal(found.nan_to_num(), torch.stack(expected).nan_to_num())
+
+
+def test_gradients_beyond_a_limit():
+    values = [1e19, 1.1e19, float("inf"), float("nan"), -2e19, 0.0]
+    tensors = [torch.tensor([0.0, value], device=DEVICE) for value in values]
+    tensors += [torch.tensor([value], device=DEVICE, dtype=torch.float16) for value in (65504.0, float("inf"))]
+    assert multi_tensor.exceeding(tensors, 1e19).tolist() == [False, True, True, True, True, False, False, True]
