@@ -104,13 +104,12 @@ _SETTINGS: Final = tl.constexpr(len(SETTINGS))
 
 
 class Area(NamedTuple):
-    """Which rectangle of the global matrix an entry is, and the width of that matrix."""
+    """Which rectangle of the global matrix an entry is."""
 
     rows: Any
     cols: Any
     row_origin: Any
     col_origin: Any
-    width: Any
 
 
 class Slot(NamedTuple):
@@ -139,13 +138,13 @@ class Tile(NamedTuple):
 
 @triton.jit
 def area_of(entry, ALIGNED: tl.constexpr):
-    """The rectangle of an entry."""
-    cols = tl.load(entry + 3)
-    col_origin = tl.load(entry + 5)
+    """The rectangle of an entry, in int32, which halves the registers of indices."""
+    cols = tl.load(entry + 3).to(tl.int32)
+    col_origin = tl.load(entry + 5).to(tl.int32)
     if ALIGNED:  # in shifts, the compiler sees the multiple through function calls
         cols = (cols >> 4) << 4
         col_origin = (col_origin >> 4) << 4
-    return Area(tl.load(entry + 2), cols, tl.load(entry + 4), col_origin, tl.load(entry + 6))
+    return Area(tl.load(entry + 2).to(tl.int32), cols, tl.load(entry + 4).to(tl.int32), col_origin)
 
 
 @triton.jit
@@ -188,16 +187,16 @@ def tile_at(row, col, area, ROWS: tl.constexpr, COLS: tl.constexpr):
     i = row - area.row_origin + tl.arange(0, ROWS)
     j = col - area.col_origin + tl.arange(0, COLS)
     valid = ((i >= 0) & (i < area.rows))[:, None] & ((j >= 0) & (j < area.cols))[None, :]
-    first = (row - area.row_origin) * area.cols + (col - area.col_origin)
-    offsets = tl.arange(0, ROWS)[:, None] * area.cols.to(tl.int32) + tl.arange(0, COLS)[None, :]
+    first = (row - area.row_origin).to(tl.int64) * area.cols + (col - area.col_origin)
+    offsets = tl.arange(0, ROWS)[:, None] * area.cols + tl.arange(0, COLS)[None, :]
     return Tile(row, col, first, offsets, valid)
 
 
 @triton.jit
 def blocks_at(tile, area, stride, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Offsets in a grid of the blocks of a tile, and which of them the rectangle touches."""
-    i = tl.arange(0, ROWS // S.rows).to(tl.int64)
-    j = tl.arange(0, COLS // S.cols).to(tl.int64)
+    i = tl.arange(0, ROWS // S.rows)
+    j = tl.arange(0, COLS // S.cols)
     if S.row_all:
         inside_rows = i < 1
     else:
@@ -210,7 +209,7 @@ def blocks_at(tile, area, stride, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
         first = area.col_origin // S.block_cols
         j += tile.col // S.block_cols - first
         inside_cols = (j >= 0) & (j < (area.col_origin + area.cols + S.block_cols - 1) // S.block_cols - first)
-    return i[:, None] * stride + j[None, :], inside_rows[:, None] & inside_cols[None, :]
+    return i[:, None] * stride.to(tl.int32) + j[None, :], inside_rows[:, None] & inside_cols[None, :]
 
 
 # --------------------------------------------------------------------------------------------------------------- states
@@ -243,19 +242,24 @@ def stored_values(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
         codes = tl.load(pointer(slot.codes, tl.uint8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
         return ql.decode(codes, element)
     else:
-        offsets, valid = packed_at(tile, area, H.rows, H.cols)
-        codes = tl.load(pointer(slot.codes, tl.uint8, False) + offsets, mask=valid, other=0)
+        offsets, valid = packed_at(tile, area, H)
+        codes = tl.load(pointer(slot.codes, tl.uint8, H.aligned) + offsets, mask=valid, other=0)
         return ql.decode(ql.unpack(codes, H.rows, H.cols), element)
 
 
 @triton.jit
-def packed_at(tile, area, ROWS: tl.constexpr, COLS: tl.constexpr):
+def packed_at(tile, area, H: tl.constexpr):
     """Offsets of a tile's bytes of two codes each, and which of them there are."""
-    i = tile.row - area.row_origin + tl.arange(0, ROWS)
-    j = (tile.col - area.col_origin) // 2 + tl.arange(0, COLS // 2)
-    across = (area.cols + 1) // 2
+    i = tile.row - area.row_origin + tl.arange(0, H.rows)
+    if H.aligned:
+        first = ((tile.col - area.col_origin) >> 4) << 3
+        across = (area.cols >> 4) << 3
+    else:
+        first = (tile.col - area.col_origin) // 2
+        across = (area.cols + 1) // 2
+    j = first + tl.arange(0, H.cols // 2)
     valid = ((i >= 0) & (i < area.rows))[:, None] & ((j >= 0) & (j < across))[None, :]
-    return i[:, None] * across + j[None, :], valid
+    return i[:, None].to(tl.int64) * across + j[None, :], valid
 
 
 @triton.jit
@@ -324,9 +328,9 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
             pointer(slot.codes, tl.uint8, H.aligned) + tile.first + tile.offsets, codes.to(tl.uint8), mask=tile.valid
         )
     else:
-        offsets, valid = packed_at(tile, area, H.rows, H.cols)
+        offsets, valid = packed_at(tile, area, H)
         codes = ql.pack(tl.where(tile.valid, codes, 0), H.rows, H.cols).to(tl.uint8)
-        tl.store(pointer(slot.codes, tl.uint8, False) + offsets, codes, mask=valid)
+        tl.store(pointer(slot.codes, tl.uint8, H.aligned) + offsets, codes, mask=valid)
 
 
 @triton.jit
@@ -460,8 +464,8 @@ def adam_kernel(
     if tl.load(gradients + tl.load(entry) * _GRADIENTS) != GRAD_CODE:
         return
     area = area_of(entry, H.aligned)
-    across = tl.load(entry + 7)
-    number = tl.program_id(0) - tl.load(entry + 8)
+    across = tl.load(entry + 7).to(tl.int32)
+    number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
     ROWS: tl.constexpr = H.rows
     HEIGHT: tl.constexpr = H.rows * H.chunks
     row = (area.row_origin // HEIGHT + number // across) * HEIGHT
@@ -529,13 +533,13 @@ def requantize_kernel(entries, entry_of_program, gradients, skip, H: tl.constexp
     if tl.load(gradients + tl.load(entry) * _GRADIENTS) == 0:
         return
     area = area_of(entry, H.aligned)
-    across = tl.load(entry + 7)
+    across = tl.load(entry + 7).to(tl.int32)
     if REDO:
-        number = tl.program_id(1).to(tl.int64)
+        number = tl.program_id(1)
         down = (area.row_origin + area.rows + HEIGHT - 1) // HEIGHT - area.row_origin // HEIGHT
         last, by = across * down, tl.num_programs(1)
     else:
-        number = tl.program_id(0) - tl.load(entry + 8)
+        number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
         last, by = number + 1, 1
     W: tl.constexpr = H.master
     C: tl.constexpr = H.weight

@@ -1,24 +1,18 @@
-"""Which launches make a step of Adam over many tensors: planned once, cheap to launch.
+"""Adam over many tensors: planned once, cheap to launch.
 
     plan = Plan(parameters, groups, device)
     plan.update(gradients, hyperparameters, seed)    every step
     (reduce the tensors of plan.amaxes with MAX over the ranks that share them)
     plan.finish()
 
-A parameter goes one of three ways, by where the scales of what is written come from:
-
-    ONCE    from the tile, or from past amaxes (delayed scaling): `update` does all
-    AFTER   of the weight from amaxes that reach beyond the tile, and there is a float32 master: `update` writes the
-            states and measures, `finish` quantizes the master
-    TWICE   of a state too, or there is no such master: `update` measures, `finish` computes again and writes
+Which launches these are, `adam_parameters` says.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -26,86 +20,32 @@ import torch
 import triton
 from torch import Tensor
 
-from quantshard.formats import ALL, FP16_1X128, Component, Copy, Format, QuantizedCopy, Scaling
+from quantshard.formats import Component, Copy
 from quantshard.kernels import adam as ka
 from quantshard.kernels import language as ql
 from quantshard.kernels import multi_tensor as km
-from quantshard.sharding import Shard
+from quantshard.kernels.adam_parameters import (
+    ROLES,
+    Low,
+    Parameter,
+    Plain,
+    Scaled,
+    Way,
+    how_of,
+    is_aligned,
+    scaled,
+    way_of,
+)
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
 """Dtypes of gradients; others are cast to float32."""
 
-ROLES: Final = ("exp_avg", "exp_avg_sq", "master", "weight")
-
-ROWS, COLS, CHUNKS, LINE = 32, 128, 4, 4096
 WARPS: Final = 8
-REGISTERS: Final = 128  # of a thread: two programs fit on a multiprocessor, and one computes while the other waits
+REGISTERS: Final = (
+    80,
+    128,
+)  # of a thread, so that three or two programs share a multiprocessor: one computes, one waits
 REDO_PROGRAMS: Final = 64
-
-
-class Rectangle(NamedTuple):
-    """Part of a global matrix. A vector is a matrix of one row; of more dims, all but the first are its columns."""
-
-    global_shape: tuple[int, int]
-    origin: tuple[int, int]
-    shape: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A contiguous tensor of the rectangle's elements, float32, bfloat16 or float16."""
-
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class Low:
-    """The low halves, int16, of float32 masters whose high halves are the bfloat16 weight."""
-
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Components of a format row, all resident entries.
-
-    `history`: of delayed scaling. `shared`: names of the components whose amaxes other ranks take part in.
-    """
-
-    fmt: Format
-    scaling: Scaling
-    shard: Shard
-    components: Mapping[str, Tensor]
-    history: Tensor | None = None
-    shared: frozenset[str] = frozenset()
-
-    def is_later(self, copy: QuantizedCopy) -> bool:
-        """True if scales of that copy need amaxes of more than a tile."""
-        return self.is_given(copy) or copy.amax is not None
-
-    def is_given(self, copy: QuantizedCopy) -> bool:
-        """True if the grid of blocks does."""
-        return ALL in copy.block or copy.scale.name in self.shared
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """What a step reads and writes of a parameter. Without a master, the weight is read.
-
-    `group`: number of the group of hyperparameters. `stream`: number of the first of the four streams of random words
-    (exp_avg, exp_avg_sq, master, weight) under the optimizer's seed. A scaled weight without a master is rounded with
-    words of its own `key`, under the stream `key_stream`.
-    """
-
-    weight: Plain | Scaled
-    exp_avg: Plain | Scaled
-    exp_avg_sq: Plain | Scaled
-    master: Plain | Low | Scaled | None
-    rectangle: Rectangle
-    group: int = 0
-    stream: int = 0
-    key: int = 0
-    key_stream: int = 0
 
 
 class Hyperparameters(Protocol):
@@ -138,115 +78,6 @@ class Amax(NamedTuple):
     role: str
     component: str
     values: Tensor
-
-
-class Way(Enum):
-    """See the head of this file."""
-
-    ONCE = 1
-    AFTER = 2
-    TWICE = 3
-
-
-def way_of(parameter: Parameter) -> Way:
-    """Which way a parameter goes."""
-    states = (parameter.exp_avg, parameter.exp_avg_sq, parameter.master)
-    if any(isinstance(state, Scaled) and _is_later(state) for state in states):
-        return Way.TWICE
-    weight, master = parameter.weight, parameter.master
-    if not isinstance(weight, Scaled) or not _is_later(weight):
-        return Way.ONCE
-    if not isinstance(master, Plain) or master.tensor.dtype is not torch.float32:
-        return Way.TWICE
-    return Way.AFTER if weight.history is None else Way.ONCE
-
-
-def _is_later(state: Scaled) -> bool:
-    return any(state.is_later(copy) for copy in state.fmt.copies.values())
-
-
-# ------------------------------------------------------------------------------------------------------------ constants
-
-
-def _stored(
-    state: Plain | Low | Scaled | None,
-    which: Copy,
-    tile: tuple[int, int],
-    measures: bool,
-    writes: bool,
-    **options: bool,
-) -> ka.Stored:
-    """What a kernel must know of one thing stored."""
-    if state is None or (isinstance(state, Scaled) and which not in state.fmt.copies):
-        return ka.Stored(ka.ABSENT.value)
-    if isinstance(state, Low):
-        return ka.Stored(ka.HALVES.value, writes=writes)
-    if isinstance(state, Plain):
-        dtype, stochastic = state.tensor.dtype, options.pop("stochastic") and state.tensor.dtype is not torch.float32
-        rule = None
-        if dtype is torch.float16 and stochastic:
-            rule = ql.rule(FP16_1X128.copies[Copy.ROWWISE], Scaling(), torch.float32, state.tensor.device)
-        return ka.Stored(
-            ka.PLAIN.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic,
-            keep_positive=options["keep_positive"] and dtype is not torch.float32,
-        )  # fmt: skip
-    copy = state.fmt.copies[which]
-    given, second = state.is_given(copy), copy.amax is not None
-    rows, cols = (tile[dim] if covers == ALL else min(covers, tile[dim]) for dim, covers in enumerate(copy.block))
-    device = next(iter(state.components.values())).device
-    return ka.Stored(
-        ka.SCALED.value, None, ql.rule(copy, state.scaling, torch.float32, device),
-        *(1 if covers == ALL else covers for covers in copy.block), rows, cols, *(c == ALL for c in copy.block),
-        given=given, second=second, measures=measures and given,
-        measures_second=measures and second and which is Copy.ROWWISE, writes=writes, **options,
-    )  # fmt: skip
-
-
-def _how(p: Parameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool) -> ka.How:
-    """Constants of the kernel for one pass over a parameter."""
-    tile = (1, LINE) if p.rectangle.shape[0] == 1 and not _scaled(p) else (ROWS, COLS)
-    written = writes_weight and not isinstance(p.master, Low)
-
-    def state(value: Plain | Low | Scaled | None, **options: bool) -> ka.Stored:
-        return _stored(value, Copy.ROWWISE, tile, measures, writes_states, **options)
-
-    def weight(which: Copy) -> ka.Stored:
-        of_own = p.master is None and isinstance(p.weight, Scaled)
-        return _stored(
-            p.weight, which, tile, measures, written, stochastic=p.master is None, own_words=of_own, keep_positive=False
-        )
-
-    rowwise = weight(Copy.ROWWISE)
-    high = rowwise.kind == ka.SCALED.value and written and not rowwise.given and rowwise.block_rows > rowwise.rows
-    return ka.How(
-        *tile, 1 if tile[0] == 1 else CHUNKS, aligned, p.rectangle.global_shape[1] % 4 == 0 or tile[0] == 1, high,
-        isinstance(p.master, Plain) and p.master.tensor.dtype is torch.float32,
-        state(p.exp_avg, stochastic=True, keep_positive=False),
-        state(p.exp_avg_sq, stochastic=True, keep_positive=True),
-        state(p.master, stochastic=True, keep_positive=False),
-        rowwise,
-        weight(Copy.COLUMNWISE) if isinstance(p.weight, Scaled) else ka.Stored(ka.ABSENT.value),
-    )  # fmt: skip
-
-
-def _scaled(p: Parameter) -> dict[str, Scaled]:
-    things = zip(ROLES, (p.exp_avg, p.exp_avg_sq, p.master, p.weight), strict=True)
-    return {role: thing for role, thing in things if isinstance(thing, Scaled)}
-
-
-def _is_aligned(p: Parameter) -> bool:
-    """True if kernels may read and write 16 bytes of values at once, whatever the dtype."""
-    tensors = []
-    for thing in (p.exp_avg, p.exp_avg_sq, p.master, p.weight):
-        if isinstance(thing, Scaled):
-            tensors += [thing.components[copy.codes.name] for copy in thing.fmt.copies.values()]
-        elif thing is not None:
-            tensors.append(thing.tensor)
-    lengths = (p.rectangle.shape[1], p.rectangle.origin[1])
-    return all(n % 16 == 0 for n in lengths) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
-# ----------------------------------------------------------------------------------------------------------------- plan
 
 
 @dataclass
@@ -310,7 +141,7 @@ class Plan:
         self._workspace.allocate(device)
         w = self._workspace
         self.amaxes = [Amax(*key, w.view(key)) for key in w.places if key[2] not in (_USED, _REDO)]
-        aligned = [_is_aligned(p) for p in self.parameters]
+        aligned = [is_aligned(p) for p in self.parameters]
         self._aligned = aligned
         self._first, self._last = self._launches()
         self._scales = self._scale_tables()
@@ -328,7 +159,7 @@ class Plan:
     def _reserved(self) -> _Workspace:
         workspace = _Workspace()
         for number, p in enumerate(self.parameters):
-            for role, thing in _scaled(p).items():
+            for role, thing in scaled(p).items():
                 for copy in thing.fmt.copies.values():
                     if thing.is_given(copy):
                         shape = thing.shard.component_shape(copy.scale)
@@ -348,12 +179,12 @@ class Plan:
             once, twice = way is Way.ONCE, way is Way.TWICE
             delayed = isinstance(p.weight, Scaled) and p.weight.history is not None
             measures = not once or delayed
-            before = _how(p, aligned, measures, not twice, once)
+            before = how_of(p, aligned, measures, not twice, once)
             first.setdefault((ka.adam_kernel, before, False), []).append(number)
             if twice:
-                last.setdefault((ka.adam_kernel, _how(p, aligned, False, True, True), False), []).append(number)
+                last.setdefault((ka.adam_kernel, how_of(p, aligned, False, True, True), False), []).append(number)
             elif not once or delayed:
-                how = _how(p, aligned, False, False, True)
+                how = how_of(p, aligned, False, False, True)
                 last.setdefault((ka.requantize_kernel, how, once), []).append(number)
         return tuple(
             [self._launch(kernel, how, members, redo) for (kernel, how, redo), members in found.items()]
@@ -412,7 +243,7 @@ class Plan:
         """For each rule of scales: how many entries and the table of `km.scales_kernel`."""
         rows: dict[ql.Rule, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in _scaled(p).items():
+            for role, thing in scaled(p).items():
                 for copy in thing.fmt.copies.values():
                     if not thing.is_later(copy):
                         continue
@@ -432,7 +263,7 @@ class Plan:
         """Of delayed scaling: whether the newest amax counts, the longest history, and the table."""
         rows: dict[bool, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in _scaled(p).items():
+            for role, thing in scaled(p).items():
                 if thing.history is None:
                     continue
                 (copy,) = thing.fmt.copies.values()
@@ -528,8 +359,10 @@ class Plan:
             return
         present, groups, _, _, settings = self._parts()
         options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-        if not launch.how.high or launch.how.rereads:
-            options["maxnreg"] = REGISTERS
+        how = launch.how
+        if not how.high or how.rereads:
+            words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ka.Stored))
+            options["maxnreg"] = REGISTERS[words or how.rows > 16]
         if launch.kernel is ka.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
             launch.kernel[grid](launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options)

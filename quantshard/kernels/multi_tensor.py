@@ -158,9 +158,7 @@ def history_of(row, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def record_kernel(
-    table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr
-):
+def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """After the amaxes were reduced: the amax to use, whether it is the new one, and the new history.
 
     See `amax.Requantization.commit` and `amax.record_amax_`.

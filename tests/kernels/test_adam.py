@@ -15,7 +15,8 @@ from quantshard import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.formats import Scaling
 from quantshard.kernels import multi_tensor
-from quantshard.kernels.adam_plan import Low, Parameter, Plain, Plan, Rectangle, Scaled, Way, way_of
+from quantshard.kernels.adam_parameters import Low, Parameter, Plain, Rectangle, Scaled, Way, way_of
+from quantshard.kernels.adam_plan import Plan
 from quantshard.optimizers import rounding
 from quantshard.optimizers.adam import Hyperparameters, adam
 from quantshard.recipe import Cell
@@ -148,7 +149,7 @@ class Case:
             for target, half in zip((self.weight.plain, self.master.plain), rounding.split(new.master), strict=True):
                 target.copy_(half)
         values = {"exp_avg": new.exp_avg, "exp_avg_sq": new.exp_avg_sq, "master": new.master, "weight": new.master}
-        for number, (role, thing) in enumerate(self.things().items()):
+        for role, thing in self.things().items():
             if low and role in ("master", "weight"):
                 continue
             stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index(role)
