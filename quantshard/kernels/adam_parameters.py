@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from quantshard.formats import ALL, FP16_1X128, Copy, Format, QuantizedCopy, Scaling
-from quantshard.kernels import adam as ka
 from quantshard.kernels import language as ql
 from quantshard.kernels import multi_tensor as km
+from quantshard.kernels import states as ks
 from quantshard.sharding import Shard
 
 ROLES: Final = ("exp_avg", "exp_avg_sq", "master", "weight")
@@ -43,17 +43,23 @@ class Plain:
 
     tensor: Tensor
 
+    def __post_init__(self) -> None:
+        assert self.tensor.is_contiguous()
+
 
 @dataclass(frozen=True)
 class Low:
-    """The low halves, int16, of float32 masters whose high halves are the bfloat16 weight."""
+    """The low halves, int16, of float32 masters whose high halves are the bfloat16 weight; contiguous."""
 
     tensor: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.tensor.is_contiguous()
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Components of a format row, all resident entries.
+    """Components of a format row, all resident entries, contiguous.
 
     `history`: of delayed scaling. `shared`: names of the components whose amaxes other ranks take part in.
     """
@@ -64,6 +70,10 @@ class Scaled:
     components: Mapping[str, Tensor]
     history: Tensor | None = None
     shared: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert all(part.is_contiguous() for part in self.components.values())
+        assert not self.fmt.copies[Copy.ROWWISE].codes.encoding.bits == 4 or self.shard.origin[1] % 2 == 0
 
     def is_later(self, copy: QuantizedCopy) -> bool:
         """True if scales of that copy need amaxes of more than a tile."""
@@ -116,6 +126,7 @@ def way_of(parameter: Parameter) -> Way:
 
 
 def is_later(state: Scaled) -> bool:
+    """True if any of its scales needs amaxes of more than a tile."""
     return any(state.is_later(copy) for copy in state.fmt.copies.values())
 
 
@@ -129,57 +140,60 @@ def _stored(
     measures: bool,
     writes: bool,
     **options: bool,
-) -> ka.Stored:
+) -> ks.Stored:
     """What a kernel must know of one thing stored."""
     if state is None or (isinstance(state, Scaled) and which not in state.fmt.copies):
-        return ka.Stored(ka.ABSENT.value)
+        return ks.Stored(ks.ABSENT.value)
     if isinstance(state, Low):
-        return ka.Stored(ka.HALVES.value, writes=writes)
+        return ks.Stored(ks.HALVES.value, writes=writes)
     if isinstance(state, Plain):
         dtype, stochastic = state.tensor.dtype, options.pop("stochastic") and state.tensor.dtype is not torch.float32
         rule = None
         if dtype is torch.float16 and stochastic:
             rule = ql.rule(FP16_1X128.copies[Copy.ROWWISE], Scaling(), torch.float32, state.tensor.device)
-        return ka.Stored(
-            ka.PLAIN.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic,
+        return ks.Stored(
+            ks.PLAIN.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic,
             keep_positive=options["keep_positive"] and dtype is not torch.float32,
         )  # fmt: skip
     copy = state.fmt.copies[which]
     given, second = state.is_given(copy), copy.amax is not None
     rows, cols = (tile[dim] if covers == ALL else min(covers, tile[dim]) for dim, covers in enumerate(copy.block))
     device = next(iter(state.components.values())).device
-    return ka.Stored(
-        ka.SCALED.value, None, ql.rule(copy, state.scaling, torch.float32, device),
-        *(1 if covers == ALL else covers for covers in copy.block), rows, cols, *(c == ALL for c in copy.block),
-        given=given, second=second, measures=measures and given,
+    all_rows, all_cols = (covers == ALL for covers in copy.block)
+    return ks.Stored(
+        ks.SCALED.value, rule=ql.rule(copy, state.scaling, torch.float32, device),
+        block_rows=1 if all_rows else copy.block[0], block_cols=1 if all_cols else copy.block[1], rows=rows, cols=cols,
+        row_all=all_rows, col_all=all_cols, given=given, second=second, measures=measures and given,
         measures_second=measures and second and which is Copy.ROWWISE, writes=writes, **options,
     )  # fmt: skip
 
 
-def how_of(p: Parameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool) -> ka.How:
+def how_of(p: Parameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool) -> ks.How:
     """Constants of the kernel for one pass over a parameter."""
     tile = (1, LINE) if p.rectangle.shape[0] == 1 and not scaled(p) else (_rows(p), COLS)
     written = writes_weight and not isinstance(p.master, Low)
 
-    def state(value: Plain | Low | Scaled | None, **options: bool) -> ka.Stored:
+    def state(value: Plain | Low | Scaled | None, **options: bool) -> ks.Stored:
         return _stored(value, Copy.ROWWISE, tile, measures, writes_states, **options)
 
-    def weight(which: Copy) -> ka.Stored:
+    def weight(which: Copy) -> ks.Stored:
         of_own = p.master is None and isinstance(p.weight, Scaled)
         return _stored(
             p.weight, which, tile, measures, written, stochastic=p.master is None, own_words=of_own, keep_positive=False
         )
 
     rowwise = weight(Copy.ROWWISE)
-    high = rowwise.kind == ka.SCALED.value and written and not rowwise.given and rowwise.block_rows > rowwise.rows
-    return ka.How(
-        *tile, 1 if tile[0] == 1 else HEIGHT // tile[0], aligned, p.rectangle.global_shape[1] % 4 == 0 or tile[0] == 1, high,
+    high = rowwise.kind == ks.SCALED.value and written and not rowwise.given and rowwise.block_rows > rowwise.rows
+    assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
+    by_four = p.rectangle.global_shape[1] % 4 == 0 or tile[0] == 1
+    return ks.How(
+        *tile, 1 if tile[0] == 1 else HEIGHT // tile[0], aligned, by_four, high,
         isinstance(p.master, Plain) and p.master.tensor.dtype is torch.float32,
         state(p.exp_avg, stochastic=True, keep_positive=False),
         state(p.exp_avg_sq, stochastic=True, keep_positive=True),
         state(p.master, stochastic=True, keep_positive=False),
         rowwise,
-        weight(Copy.COLUMNWISE) if isinstance(p.weight, Scaled) else ka.Stored(ka.ABSENT.value),
+        weight(Copy.COLUMNWISE) if isinstance(p.weight, Scaled) else ks.Stored(ks.ABSENT.value),
     )  # fmt: skip
 
 
@@ -190,6 +204,7 @@ def _rows(p: Parameter) -> int:
 
 
 def scaled(p: Parameter) -> dict[str, Scaled]:
+    """What is stored in components, by role."""
     things = zip(ROLES, (p.exp_avg, p.exp_avg_sq, p.master, p.weight), strict=True)
     return {role: thing for role, thing in things if isinstance(thing, Scaled)}
 

@@ -24,6 +24,7 @@ from quantshard.formats import Component, Copy
 from quantshard.kernels import adam as ka
 from quantshard.kernels import language as ql
 from quantshard.kernels import multi_tensor as km
+from quantshard.kernels import states as ks
 from quantshard.kernels.adam_parameters import (
     ROLES,
     Low,
@@ -85,7 +86,7 @@ class _Launch:
     """One kernel launch: which kernel, its table, and which parameters it is for."""
 
     kernel: Any
-    how: ka.How
+    how: ks.How
     members: list[int]
     table: Tensor
     entries: Tensor
@@ -146,7 +147,7 @@ class Plan:
         self._first, self._last = self._launches()
         self._scales = self._scale_tables()
         self._histories = self._history_tables()
-        count = len(self.parameters) * len(ka.GRADIENT) + groups * (len(ka.GROUP) + 3 + len(ka.SETTINGS) // 2)
+        count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 3 + len(ks.SETTINGS) // 2)
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
         self._sent: list[int] | None = None
         self._spare = self._pinned()
@@ -173,8 +174,8 @@ class Plan:
 
     def _launches(self) -> tuple[list[_Launch], list[_Launch]]:
         """Those of `update` and of `finish`: parameters with equal constants go together."""
-        first: dict[tuple[Any, ka.How, bool], list[int]] = {}
-        last: dict[tuple[Any, ka.How, bool], list[int]] = {}
+        first: dict[tuple[Any, ks.How, bool], list[int]] = {}
+        last: dict[tuple[Any, ks.How, bool], list[int]] = {}
         for number, (p, way, aligned) in enumerate(zip(self.parameters, self._ways, self._aligned, strict=True)):
             once, twice = way is Way.ONCE, way is Way.TWICE
             delayed = isinstance(p.weight, Scaled) and p.weight.history is not None
@@ -191,7 +192,7 @@ class Plan:
             for found in (first, last)
         )  # type: ignore[return-value]
 
-    def _launch(self, kernel: Any, how: ka.How, members: list[int], redo: bool) -> _Launch:
+    def _launch(self, kernel: Any, how: ks.How, members: list[int], redo: bool) -> _Launch:
         programs, across = [], []
         for number in members:
             _, origin, shape = self.parameters[number].rectangle
@@ -216,13 +217,13 @@ class Plan:
         return row + self._slot(number, ROLES[3], p.weight, Copy.COLUMNWISE)
 
     def _slot(self, number: int, role: str, thing: Plain | Low | Scaled | None, which: Copy) -> list[int]:
-        """Addresses of `ka.SLOT`."""
+        """Addresses of `ks.SLOT`."""
         if not isinstance(thing, Scaled):
             present = thing is not None and which is Copy.ROWWISE
-            return [thing.tensor.data_ptr() if present and thing is not None else 0] + [0] * (len(ka.SLOT) - 1)
+            return [thing.tensor.data_ptr() if present and thing is not None else 0] + [0] * (len(ks.SLOT) - 1)
         copy = thing.fmt.copies.get(which)
         if copy is None:
-            return [0] * len(ka.SLOT)
+            return [0] * len(ks.SLOT)
         (row, _), (col, _) = ((s.start, s.stop) for s in thing.shard.touched(copy.scale))
         stride = thing.shard.component_shape(copy.scale)[1]
         first = row * stride + col
@@ -310,7 +311,7 @@ class Plan:
 
     def finish(self) -> None:
         """The second part: what derives from `amaxes`."""
-        present, stride = self._parts()[0], len(ka.GRADIENT)
+        present, stride = self._parts()[0], len(ks.GRADIENT)
         with ql.on(self.device):
             for most_recent, length, table in self._histories:
                 km.record_kernel[(len(table),)](
@@ -338,7 +339,7 @@ class Plan:
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The table of a step: gradients, groups, betas, whether the bias is corrected, settings."""
-        sizes = (len(self.parameters) * len(ka.GRADIENT), self.groups * len(ka.GROUP), self.groups * 2, self.groups)
+        sizes = (len(self.parameters) * len(ks.GRADIENT), self.groups * len(ks.GROUP), self.groups * 2, self.groups)
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
@@ -351,7 +352,7 @@ class Plan:
         rates = [torch.as_tensor(h.lr, dtype=torch.float32, device=self.device) for h in hyperparameters]
         km.corrections_kernel[(self.groups,)](
             torch.stack(steps).to(self.device), torch.stack(rates), betas, corrected, groups, settings,
-            len(ka.GROUP), len(ka.SETTINGS), ka.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
+            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _run(self, launch: _Launch) -> None:
@@ -361,7 +362,7 @@ class Plan:
         options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
         how = launch.how
         if not how.high or how.rereads:
-            words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ka.Stored))
+            words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ks.Stored))
             options["maxnreg"] = REGISTERS[words or how.rows > 16]
         if launch.kernel is ka.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)

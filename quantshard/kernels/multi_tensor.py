@@ -182,9 +182,6 @@ def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.
     tl.store(history + at, rolled, mask=at < recorded)
 
 
-# ------------------------------------------------------------------------------------------------------------ Adam's own
-
-
 @triton.jit
 def corrections_kernel(
     steps, rates, betas, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
