@@ -26,7 +26,7 @@ from quantshard.sharding import Shard
 
 ROLES: Final = ("exp_avg", "exp_avg_sq", "master", "weight")
 
-COLS, HEIGHT, LINE = 128, 128, 4096  # of the tiles of a program; of a vector's tile
+COLS, HEIGHT, LINE = 128, 128, 2048  # of the tiles of a program; of a vector's tile
 
 
 class Rectangle(NamedTuple):

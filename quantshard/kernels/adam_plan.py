@@ -42,10 +42,6 @@ GRADIENT_DTYPES: Final = tuple(km.TYPES)
 """Dtypes of gradients; others are cast to float32."""
 
 WARPS: Final = 8
-REGISTERS: Final = (
-    80,
-    128,
-)  # of a thread, so that three or two programs share a multiprocessor: one computes, one waits
 REDO_PROGRAMS: Final = 64
 
 
@@ -360,10 +356,8 @@ class Plan:
             return
         present, groups, _, _, settings = self._parts()
         options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-        how = launch.how
-        if not how.high or how.rereads:
-            words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ks.Stored))
-            options["maxnreg"] = REGISTERS[words or how.rows > 16]
+        if (limit := _registers(launch.how)) is not None:
+            options["maxnreg"] = limit
         if launch.kernel is ka.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
             launch.kernel[grid](launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options)
@@ -398,6 +392,15 @@ class Plan:
             self._spare = self._pinned() if self._spare is None else self._spare
         self._table.copy_(host, non_blocking=True)
         self._sent = None if capturing else values
+
+
+def _registers(how: ks.How) -> int | None:
+    """The most that a thread may use, so that three or two programs share a multiprocessor, and one computes while
+    another waits; None where that would not be enough."""
+    words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ks.Stored))
+    if (how.high and not how.rereads) or (words and (how.rows > 16 or not how.aligned)):
+        return None
+    return 128 if words or how.rows > 16 or not how.aligned else 80
 
 
 def _settings(hyperparameters: Sequence[Hyperparameters], seed: int | None) -> list[int]:
