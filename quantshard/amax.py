@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch, sharding
 from quantshard import storage as storages
+from quantshard.compute import RandomWords
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
@@ -140,7 +141,7 @@ class Requantization:
         for name, grid in self.amaxes.items():
             reduction.add(grid, shared.get(name))
 
-    def commit(self, values: Tensor, words: Tensor | None = None) -> None:
+    def commit(self, values: Tensor, words: RandomWords | None = None) -> None:
         """Write codes and scales; under delayed scaling with the scale of past amaxes, then record this one."""
         self.storage.high_precision = None
         history = self.storage.state.get(AMAX_HISTORY)

@@ -1,8 +1,8 @@
-"""The one place that asks "kernel or oracle, native or emulated?".
+"""The one place that asks "native or emulated?", and how operands of GEMMs are quantized.
 
-On every device today the answers are: the oracle quantizes (`numerics`), and a GEMM of quantized operands is emulated:
-both are dequantized and multiplied in float32, so that each product is exact and the sums are those of a float32
-accumulator. What is emulated says so: `gemm_path` gives the reason, `explain` prints it.
+On every device today the answer is: emulated. Both operands are dequantized and multiplied in float32, so that each
+product is exact and the sums are those of a float32 accumulator. What is emulated says so: `gemm_path` gives the
+reason, `explain` prints it.
 
 An operand may be split over the ranks of a process group, as activations are under tensor parallelism. Each rank then
 quantizes its piece, and gets the piece of what quantizing the whole gives, bit for bit; so gathering codes in place of
@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import numerics, private_torch, sharding
+from quantshard import compute, numerics, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Group
+from quantshard.compute import RandomWords
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
+from quantshard.numerics import Words
 from quantshard.recipe import Cell, Recipe
 from quantshard.sharding import Shard
 from quantshard.storage import QuantizedStorage, scale_names
@@ -30,8 +32,8 @@ from quantshard.storage import QuantizedStorage, scale_names
 Operand = Tensor | QuantizedStorage
 """A matrix of a GEMM: in high precision, or quantized."""
 
-Words = Callable[[Shard], Tensor]
-"""Random words of a rectangle, int64 of its shape, by `numerics.random_words` with its global shape and origin."""
+WordsOf = Callable[[Shard], Words]
+"""Gives the random words of a rectangle, by its global shape and origin."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def quantize(
     cell: Cell,
     *,
     amax: Tensor | None = None,
-    words: Tensor | None = None,
+    words: RandomWords | None = None,
     split: Split | None = None,
 ) -> QuantizedStorage:
     """Quantize an activation or gradient [R, C] along its last dim.
@@ -88,7 +90,7 @@ def quantize(
         values: [R, C], any floating dtype. With the cell's `random_hadamard` it is transformed first, and C is padded
             to a multiple of 16.
         amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
-        words: random words for stochastic rounding, int64 [R, C] (padded likewise), from `numerics.random_words`.
+        words: random words for stochastic rounding, of [R, C] (padded likewise).
         split: `values` is this rank's piece of a matrix that is split so; of the same shape on every rank. The result
             is the piece of the quantized whole, and `words` are those of the piece (see `shard_of`).
 
@@ -102,7 +104,12 @@ def quantize(
     if cell.scaling.random_hadamard:
         values = numerics.hadamard16(values)
     storage = storages.empty(cell, shard, values.device)
-    storage.write(values, _amaxes(storage, values, amax, split), words)
+    alone = amax is None and not any(shard.shares_blocks(part) for part in cell.format.components)
+    if alone and shard.cut is None and compute.sees_blocks(values, cell.format, words):
+        assert not isinstance(words, Tensor)
+        storage.write_whole(values, words)
+    else:
+        storage.write(values, _amaxes(storage, values, amax, split), words)
     return storage
 
 
@@ -150,7 +157,7 @@ def _inseparable(cell: Cell, shape: tuple[int, int], split: Split) -> str:
 
 
 def quantize_and_gather(
-    values: Tensor, cell: Cell, split: Split, *, amax: Tensor | None = None, words: Words | None = None
+    values: Tensor, cell: Cell, split: Split, *, amax: Tensor | None = None, words: WordsOf | None = None
 ) -> QuantizedStorage:
     """Quantize a matrix of which this rank has the piece `values` [R, C], and return the whole. A collective call.
 

@@ -16,14 +16,13 @@ Quantizing goes
 forward scale cannot be recovered from the reciprocal bit for bit.
 
 Sources: OCP 8-bit Floating Point Specification, OCP Microscaling Formats v1.0, TransformerEngine's kernels (the rules
-for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011; Philox), Wichura's AS241 (Applied
-Statistics 37, 1988; normal quantiles).
+for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011; Philox).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ _WORD: Final = 0xFFFFFFFF
 _CPU_CHUNK: Final = 1 << 15  # elements per thread: the working set of an elementwise chain stays in cache
 
 
-def _in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """`chain(*inputs)`, elementwise over inputs of one shape; on CPU in chunks, several times faster than at once."""
     shape, size = inputs[0].shape, _CPU_CHUNK * torch.get_num_threads()
     if inputs[0].device.type != "cpu" or inputs[0].numel() <= size:
@@ -71,7 +70,7 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
     if encoding == E8M0:
         return encode_e8m0_round_up(x)
     if encoding.native is None or encoding.bits > 8:
-        return _in_chunks(lambda v: _round(v, encoding, None), x)
+        return in_chunks(lambda v: _round(v, encoding, None), x)
     codes = x.float().clamp(-encoding.max, encoding.max).to(encoding.native).view(torch.uint8)
     return codes - ((codes == 0xFF).to(torch.uint8) << 7)  # 0xFF is only NaN here: infinities were clamped
 
@@ -83,7 +82,7 @@ def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
     that neighbour is taken when word < f * 2**32: the expectation is exact to within 2**-32 of the gap. Values that
     are representable never change, magnitudes above max saturate, and -x rounds as x does.
     """
-    return _in_chunks(lambda v, w: _round(v, encoding, w), x, words)
+    return in_chunks(lambda v, w: _round(v, encoding, w), x, words)
 
 
 def _round(x: Tensor, encoding: Encoding, words: Tensor | None) -> Tensor:
@@ -391,6 +390,21 @@ def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
     return torch.stack([torch.as_tensor(c, dtype=torch.int64) for c in (c0, c1, c2, c3)], dim=-1)
 
 
+class Words(NamedTuple):
+    """Which random words: the arguments of `random_words`, for whoever makes them where they are used."""
+
+    key: int
+    draw: int | Tensor
+    stream: int
+    global_shape: Pair
+    origin: Pair = (0, 0)
+    shape: Pair | None = None
+
+    def tensor(self, device: torch.device | str | None = None) -> Tensor:
+        """The words, int64 of the rectangle's shape."""
+        return random_words(*self, device=device)
+
+
 def random_words(
     key: int,
     draw: int | Tensor,
@@ -422,79 +436,4 @@ def random_words(
 
 
 def _words_of_calls(calls: Tensor, key: int, draw: int | Tensor, stream: int) -> Tensor:
-    return _in_chunks(lambda c: philox((c & _WORD, c >> 32, draw & _WORD, stream & _WORD), key), calls)
-
-
-# --------------------------------------------------------------------------------------------------------- initialize
-
-
-def uniform(words: Tensor) -> Tensor:
-    """Words int64 in [0, 2**32) -> float64 in (0, 1), exactly (word + 0.5) / 2**32: never 0 or 1, mean 1/2."""
-    return (words.double() + 0.5) * 2.0**-32
-
-
-# Wichura's AS241, PPND16, numerators and denominators from the highest degree down. Its third region, |z| > 6.4, is out
-# of reach: 0.5 / 2**32 has z = -6.34.
-_CENTRE_NUMERATOR: Final = (
-    *(2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457),
-    *(13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080),
-)
-_CENTRE_DENOMINATOR: Final = (
-    *(5226.4952788528545610, 28729.085735721942674, 39307.895800092710610, 21213.794301586595867),
-    *(5394.1960214247511077, 687.18700749205790830, 42.313330701600911252, 1.0),
-)
-_TAIL_NUMERATOR: Final = (
-    *(7.7454501427834140764e-4, 0.022723844989269184583, 0.24178072517745061177, 1.2704582524523683826),
-    *(3.6478483247632046050, 5.7694972214606914055, 4.6303378461565452959, 1.4234371107496835773),
-)
-_TAIL_DENOMINATOR: Final = (
-    *(1.0507500716444168432e-9, 5.4759380849953449460e-4, 0.015198666563616457197, 0.14810397642748007459),
-    *(0.68976733498510000455, 1.6763848301838038494, 2.0531916266377588219, 1.0),
-)
-_LN2_HIGH: Final = 0.693147180369123816490  # 33 bits, so that times an exponent it is exact (fdlibm)
-_LN2_LOW: Final = 1.90821492927058770002e-10
-
-
-def normal(words: Tensor) -> Tensor:
-    """Words int64 in [0, 2**32) -> float32 standard normal: the quantile of `uniform(words)`, rounded.
-
-    AS241 in float64 from single exact operations, so the same on every device. Two words that are complements of one
-    another give opposite numbers. |z| is at most 6.34.
-    """
-    return _in_chunks(lambda w: _normal_quantile(uniform(w)).float(), words)
-
-
-def _normal_quantile(p: Tensor) -> Tensor:
-    """Float64 in [2**-33, 1 - 2**-33] -> float64, correct to about 1e-15 of the result."""
-    centred = p - 0.5
-    r = 0.180625 - centred * centred
-    z = centred * (_polynomial(r, _CENTRE_NUMERATOR) / _polynomial(r, _CENTRE_DENOMINATOR))
-    in_tail = centred.abs() > 0.425
-    q = centred[in_tail]
-    minus_log = -_log(0.5 - q.abs())
-    r = sqrt(minus_log.float()).double()
-    for _ in range(2):  # Heron's method: 24 bits to 48 to all
-        r = (r + minus_log / r) * 0.5
-    tail = _polynomial(r - 1.6, _TAIL_NUMERATOR) / _polynomial(r - 1.6, _TAIL_DENOMINATOR)
-    z[in_tail] = torch.where(q < 0, -tail, tail)
-    return z
-
-
-def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    value = torch.full_like(x, coefficients[0])
-    for c in coefficients[1:]:
-        value = value.mul_(x).add_(c)
-    return value
-
-
-def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of positive float64: x = 2**e * m, m in [1/sqrt 2, sqrt 2), log m = 2 atanh((m-1) / (m+1)).
-
-    The series of atanh to degree 23: what is left out is below 2e-20.
-    """
-    m, e = torch.frexp(x)
-    small = m < 0.5**0.5
-    m, e = torch.where(small, m * 2.0, m), (e - small.to(e.dtype)).double()
-    s = (m - 1.0) / (m + 1.0)
-    series = _polynomial(s * s, [1.0 / (2 * k + 1) for k in range(11, -1, -1)])
-    return e * _LN2_HIGH + (s * 2.0 * series + e * _LN2_LOW)
+    return in_chunks(lambda c: philox((c & _WORD, c >> 32, draw & _WORD, stream & _WORD), key), calls)

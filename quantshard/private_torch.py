@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.fx.traceback
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -59,6 +60,14 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def in_backward() -> bool:
     """True while autograd runs a backward pass on this thread. There is no public way to ask."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """True while a graph is traced, or if the tensor has a shape but no values, as in tracing.
+
+    Of `FakeTensor`, PyTorch's only name for such a tensor.
+    """
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 
 def keep_order(operator: Any) -> None:

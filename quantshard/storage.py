@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import numerics
+from quantshard import compute, numerics
+from quantshard.compute import RandomWords
 from quantshard.formats import Copy, Role
+from quantshard.numerics import Words
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard, ceil_div
 
@@ -139,7 +141,7 @@ class QuantizedStorage:
         self.source, self.mesh = source.source, source.mesh
 
     @torch.no_grad()
-    def write(self, values: Tensor, amaxes: dict[str, Tensor], words: Tensor | None = None) -> None:
+    def write(self, values: Tensor, amaxes: dict[str, Tensor], words: RandomWords | None = None) -> None:
         """Quantize `values`, the high-precision rectangle, into the components, in place.
 
         `amaxes`: for every scale and amax component its resident grid, already reduced over the ranks that share it.
@@ -152,14 +154,20 @@ class QuantizedStorage:
         touched = {name: grid[self.shard.touched(fmt.by_name[name])] for name, grid in amaxes.items()}
         multipliers = numerics.encode_scales(touched, fmt, scaling, values.dtype)
         for copy in fmt.copies.values():
-            codes = numerics.quantize_codes(values, copy, multipliers, self.shard.origin, words)
+            codes = compute.quantize_codes(values, copy, multipliers, self.shard.origin, words)
             self.components[copy.codes.name].copy_(codes)
+
+    @torch.no_grad()
+    def write_whole(self, values: Tensor, words: Words | None = None) -> None:
+        """`write` by the amaxes of the values themselves, a whole matrix, in one pass: where `compute.sees_blocks`."""
+        self.version += 1
+        self.components.update(compute.quantize(values, self.cell.format, self.cell.scaling, words))
 
     @torch.no_grad()
     def measure(self, values: Tensor) -> dict[str, Tensor]:
         """Amaxes of `values` over the resident grids, zero in entries that this rectangle does not touch."""
         fmt = self.cell.format
-        found = numerics.amaxes(values, fmt, self.shard.origin)
+        found = compute.amaxes(values, fmt, self.shard.origin)
         grids = {}
         for name, grid in found.items():
             component = fmt.by_name[name]
@@ -175,7 +183,7 @@ class QuantizedStorage:
         if not self.has(which):
             return self.with_copy(which).dequantize(which)
         copy = self.cell.format.copies[which]
-        return numerics.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin)
+        return compute.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin)
 
     def with_copy(self, which: Copy) -> QuantizedStorage:
         """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""
@@ -222,15 +230,13 @@ def random_key() -> Tensor:
     return torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu")
 
 
-def rounding_words(storage: QuantizedStorage) -> Tensor:
-    """Random words for the stochastic rounding of a weight's new values: int64 of its rectangle, by global index.
+def rounding_words(storage: QuantizedStorage) -> Words:
+    """Random words for the stochastic rounding of a weight's new values, by global index.
 
     It is one draw of the weight's counter, so every rank that holds a piece must take it in the same step.
     """
     draw = int(storage.state[DRAWS])
     storage.state[DRAWS].add_(1)
     shard = storage.shard
-    return numerics.random_words(
-        int(storage.state[KEY]), draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape,
-        device=storage.device,
-    )  # fmt: skip
+    key = int(storage.state[KEY])
+    return Words(key, draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)

@@ -18,7 +18,7 @@ from gfloat.formats import format_info_ocp_e2m1, format_info_ocp_e4m3, format_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantshard import numerics
+from quantshard import distributions, numerics
 from quantshard.formats import (
     ALL,
     E2M1,
@@ -831,7 +831,7 @@ EXTREME_WORDS = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, int(0.075 * 2*
 
 def test_uniform():
     words = torch.tensor(EXTREME_WORDS)
-    assert [Fraction(u) for u in numerics.uniform(words).tolist()] == [
+    assert [Fraction(u) for u in distributions.uniform(words).tolist()] == [
         (Fraction(w) + Fraction(1, 2)) / 2**32 for w in EXTREME_WORDS
     ]
 
@@ -852,35 +852,35 @@ def test_log():
     x = torch.cat(
         [x, x * 2.0**-33, x * 1e6, torch.tensor([0.5**0.5, math.nextafter(0.5**0.5, 0)], dtype=torch.float64)]
     )
-    for value, mine in zip(x.tolist(), numerics._log(x).tolist(), strict=True):
+    for value, mine in zip(x.tolist(), distributions._log(x).tolist(), strict=True):
         assert abs(mine - math.log(value)) <= 2 * math.ulp(math.log(value)), value
 
 
 def test_normal_quantile():
     """In float64 a few ulps from Python's inv_cdf, and from a different algorithm (Cephes' ndtri)."""
     words = torch.cat([torch.tensor(EXTREME_WORDS), numerics.random_words(1, 0, 0, (1, 20_000))[0]])
-    p = numerics.uniform(words)
-    mine = numerics._normal_quantile(p)
+    p = distributions.uniform(words)
+    mine = distributions._normal_quantile(p)
     inverse = statistics.NormalDist().inv_cdf
     wanted = torch.tensor([inverse(u) for u in p.tolist()], dtype=torch.float64)
     assert ((mine - wanted).abs() <= wanted.abs() * 8 * 2.0**-52).all()
     # An error of p's last bit, 2**-53, is one of 2**-53 / density in z; ndtri subtracts from 1 near the centre.
     density = (-wanted.square() / 2).exp() / math.sqrt(2 * math.pi)
     assert ((mine - torch.special.ndtri(p)).abs() <= wanted.abs() * 16 * 2.0**-52 + 2.0**-52 / density).all()
-    assert torch.equal(numerics.normal(words), mine.float())
-    assert numerics.normal(words).abs().max() < 6.4
+    assert torch.equal(distributions.normal(words), mine.float())
+    assert distributions.normal(words).abs().max() < 6.4
 
 
 def test_normal_is_odd_and_monotone():
     words = numerics.random_words(2, 0, 0, (1, 100_000))[0].sort().values
-    z = numerics.normal(words)
+    z = distributions.normal(words)
     assert (z[1:] >= z[:-1]).all()
-    assert torch.equal(numerics.normal(2**32 - 1 - words), -z)
+    assert torch.equal(distributions.normal(2**32 - 1 - words), -z)
 
 
 def test_normal_moments():
     """Over equally spaced words: the moments are those of the distribution, up to the missing tails."""
-    z = numerics.normal(torch.arange(0, 2**32, 2**13)).double()
+    z = distributions.normal(torch.arange(0, 2**32, 2**13)).double()
     assert abs(z.mean().item()) < 1e-4 and abs(z.square().mean().item() - 1) < 1e-4
     assert abs(z.pow(4).mean().item() - 3) < 1e-2
 
@@ -901,8 +901,8 @@ def test_same_bits_on_every_device(device, fmt):
             y = x.to(where)
             parts = numerics.quantize(y, fmt, scaling, words=words)
             values = [numerics.dequantize(copy, parts, (96, 160)) for copy in fmt.copies.values()]
-            quantiles = numerics._normal_quantile(
-                numerics.uniform(words[Copy.ROWWISE])
+            quantiles = distributions._normal_quantile(
+                distributions.uniform(words[Copy.ROWWISE])
             )  # float64 shows what float32 hides
             others = quantiles, numerics.sqrt(y.abs()), numerics.hadamard16(y.bfloat16())
             results.append([*parts.values(), *values, *words.values(), *others])

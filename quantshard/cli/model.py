@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from quantshard import numerics
+from quantshard import distributions, numerics
 from quantshard.cli.config import Settings
 from quantshard.cli.data import END_OF_DOCUMENT, VOCABULARY
 from quantshard.cli.mesh import Axes, split
@@ -199,7 +199,7 @@ def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0,
     words = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]
     was_training = model.training
     model.eval()
-    for chance in numerics.uniform(words).tolist():
+    for chance in distributions.uniform(words).tolist():
         # alike sequences, where one cannot be divided: no scale of an activation depends on how many there are
         window = torch.tensor([tokens[-model.settings.seq_length :]] * model.batch_multiple, device=device)
         probabilities = (model(window)[0, -1].double() / temperature).softmax(-1)

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import QuantizedCopy, Scaling
+from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
-from quantshard.kernels.quantize import WARPS, Where, grid_of_tile, tile_of, tiles, tiling
+from quantshard.kernels.quantize import WARPS, How, Where, grid_of_tile, tile_of, tiles, tiling
 
 
 @triton.jit
@@ -61,9 +61,7 @@ def dequantize(
     out = torch.empty(shape, dtype=dtype, device=codes.device)
     if out.numel() == 0:
         return out
-    rows, cols = (1 if cover > 1 << 31 else cover for cover in copy.block)
-    rule = ql.rule(copy, Scaling(), torch.float32, codes.device)
-    how = tiling(copy.block, (max(32, rows), max(256 if rows <= 32 else 128, cols)), rule)
+    how = tiles_of(copy, codes.device)
     where = Where(*shape, shape[1], *origin)
     with ql.on(codes.device):
         dequantize_kernel[tiles(where, how)](
@@ -72,3 +70,10 @@ def dequantize(
             H=how, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def tiles_of(copy: QuantizedCopy, device: torch.device) -> How:
+    """Tiles of whole blocks of this copy."""
+    rows, cols = (1 if cover == ALL else cover for cover in copy.block)
+    tile = (max(32, rows), max(256 if rows <= 32 else 128, cols))
+    return tiling(copy.block, tile, ql.rule(copy, Scaling(), torch.float32, device))

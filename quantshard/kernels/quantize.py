@@ -22,25 +22,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
-
-
-class Words(NamedTuple):
-    """The random words of a matrix of `global_shape`: the arguments of `numerics.random_words`."""
-
-    key: int
-    draw: int | Tensor
-    stream: int
-    global_shape: tuple[int, int]
-
-    @property
-    def halves(self) -> tuple[int, int]:
-        """Low and high half of the key."""
-        return self.key & 0xFFFFFFFF, self.key >> 32 & 0xFFFFFFFF
-
-    @property
-    def width(self) -> int:
-        """Columns of the global matrix."""
-        return self.global_shape[1]
+from quantshard.numerics import Words
 
 
 class How(NamedTuple):
@@ -302,6 +284,11 @@ def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.Rule) -> How:
     return How(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
 
 
+def halves(key: int) -> tuple[int, int]:
+    """The low and the high half of a 64-bit key."""
+    return key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+
+
 def touched(origin: int, size: int, covers: int) -> int:
     """How many entries of one dim of the grid the elements [origin, origin + size) touch."""
     if covers == ALL:
@@ -328,8 +315,8 @@ def quantize(
         with ql.on(x.device):
             quantize_kernel[programs(one, two)](
                 x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
-                *drawn.halves, drawn.draw, one.words.stream, one.words.width,
-                two and two.words.stream, two and two.words.width,
+                *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
+                two and two.words.stream, two and two.words.global_shape[1],
                 H=one.how, T=two and two.how, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return one, two

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, backend, components, distribute, limits, numerics, private_torch, sharding
+from quantshard import amax, backend, components, distribute, distributions, limits, numerics, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
 from quantshard.modules import compiled, context, functional, parallel, recompute
@@ -51,7 +51,7 @@ class WeightSpec:
         """The rectangle's initial values, float32."""
         if self.init_method is None:
             words = numerics.random_words(key, 0, INIT_STREAM, self.shape, origin, shape, device=device)
-            return numerics.normal(words) * self.std
+            return distributions.normal(words) * self.std
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(key)  # torch.manual_seed would also seed the accelerators, unforked
             whole = torch.empty(self.shape, dtype=torch.float32, device="cpu")

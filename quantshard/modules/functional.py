@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import backend, limits, numerics
+from quantshard import backend, compute, limits
 from quantshard.amax import Groups, history_amax, including
 from quantshard.backend import Operand, Split
 from quantshard.errors import UnsupportedOperationError
@@ -27,6 +27,7 @@ from quantshard.formats import ALL
 from quantshard.modules import context, parallel
 from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
+from quantshard.numerics import Words
 from quantshard.recipe import Cell, Gemm, TensorRole
 from quantshard.sharding import Shard
 from quantshard.storage import (
@@ -264,7 +265,7 @@ class WgradOperand:
     transposed: bool
     split: Split | None = None
     cell: Cell | None = None
-    words: backend.Words | None = None
+    words: backend.WordsOf | None = None
 
     def whole(self) -> WgradOperand:
         """This operand with the pieces of all ranks: a collective call if it is split."""
@@ -296,7 +297,7 @@ def _both_ways(
     first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
     second = call.recipe.cell(role, Gemm.WGRAD)
     amax = _delayed_amax(values, role, first or second, call, state)
-    words = _Words(state.weights[part], state.tp.group if state.data_group is None else state.data_group, values.device)
+    words = _Words(state.weights[part], state.tp.group if state.data_group is None else state.data_group)
     shared, split = serves_both(first, second), state.split(role)
     spread = split if split is not None and split.dim == 0 else None
     piece: Operand = values
@@ -315,7 +316,7 @@ def _both_ways(
 
 
 def _quantized(
-    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.Words
+    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.WordsOf
 ) -> QuantizedStorage:
     """This rank's piece of an operand."""
     shape = (values.shape[0], values.shape[1])
@@ -327,7 +328,9 @@ def _gathered(piece: Operand, split: Split) -> Operand:
     return backend.gather_values(piece, split) if isinstance(piece, Tensor) else backend.gather(piece, split)
 
 
-def _turned(values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.Words) -> WgradOperand:
+def _turned(
+    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.WordsOf
+) -> WgradOperand:
     """An operand of wgrad from the transposed values [features, tokens], of which `split` says how they were cut."""
     if split is None or split.dim == 1:  # features stay apart
         return WgradOperand(_quantized(values, cell, split and split.transposed, amax, words), True)
@@ -349,22 +352,20 @@ class _Words:
     words of the tensor that they hold pieces of, by global index.
     """
 
-    def __init__(self, weight: dict[str, Tensor], group: Groups, device: torch.device) -> None:
-        self.weight, self.group, self.device, self.draw = weight, group, device, -1
+    def __init__(self, weight: dict[str, Tensor], group: Groups) -> None:
+        self.weight, self.group, self.draw = weight, group, -1
 
-    def of(self, stream: int) -> backend.Words:
+    def of(self, stream: int) -> backend.WordsOf:
         """Words of one of the uses of a gradient, for any rectangle of it."""
 
-        def words(shard: Shard) -> Tensor:
+        def words(shard: Shard) -> Words:
             if self.draw < 0:
                 draws = self.weight[DRAWS]
                 self.draw = int(draws)
                 draws.add_(1)
             base = parallel.stream_base(self.group) * STREAMS_PER_RANK
-            return numerics.random_words(
-                int(self.weight[KEY]), self.draw, base + stream, shard.global_shape, shard.origin, shard.shape,
-                device=self.device,
-            )  # fmt: skip
+            key = int(self.weight[KEY])
+            return Words(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
 
         return words
 
@@ -397,7 +398,7 @@ def _delayed_amax(
         pending = context.backward_amaxes if backward else context.forward_amaxes
         if backward:
             context.flush_after_backward()
-        amax = numerics.block_amax(values, (ALL, ALL)).view(())
+        amax = compute.block_amax(values, (ALL, ALL)).view(())
         group = call.group if state.amax_group is None else state.amax_group
         if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
             group = including(group, state.tp.group)

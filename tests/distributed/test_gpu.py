@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
-from quantshard import numerics
+from quantshard import distributions, numerics
 from quantshard.formats import FORMATS, Scaling
 from quantshard.optimizers import FusedAdam
 from tests.distributed import parallel, test_parallel
@@ -59,7 +59,7 @@ def test_random_words_and_normals_are_those_of_a_cpu() -> None:
     """1 process."""
     words = numerics.random_words(12345678901234567, 3, 1, (257, 129))
     assert torch.equal(numerics.random_words(12345678901234567, 3, 1, (257, 129), device="cuda").cpu(), words)
-    assert torch.equal(numerics.normal(words.cuda()).cpu(), numerics.normal(words))
+    assert torch.equal(distributions.normal(words.cuda()).cpu(), distributions.normal(words))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quantshard import modules, numerics
+from quantshard import distributions, modules, numerics
 from quantshard.errors import ConfigurationError
 from quantshard.modules import (
     LayerNormMLP,
@@ -467,4 +467,4 @@ def test_random_words_of_the_initialization_are_the_keys():
     """The default initialization is the counter generator under the weight's own key, stream 0, draw 0."""
     linear = Linear(96, 57)
     words = numerics.random_words(int(linear.weight_state("weight")["key"]), 0, 0, (57, 96))
-    assert torch.equal(linear.weight, numerics.normal(words) * 0.023)
+    assert torch.equal(linear.weight, distributions.normal(words) * 0.023)

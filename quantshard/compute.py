@@ -1,0 +1,90 @@
+"""The one place that asks "kernel or oracle?": the operations of `numerics` on whichever runs where the tensors are.
+
+Kernels run on GPUs, if Triton is there; the oracle everywhere else, while a graph is traced, and for what no kernel is
+written for: 16-bit codes, random words that are given as a tensor, and float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantshard import kernels, numerics, private_torch
+from quantshard.formats import ALL, Format, QuantizedCopy, Role, Scaling
+from quantshard.numerics import Grids, Pair, Words
+
+if kernels.USABLE:
+    from quantshard.kernels import amax as amax_kernel
+    from quantshard.kernels import dequantize as dequantize_kernel
+    from quantshard.kernels import quantize as quantize_kernel
+
+RandomWords = Tensor | Words
+"""Random words of a rectangle: int64 of its shape, or which they are."""
+
+KERNEL_DEVICES = {"cuda"}
+"""Types of the devices whose tensors go to kernels."""
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """True if kernels work on this tensor."""
+    return kernels.USABLE and x.device.type in KERNEL_DEVICES and not private_torch.is_traced(x)
+
+
+def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
+    """`numerics.block_amax`."""
+    if has_kernels(x) and x.dtype in _KERNEL_DTYPES:
+        return amax_kernel.block_amax(x, covers, origin)
+    return numerics.block_amax(x, covers, origin)
+
+
+def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
+    """`numerics.amaxes`."""
+    return {c.name: block_amax(x, c.covers, origin) for c in fmt.components if c.role is not Role.CODES}
+
+
+def quantize_codes(
+    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
+) -> Tensor:
+    """`numerics.quantize_codes`."""
+    if not isinstance(words, Tensor) and _has_kernel(x, copy):
+        multipliers = encode_scales[copy.scale.name].contiguous()
+        request = quantize_kernel.Request(copy, Scaling(), origin, multipliers, words=words)
+        return quantize_kernel.quantize(x, request)[0].codes
+    drawn = words.tensor(x.device) if isinstance(words, Words) else words
+    return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
+
+
+def _has_kernel(x: Tensor, copy: QuantizedCopy) -> bool:
+    return x.dtype in _KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
+
+
+def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
+    """True if `quantize` works: a kernel then measures and quantizes x in one pass, with each block in one tile."""
+    if isinstance(words, Tensor):
+        return False
+    return all(_has_kernel(x, copy) and ALL not in copy.block for copy in fmt.copies.values())
+
+
+def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: Words | None = None) -> dict[str, Tensor]:
+    """`numerics.quantize` of a whole matrix [R, C] that was transformed already; see `sees_blocks`."""
+    parts = {c.name: block_amax(x, c.covers) for c in fmt.components if c.role is Role.AMAX}
+    scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
+    for copy in fmt.copies.values():
+        second = None if copy.amax is None else parts[copy.amax.name]
+        found, _ = quantize_kernel.quantize(x, quantize_kernel.Request(copy, scaling, second_amax=second, words=words))
+        assert found.scale is not None
+        parts |= {copy.codes.name: found.codes, copy.scale.name: found.scale}
+    return parts
+
+
+def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
+    """`numerics.dequantize`."""
+    codes = parts[copy.codes.name]
+    if has_kernels(codes) and copy.codes.encoding.bits <= 8:
+        grids = {name: part.contiguous() for name, part in parts.items() if name != copy.codes.name}
+        return dequantize_kernel.dequantize(copy, {**grids, copy.codes.name: codes}, shape, origin)
+    return numerics.dequantize(copy, parts, shape, origin)

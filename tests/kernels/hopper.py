@@ -1,0 +1,126 @@
+"""Compile kernels for a Hopper GPU on a machine without one, and print what they became: one JSON object for each.
+
+Run as a program: Triton must not have been imported under the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+ROWS, COLS = 4096, 4096
+
+
+class Hopper:
+    """What Triton asks of the driver of a GPU before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+triton.runtime.driver.set_active(Hopper())
+torch.version.cuda = "13.0"  # the kernels may be imported
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+
+from quantshard.formats import ALL, FORMATS, Copy, Scaling  # noqa: E402
+from quantshard.kernels import amax, dequantize, quantize, transpose  # noqa: E402
+from quantshard.kernels.quantize import Request, Where, Words  # noqa: E402
+
+
+def became(kernel: Any) -> dict[str, Any]:
+    """Registers and spilled bytes as ptxas counts them, and instructions that tell of speed or of wrong bits."""
+    ptx = kernel.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".o"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        "loads of 16 bytes": len(re.findall(r"ld\.global[.\w]*v4\.b32", ptx)),
+        "stores of 16 bytes": len(re.findall(r"st\.global[.\w]*v4\.b32", ptx)),
+        "casts": ptx.count("cvt.rn.satfinite"),
+        "fused multiply-adds": len(re.findall(r"fma\.rn\.f32", ptx)),
+        "approximate divisions": len(re.findall(r"div\.(full|approx)", ptx)),
+    }
+
+
+def request(name: str, turned: bool = False, words: bool = False, hadamard: bool = False) -> Request:
+    copy = FORMATS[name].copies[Copy.ROWWISE]
+    grid = torch.ones(1 if copy.block[0] == ALL else ROWS, 1) if ALL in copy.block else None
+    drawn = Words(1 << 40 | 5, 7, 3, (ROWS, COLS)) if words else None
+    second = torch.ones(()) if copy.amax is not None else None
+    return Request(copy, Scaling(random_hadamard=hadamard), (0, 0), grid, second, drawn, turned)
+
+
+def quantized(one: Request, other: Request | None = None, next_amax: bool = False) -> Any:
+    x = torch.empty(ROWS, COLS, dtype=torch.bfloat16)
+    tile = quantize.tile(one, other)
+    first = quantize.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
+    second = other and quantize.target((COLS, ROWS), x.dtype, x.device, other, tile[::-1])
+    return quantize.quantize_kernel.warmup(
+        x, COLS, 1, first.where, first.out, second and second.where, second and second.out,
+        *quantize.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
+        second and second.words.stream, second and second.words.global_shape[1],
+        H=first.how, T=second and second.how, grid=(1,),
+        num_warps=quantize.WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def measured() -> Any:
+    x, grid = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.empty(1, 1, dtype=torch.int32)
+    return amax.amax_kernel.warmup(
+        x, COLS, 1, Where(ROWS, COLS, COLS, 0, 0), grid, 1, 1, 1, H=amax._tiling((ALL, ALL), False), grid=(1,),
+        num_warps=quantize.WARPS,
+    )  # fmt: skip
+
+
+def dequantized(name: str) -> Any:
+    copy = FORMATS[name].copies[Copy.ROWWISE]
+    codes, scale = torch.empty(ROWS, COLS, dtype=torch.uint8), torch.empty(128, 128, dtype=torch.uint8)
+    how, out = dequantize.tiles_of(copy, codes.device), torch.empty(ROWS, COLS, dtype=torch.bfloat16)
+    return dequantize.dequantize_kernel.warmup(
+        codes, COLS, scale, None, 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how, grid=(1,),
+        num_warps=quantize.WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def transposed() -> Any:
+    x = torch.empty(ROWS, COLS, dtype=torch.uint8)
+    return transpose.transpose_kernel.warmup(x, COLS, x, ROWS, ROWS, COLS, *transpose.TILE, grid=(1,), num_warps=8)
+
+
+KERNELS = {
+    "per tensor, transpose, next amax": lambda: quantized(request("fp8_e4m3", turned=True), next_amax=True),
+    "per tensor, E5M2": lambda: quantized(request("fp8_e5m2")),
+    "per row": lambda: quantized(request("fp8_1xrow")),
+    "128x128, transpose": lambda: quantized(request("fp8_128x128", turned=True)),
+    "1x128, both directions": lambda: quantized(request("fp8_1x128"), request("fp8_1x128")),
+    "MXFP8, both directions": lambda: quantized(request("mxfp8_1x32"), request("mxfp8_1x32")),
+    "NVFP4, both directions, random": lambda: quantized(
+        request("nvfp4_1x16", words=True), request("nvfp4_1x16", words=True, hadamard=True)
+    ),
+    "amax": measured,
+    "dequantize MXFP8": lambda: dequantized("mxfp8_32x32"),
+    "transpose": transposed,
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or KERNELS:
+        print(json.dumps({"kernel": name, **became(KERNELS[name]())}), flush=True)

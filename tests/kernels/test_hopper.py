@@ -1,0 +1,34 @@
+"""The kernels compile for Hopper GPUs, which this machine need not have, into what they were written to become."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[str], None]) -> None:
+    """Registers that spill would cost bandwidth; a fused multiply-add or a quick division would cost the oracle's bits.
+
+    Codes of 4 bits are stored a byte at a time.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    script = str(ROOT / "tests" / "kernels" / "hopper.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = {line.pop("kernel"): line for line in map(json.loads, done.stdout.splitlines())}
+    show("\n".join(f"{name:32} {kernel['registers']:3} registers" for name, kernel in found.items()))
+    for name, kernel in found.items():
+        assert kernel["spilled"] == kernel["fused multiply-adds"] == kernel["approximate divisions"] == 0, name
+        assert kernel["loads of 16 bytes"] > 0, name
+        assert kernel["stores of 16 bytes"] > 0 or name.startswith("NVFP4") or name == "amax", name
+    assert found["per tensor, transpose, next amax"]["casts"] > 0

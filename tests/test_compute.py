@@ -1,0 +1,88 @@
+"""Where there are kernels the whole library runs on them, with the bits of the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quantshard as qs
+from quantshard import compute, kernels, numerics
+from quantshard.formats import FORMATS, Copy, Scaling
+from quantshard.numerics import Words
+from quantshard.optimizers import FusedAdam
+from quantshard.storage import AMAX_HISTORY
+from tests.distributed.models import RECIPES
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+
+
+@pytest.fixture
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """From the call on kernels are used; it returns a list that grows with the names of those that were."""
+
+    def start() -> list[str]:
+        used: list[str] = []
+        monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cuda", "cpu"})
+        for module, name in (
+            (compute.amax_kernel, "block_amax"),
+            (compute.quantize_kernel, "quantize"),
+            (compute.dequantize_kernel, "dequantize"),
+        ):
+            real = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: used.append(name) or real(*a, **k))
+        return used
+
+    return start
+
+
+def trained(recipe: qs.recipe.Recipe) -> dict[str, Tensor]:
+    """Of two steps of a layer: all tensors of the model and the optimizer, the outputs and the input's gradient."""
+    torch.manual_seed(3)
+    with qs.quantized_model_init(recipe=recipe):
+        model = nn.Sequential(qs.Linear(40, 70, params_dtype=torch.bfloat16, device="cpu"))
+    optimizer = FusedAdam(model.named_parameters(), lr=0.1, exp_avg_sq_dtype=torch.uint8)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        x = torch.randn(21, 40, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+        with qs.autocast(recipe=recipe):
+            y = model(x)
+        y.float().square().sum().backward()
+        found |= {f"y{step}": y.detach(), f"dx{step}": x.grad}
+        optimizer.step()
+        optimizer.zero_grad()
+    states = {
+        f"{number}.{key}": t for number, held in optimizer.state_dict()["state"].items() for key, t in held.items()
+    }
+    return found | dict(model.state_dict()) | states
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
+def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[str]]) -> None:
+    expected = trained(RECIPES[name])
+    used = on_kernels()
+    found = trained(RECIPES[name])
+    assert set(used) == {"block_amax", "quantize", "dequantize"}
+    assert found.keys() == expected.keys() and any(AMAX_HISTORY in key for key in found) == (name == "delayed")
+    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+
+
+def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str]]) -> None:
+    """16-bit codes, float64, words as a tensor, and tensors of other devices."""
+    x, row, wide = torch.randn(5, 7), FORMATS["mxfp8_1x32"].copies[Copy.ROWWISE], FORMATS["fp16_1x128"]
+    words = Words(5, 1, 2, (5, 7))
+    grids = numerics.encode_scales(numerics.amaxes(x, FORMATS["mxfp8_1x32"]), FORMATS["mxfp8_1x32"], Scaling())
+    expected = numerics.quantize_codes(x, row, grids, (0, 0), words.tensor())
+    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
+    used = on_kernels()
+    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words.tensor()), expected)
+    compute.block_amax(x.double(), (1, 32))
+    compute.block_amax(x.to("meta"), (1, 32))
+    assert not compute.sees_blocks(x, wide, None) and not compute.sees_blocks(x, FORMATS["fp8_e4m3"], None)
+    assert used == []
+    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
+    assert used == ["quantize"]
+    assert compute.sees_blocks(x, FORMATS["mxfp8_1x32"], words) and kernels.USABLE
