@@ -1,0 +1,221 @@
+"""What Adam over many tensors is told of a parameter, and which constants of its kernels follow.
+
+A parameter goes one of three ways, by where the scales of what is written come from:
+
+    ONCE    from the tile, or from past amaxes (delayed scaling): `Plan.update` does all
+    AFTER   of the weight from amaxes that reach beyond the tile, and there is a float32 master: `update` writes the
+            states and measures, `Plan.finish` quantizes the master
+    TWICE   of a state too, or there is no such master: `update` measures, `finish` computes again and writes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard.formats import ALL, FP16_1X128, Copy, Format, QuantizedCopy, Scaling
+from quantshard.kernels import language as ql
+from quantshard.kernels import multi_tensor as km
+from quantshard.kernels import states as ks
+from quantshard.sharding import Shard
+
+ROLES: Final = ("exp_avg", "exp_avg_sq", "master", "weight")
+
+COLS, HEIGHT, LINE = 128, 128, 2048  # of the tiles of a program; of a vector's tile
+
+
+class Rectangle(NamedTuple):
+    """Part of a global matrix. A vector is a matrix of one row; of more dims, all but the first are its columns."""
+
+    global_shape: tuple[int, int]
+    origin: tuple[int, int]
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A contiguous tensor of the rectangle's elements, float32, bfloat16 or float16."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.tensor.is_contiguous()
+
+
+@dataclass(frozen=True)
+class Low:
+    """The low halves, int16, of float32 masters whose high halves are the bfloat16 weight; contiguous."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.tensor.is_contiguous()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Components of a format row, all resident entries, contiguous.
+
+    `history`: of delayed scaling. `shared`: names of the components whose amaxes other ranks take part in.
+    """
+
+    fmt: Format
+    scaling: Scaling
+    shard: Shard
+    components: Mapping[str, Tensor]
+    history: Tensor | None = None
+    shared: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert all(part.is_contiguous() for part in self.components.values())
+        assert not self.fmt.copies[Copy.ROWWISE].codes.encoding.bits == 4 or self.shard.origin[1] % 2 == 0
+
+    def is_later(self, copy: QuantizedCopy) -> bool:
+        """True if scales of that copy need amaxes of more than a tile."""
+        return self.is_given(copy) or copy.amax is not None
+
+    def is_given(self, copy: QuantizedCopy) -> bool:
+        """True if the grid of blocks does."""
+        return ALL in copy.block or copy.scale.name in self.shared
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a step reads and writes of a parameter. Without a master, the weight is read.
+
+    `group`: number of the group of hyperparameters. `stream`: number of the first of the four streams of random words
+    (exp_avg, exp_avg_sq, master, weight) under the optimizer's seed. A scaled weight without a master is rounded with
+    words of its own `key`, under the stream `key_stream`.
+    """
+
+    weight: Plain | Scaled
+    exp_avg: Plain | Scaled
+    exp_avg_sq: Plain | Scaled
+    master: Plain | Low | Scaled | None
+    rectangle: Rectangle
+    group: int = 0
+    stream: int = 0
+    key: int = 0
+    key_stream: int = 0
+
+
+class Way(Enum):
+    """See the head of this file."""
+
+    ONCE = 1
+    AFTER = 2
+    TWICE = 3
+
+
+def way_of(parameter: Parameter) -> Way:
+    """Which way a parameter goes."""
+    states = (parameter.exp_avg, parameter.exp_avg_sq, parameter.master)
+    if any(isinstance(state, Scaled) and is_later(state) for state in states):
+        return Way.TWICE
+    weight, master = parameter.weight, parameter.master
+    if not isinstance(weight, Scaled) or not is_later(weight):
+        return Way.ONCE
+    if not isinstance(master, Plain) or master.tensor.dtype is not torch.float32:
+        return Way.TWICE
+    return Way.AFTER if weight.history is None else Way.ONCE
+
+
+def is_later(state: Scaled) -> bool:
+    """True if any of its scales needs amaxes of more than a tile."""
+    return any(state.is_later(copy) for copy in state.fmt.copies.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ constants
+
+
+def _stored(
+    state: Plain | Low | Scaled | None,
+    which: Copy,
+    tile: tuple[int, int],
+    measures: bool,
+    writes: bool,
+    **options: bool,
+) -> ks.Stored:
+    """What a kernel must know of one thing stored."""
+    if state is None or (isinstance(state, Scaled) and which not in state.fmt.copies):
+        return ks.Stored(ks.ABSENT.value)
+    if isinstance(state, Low):
+        return ks.Stored(ks.HALVES.value, writes=writes)
+    if isinstance(state, Plain):
+        dtype, stochastic = state.tensor.dtype, options.pop("stochastic") and state.tensor.dtype is not torch.float32
+        rule = None
+        if dtype is torch.float16 and stochastic:
+            rule = ql.rule(FP16_1X128.copies[Copy.ROWWISE], Scaling(), torch.float32, state.tensor.device)
+        return ks.Stored(
+            ks.PLAIN.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic,
+            keep_positive=options["keep_positive"] and dtype is not torch.float32,
+        )  # fmt: skip
+    copy = state.fmt.copies[which]
+    given, second = state.is_given(copy), copy.amax is not None
+    rows, cols = (tile[dim] if covers == ALL else min(covers, tile[dim]) for dim, covers in enumerate(copy.block))
+    device = next(iter(state.components.values())).device
+    all_rows, all_cols = (covers == ALL for covers in copy.block)
+    return ks.Stored(
+        ks.SCALED.value, rule=ql.rule(copy, state.scaling, torch.float32, device),
+        block_rows=1 if all_rows else copy.block[0], block_cols=1 if all_cols else copy.block[1], rows=rows, cols=cols,
+        row_all=all_rows, col_all=all_cols, given=given, second=second, measures=measures and given,
+        measures_second=measures and second and which is Copy.ROWWISE, writes=writes, **options,
+    )  # fmt: skip
+
+
+def how_of(p: Parameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool) -> ks.How:
+    """Constants of the kernel for one pass over a parameter."""
+    tile = (1, LINE) if p.rectangle.shape[0] == 1 and not scaled(p) else (_rows(p), COLS)
+    written = writes_weight and not isinstance(p.master, Low)
+
+    def state(value: Plain | Low | Scaled | None, **options: bool) -> ks.Stored:
+        return _stored(value, Copy.ROWWISE, tile, measures, writes_states, **options)
+
+    def weight(which: Copy) -> ks.Stored:
+        of_own = p.master is None and isinstance(p.weight, Scaled)
+        return _stored(
+            p.weight, which, tile, measures, written, stochastic=p.master is None, own_words=of_own, keep_positive=False
+        )
+
+    rowwise = weight(Copy.ROWWISE)
+    high = rowwise.kind == ks.SCALED.value and written and not rowwise.given and rowwise.block_rows > rowwise.rows
+    assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
+    by_four = p.rectangle.global_shape[1] % 4 == 0 or tile[0] == 1
+    return ks.How(
+        *tile, 1 if tile[0] == 1 else HEIGHT // tile[0], aligned, by_four, high,
+        isinstance(p.master, Plain) and p.master.tensor.dtype is torch.float32,
+        state(p.exp_avg, stochastic=True, keep_positive=False),
+        state(p.exp_avg_sq, stochastic=True, keep_positive=True),
+        state(p.master, stochastic=True, keep_positive=False),
+        rowwise,
+        weight(Copy.COLUMNWISE) if isinstance(p.weight, Scaled) else ks.Stored(ks.ABSENT.value),
+    )  # fmt: skip
+
+
+def _rows(p: Parameter) -> int:
+    """Of a tile: few, for fewer registers, but whole blocks, where these are not much higher."""
+    heights = [copy.block[0] for thing in scaled(p).values() for copy in thing.fmt.copies.values()]
+    return 32 if any(16 < height <= 32 for height in heights) else 16
+
+
+def scaled(p: Parameter) -> dict[str, Scaled]:
+    """What is stored in components, by role."""
+    things = zip(ROLES, (p.exp_avg, p.exp_avg_sq, p.master, p.weight), strict=True)
+    return {role: thing for role, thing in things if isinstance(thing, Scaled)}
+
+
+def is_aligned(p: Parameter) -> bool:
+    """True if kernels may read and write 16 bytes of values at once, whatever the dtype."""
+    tensors = []
+    for thing in (p.exp_avg, p.exp_avg_sq, p.master, p.weight):
+        if isinstance(thing, Scaled):
+            tensors += [thing.components[copy.codes.name] for copy in thing.fmt.copies.values()]
+        elif thing is not None:
+            tensors.append(thing.tensor)
+    lengths = (p.rectangle.shape[1], p.rectangle.origin[1])
+    return all(n % 16 == 0 for n in lengths) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)

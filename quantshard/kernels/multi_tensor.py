@@ -1,0 +1,211 @@
+"""Small kernels over many tensors at once: amaxes, scales from amaxes, the histories of delayed scaling.
+
+    amax[n] = max |x_n|,  NaN if x_n has one
+
+Each takes a table on the device, int64, one row for each tensor, with addresses in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+
+TYPES: Final[dict[torch.dtype, Any]] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+"""The dtypes that kernels read from addresses."""
+
+TILE: Final = 8192
+TILES_PER_PROGRAM: Final = 4
+
+
+def rows_of(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """A table on the device: int64 [rows, columns]. The copy does not wait for the device."""
+    host = torch.tensor(table, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@lru_cache(maxsize=32)  # it depends on sizes alone, so from step to step it stays
+def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
+    """How many programs each entry has -> which entry each program works on, int32."""
+    counts = torch.tensor(programs, dtype=torch.int64)
+    return torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32), counts).to(device)
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself or a copy whose elements lie in a row at a multiple of 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------- amax
+
+
+@triton.jit
+def amax_kernel(table, entries, out, DTYPE: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr):
+    row = table + tl.load(entries + tl.program_id(0)) * 4
+    x = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
+    numel = tl.load(row + 1)
+    start = (tl.program_id(0) - tl.load(row + 2)) * (SIZE * TILES)
+    at = tl.arange(0, SIZE)
+    top = tl.zeros((SIZE,), tl.int32)  # of bits: NaN has the most
+    if start + SIZE * TILES <= numel:  # without a mask, 16 bytes are read at once
+        for tile in tl.static_range(TILES):
+            values = tl.load(x + start + tile * SIZE + at).to(tl.float32)
+            top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
+    else:
+        for tile in range(TILES):
+            rest = numel - start - tile * SIZE
+            values = tl.load(x + start + tile * SIZE + at, mask=at < rest, other=0.0).to(tl.float32)
+            top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
+    tl.atomic_max(out + tl.load(row + 3), tl.max(top, 0), sem="relaxed")
+
+
+def amaxes(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest |x| of each tensor, float32 [tensors]; 0 of an empty one, NaN where there is one. One launch a dtype.
+
+    Tensors: any shapes, of one device, float32, bfloat16 or float16.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    out = torch.zeros(len(tensors), dtype=torch.float32, device=device)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = [
+            (n, contiguous(tensor)) for n, tensor in enumerate(tensors) if tensor.dtype is dtype and tensor.numel()
+        ]
+        programs = tuple(-(tensor.numel() // -(TILE * TILES_PER_PROGRAM)) for _, tensor in chosen)
+        if not programs:
+            continue
+        firsts = (0, *accumulate(programs))
+        table = [
+            (tensor.data_ptr(), tensor.numel(), first, n) for (n, tensor), first in zip(chosen, firsts, strict=False)
+        ]
+        with ql.on(device):
+            amax_kernel[(firsts[-1],)](
+                rows_of(table, device), entry_of_program(programs, device), out.view(torch.int32), TYPES[dtype], TILE,
+                TILES_PER_PROGRAM, num_warps=8,
+            )  # fmt: skip
+    return out
+
+
+def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
+    """Which tensors have an element that is NaN or above `largest` in magnitude, bool [tensors].
+
+    Infinities count as above in every dtype.
+    """
+    limits = [min(largest, torch.finfo(tensor.dtype).max) for tensor in tensors]
+    found = amaxes(tensors)
+    return ~(found <= torch.tensor(limits, dtype=torch.float32).to(found.device))
+
+
+# --------------------------------------------------------------------------------------------------------------- scales
+
+
+SCALES_ROW: Final = ("parameter", "amax", "scale", "numel", "new_second", "second")
+HISTORY_ROW: Final = ("parameter", "history", "length", "used", "amax", "redo")
+
+
+@triton.jit
+def scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
+    """Store the scales of grids of amaxes, and the amax of the whole tensor where scales have one above them."""
+    if skip is not None:
+        if tl.load(skip) != 0:
+            return
+    row = table + tl.program_id(0) * 6
+    if tl.load(gradients + tl.load(row) * STRIDE) == 0:
+        return
+    amax = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    numel = tl.load(row + 3)
+    second = 0.0
+    if R.kind == 2:
+        second = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+        if tl.program_id(1) == 0:
+            tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), second)
+    dtype: tl.constexpr = tl.float32 if R.kind == 0 else tl.uint8
+    scale = tl.load(row + 2).to(tl.pointer_type(dtype))
+    start = tl.program_id(1).to(tl.int64) * SIZE
+    while start < numel:
+        at = start + tl.arange(0, SIZE)
+        stored, _ = ql.scales(tl.load(amax + at, mask=at < numel, other=0.0), second, R)
+        tl.store(scale + at, stored, mask=at < numel)
+        start += tl.num_programs(1) * SIZE
+
+
+@triton.jit
+def past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    """Before a step: the amax that each history stands for; 0 if none is recorded."""
+    row = table + tl.program_id(0) * 6
+    past, _, _ = history_of(row, MOST_RECENT, LENGTH)
+    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), past)
+
+
+@triton.jit
+def history_of(row, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    """`amax.history_amax`, and the address and length of the history."""
+    history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    length = tl.load(row + 2)
+    if MOST_RECENT:
+        past = tl.load(history + length - 1)
+    else:
+        at = tl.arange(0, LENGTH)
+        recorded = tl.load(history + at, mask=at < length, other=0.0)
+        past = tl.max(recorded.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+    return past, history, length
+
+
+@triton.jit
+def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    """After the amaxes were reduced: the amax to use, whether it is the new one, and the new history.
+
+    See `amax.Requantization.commit` and `amax.record_amax_`.
+    """
+    if skip is not None:
+        if tl.load(skip) != 0:
+            return
+    row = table + tl.program_id(0) * 6
+    if tl.load(gradients + tl.load(row) * STRIDE) == 0:
+        return
+    past, history, length = history_of(row, MOST_RECENT, LENGTH)
+    amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+    used = tl.where(past > 0, past, amax)
+    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
+    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(past > 0, 0.0, 1.0))
+    at = tl.arange(0, LENGTH)
+    rolled = tl.load(history + at + 1, mask=at < length - 1, other=0.0)
+    rolled = tl.where(at == length - 1, amax, rolled)
+    tl.debug_barrier()  # all have read before one writes
+    recorded = tl.where((amax > 0) & (amax < float("inf")), length, 0)
+    tl.store(history + at, rolled, mask=at < recorded)
+
+
+@triton.jit
+def corrections_kernel(
+    steps, rates, betas, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+):  # fmt: skip
+    """Of each group: its step, lr and 1 - beta**step, by `optimizers.adam.power` in float64, into a step's table.
+
+    `steps`: int64 [groups]. `rates`: float32 [groups]. `betas`: float64 [groups, 2]. `corrected`: int64 [groups].
+    """
+    group = tl.program_id(0)
+    step = tl.load(steps + group)
+    tl.store(groups + group * GROUP + 1, step)
+    tl.store(settings + group * SETTINGS, tl.load(rates + group))
+    for which in tl.static_range(2):
+        base = tl.load(betas + group * 2 + which)
+        power = base * 0.0 + 1.0
+        for bit in tl.static_range(32):
+            power = tl.where(((step >> bit) & 1) != 0, power * base, power)
+            base = base * base
+        correction = tl.where(tl.load(corrected + group) != 0, (1.0 - power).to(tl.float32), 1.0)
+        tl.store(settings + group * SETTINGS + CORRECTION + which, correction)

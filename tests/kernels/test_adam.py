@@ -1,0 +1,425 @@
+"""Multi-tensor Adam gives the bits of the oracle: `adam`, `rounding` and `numerics`, for everything that is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from quantshard import formats, numerics, recipe, sharding
+from quantshard import storage as storages
+from quantshard.amax import FlatMax, Requantization
+from quantshard.formats import Scaling
+from quantshard.kernels import multi_tensor
+from quantshard.kernels.adam_parameters import Low, Parameter, Plain, Rectangle, Scaled, Way, way_of
+from quantshard.kernels.adam_plan import Plan
+from quantshard.optimizers import rounding
+from quantshard.optimizers.adam import Hyperparameters, adam
+from quantshard.recipe import Cell
+from quantshard.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = -987654321987654321
+KEY = 123456789123456789
+DRAW = 5
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+DELAYED = Scaling(history=4)
+CELLS = {
+    "delayed": Cell(formats.FP8_E4M3, DELAYED),
+    "newest": Cell(formats.FP8_E4M3, replace(DELAYED, most_recent=True, margin=1)),
+    "current": Cell(formats.FP8_E4M3),
+    "e5m2": Cell(formats.FP8_E5M2, Scaling(power_of_two=True)),
+    "block": Cell(formats.FP8_128X128, Scaling(power_of_two=True, epsilon=1e-6)),
+    "rowwise": Cell(formats.FP8_1XROW),
+    "mxfp8": Cell(formats.MXFP8_32X32),
+    "mxfp8_both": Cell(formats.MXFP8_BOTH),
+    "nvfp4": Cell(formats.NVFP4_16X16),
+    "nvfp4_both": Cell(formats.NVFP4_BOTH),
+}
+
+HYPER = Hyperparameters(3, 0.01, 0.9, 0.999, 1e-8, 0.1, True, True)
+
+
+def settings(**changes):
+    return replace(HYPER, **changes)
+
+
+@dataclass
+class Thing:
+    """One state or weight, for the oracle and for the kernel alike: plain, a low half, or in components."""
+
+    plain: Tensor | None = None
+    storage: QuantizedStorage | None = None
+    shared: frozenset = frozenset()
+
+    def clone(self):
+        return Thing(
+            None if self.plain is None else self.plain.clone(),
+            None if self.storage is None else self.storage.clone(),
+            self.shared,
+        )
+
+    def live(self):
+        if self.plain is not None:
+            return [self.plain]
+        history = self.storage.state.get(AMAX_HISTORY)
+        return [*self.storage.components.values(), *([] if history is None else [history])]
+
+    def read(self):
+        return self.plain.float() if self.storage is None else self.storage.dequantize()
+
+    def for_plan(self):
+        if self.storage is None:
+            return Low(self.plain) if self.plain.dtype is torch.int16 else Plain(self.plain)
+        s = self.storage
+        return Scaled(s.cell.format, s.cell.scaling, s.shard, s.components, s.state.get(AMAX_HISTORY), self.shared)
+
+
+def values_of(shape, spread=3.0):
+    x = torch.randn(shape) * torch.exp(torch.randn(shape) * spread)
+    if x.numel() > 3:
+        x.view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-40, -2.0])
+    return x
+
+
+def make(kind, shard, values, shared=frozenset()):
+    """A thing of this kind that holds the values, rounded to nearest."""
+    if kind in FLOATS:
+        return Thing(values.to(FLOATS[kind]).to(DEVICE))
+    cell = CELLS.get(kind) or recipe.STATE_CELLS[STATES[kind]]
+    history = torch.zeros(cell.scaling.history, device=DEVICE)
+    storage = storages.empty(cell, shard, DEVICE, {AMAX_HISTORY: history} if cell.scaling.history else {})
+    storage = storage.map(torch.zero_)
+    if values.numel():
+        Requantization(storage, values.to(DEVICE), {}, FlatMax()).commit(values.to(DEVICE))
+    return Thing(storage=storage, shared=shared)
+
+
+@dataclass
+class Case:
+    """A parameter, its gradient, and the amaxes that other ranks are taken to have."""
+
+    weight: Thing
+    exp_avg: Thing
+    exp_avg_sq: Thing
+    master: Thing | None
+    rectangle: Rectangle
+    grad: Tensor | None
+    stream: int = 0
+    group: int = 0
+
+    def parameter(self):
+        master = None if self.master is None else self.master.for_plan()
+        return Parameter(
+            self.weight.for_plan(), self.exp_avg.for_plan(), self.exp_avg_sq.for_plan(), master, self.rectangle,
+            self.group, self.stream, KEY, WEIGHT_STREAM,
+        )  # fmt: skip
+
+    def things(self):
+        named = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": self.master, "weight": self.weight}
+        return {role: thing for role, thing in named.items() if thing is not None}
+
+    def clone(self):
+        return replace(self, **{role: thing.clone() for role, thing in self.things().items()})
+
+    def words(self, key, draw, stream):
+        rectangle = self.rectangle
+        words = numerics.random_words(
+            key, draw, stream, rectangle.global_shape, rectangle.origin, rectangle.shape, device=DEVICE
+        )
+        return words
+
+    def oracle(self, h, others):
+        """What `optimizers.step.Work` does."""
+        if self.grad is None:
+            return
+        low = self.master is not None and self.master.plain is not None and self.master.plain.dtype is torch.int16
+        source = self.weight if self.master is None else self.master
+        master = rounding.join(self.weight.plain, self.master.plain) if low else source.read()
+        new = adam(self.grad, master, self.exp_avg.read(), self.exp_avg_sq.read(), h)
+        if low:
+            for target, half in zip((self.weight.plain, self.master.plain), rounding.split(new.master), strict=True):
+                target.copy_(half)
+        values = {"exp_avg": new.exp_avg, "exp_avg_sq": new.exp_avg_sq, "master": new.master, "weight": new.master}
+        for role, thing in self.things().items():
+            if low and role in ("master", "weight"):
+                continue
+            stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index(role)
+            words = self.words(SEED, h.step, stream)
+            if role == "weight":
+                words = None if self.master is not None else words
+                if self.master is None and thing.storage is not None:
+                    words = self.words(KEY, DRAW, WEIGHT_STREAM)
+            self.write(thing, values[role], words, role == "exp_avg_sq", others.get(role, {}))
+
+    def write(self, thing, values, words, keep_positive, others):
+        if thing.storage is None:
+            new = rounding.rounded(values, thing.plain.dtype, words)
+            if keep_positive and thing.plain.dtype is torch.bfloat16:
+                new.masked_fill_((new == 0) & (values > 0), 2.0**-133)
+            thing.plain.copy_(new)
+            return
+        begun = Requantization(thing.storage, values, {}, FlatMax())
+        for name, amaxes in others.items():
+            begun.amaxes[name] = torch.maximum(begun.amaxes[name], amaxes)
+        begun.commit(values, words)
+        if keep_positive:
+            for copy in thing.storage.cell.format.copies.values():
+                codes = thing.storage.components[copy.codes.name]
+                bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
+                bits.masked_fill_((bits == 0) & (values > 0), 1)
+
+
+def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=None, grad_dtype=torch.bfloat16,
+         cut=None, stream=4, group=0):  # fmt: skip
+    """`cut`: (global shape, origin) of a rectangle of `shape`."""
+    global_shape, origin = cut or (shape, (0, 0))
+    extents = tuple((o, o + n) for o, n in zip(origin, shape, strict=True))
+    shard = sharding.Shard(global_shape, extents)
+    values = values_of(shape)
+    made = make(weight, shard, values)
+    if master == "low":
+        held = Thing(rounding.split(values)[1].to(DEVICE))
+        made.plain.copy_(rounding.split(values)[0])
+    else:
+        held = None if master is None else make(master, shard, values)
+    return Case(
+        made, make(moments, shard, values_of(shape, 4)), make(second or moments, shard, values_of(shape, 8).abs()),
+        held, Rectangle(global_shape, origin, shape), values_of(shape).clamp(-1e18, 1e18).to(grad_dtype).to(DEVICE),
+        stream, group,
+    )  # fmt: skip
+
+
+def step(plan, cases, groups, skip=None, others=None):
+    plan.update([c.grad for c in cases], groups, SEED, [DRAW] * len(cases), skip)
+    for amax in plan.amaxes:
+        found = (others or {}).get((amax.parameter, amax.role), {}).get(amax.component)
+        if found is not None:
+            amax.values.copy_(torch.maximum(amax.values, found))
+    plan.finish()
+
+
+def bits(tensor):
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def assert_equal(found, expected):
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for role, thing in a.things().items():
+            for x, y in zip(thing.live(), b.things()[role].live(), strict=True):
+                same = (bits(x) == bits(y)) | (x.isnan() & y.isnan())
+                assert bool(same.all()), (number, role, tuple(x.shape), x[~same][:5], y[~same][:5], int((~same).sum()))
+
+
+def check(*cases, groups=(HYPER,), others=None, steps=1):
+    torch.manual_seed(0)
+    expected = [c.clone() for c in cases]
+    plan = Plan([c.parameter() for c in cases], len(groups), torch.device(DEVICE))
+    for number in range(steps):
+        now = [replace(h, step=h.step + number) for h in groups]
+        for n, c in enumerate(expected):
+            c.oracle(now[c.group], {role: grids for (m, role), grids in (others or {}).items() if m == n})
+        step(plan, cases, now, others=others)
+    assert_equal(cases, expected)
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("weight", CELLS)
+def test_quantized_weights_with_float32_states(weight):
+    check(case(weight, shape=(2, 6)))
+
+
+@pytest.mark.parametrize("weight", ["delayed", "block", "mxfp8_both", "nvfp4"])
+def test_tiles_of_several_blocks(weight):
+    check(case(weight, shape=(34, 130), grad_dtype=torch.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", CELLS)
+def test_many_tiles(weight):
+    check(case(weight, shape=(130, 144)), case(weight, shape=(131, 257), grad_dtype=torch.float16), steps=2)
+
+
+STATES_AND_MASTERS = [
+    ("bfloat16", "fp8", "bfloat16"), ("fp16", "fp16", "fp16"), ("fp8", "bfloat16", None), ("fp8", "fp8", "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("moments, second, master", STATES_AND_MASTERS)
+def test_states_and_masters_of_fewer_bits(moments, second, master):
+    check(case("mxfp8", moments, master, (5, 132), second=second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", ["block", "current"])
+@pytest.mark.parametrize("moments", STATES)
+@pytest.mark.parametrize("master", ["bfloat16", "fp16", None])
+def test_every_state_and_master(weight, moments, master):
+    check(case(weight, moments, master, (5, 132)), steps=2)
+
+
+@pytest.mark.parametrize("weight, master, moments, shape", [
+    ("float32", None, "bfloat16", (1, 1)), ("bfloat16", "float32", "float32", (1, 4099)),
+    ("bfloat16", "low", "bfloat16", (3, 6)), ("bfloat16", None, "fp8", (2, 5)), ("float16", "float32", "fp16", (2, 5)),
+    ("float16", None, "float32", (2, 5)), ("bfloat16", "float32", "float32", (0, 5)),
+])  # fmt: skip
+def test_plain_weights(weight, master, moments, shape):
+    check(case(weight, moments, master, shape))
+
+
+@pytest.mark.parametrize("weight", ["delayed", "mxfp8_both", "nvfp4_both", "rowwise", "block"])
+def test_quantized_weights_without_masters(weight):
+    check(case(weight, master=None, shape=(4, 34)))
+
+
+CUTS = [
+    ("block", "fp8", "float32", (150, 290), (125, 131), (6, 9)),
+    ("nvfp4", "float32", "float32", (40, 64), (17, 6), (9, 10)),
+    ("delayed", "fp16", "fp8", (9, 300), (2, 120), (5, 12)), ("mxfp8", "float32", None, (70, 70), (31, 33), (2, 5)),
+    ("bfloat16", "float32", None, (1, 9001), (0, 4090), (1, 13)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weight, moments, master, global_shape, origin, shape", CUTS)
+def test_rectangles_whose_blocks_other_ranks_share(weight, moments, master, global_shape, origin, shape):
+    c = case(weight, moments, master, shape, cut=(global_shape, origin))
+    others = {}
+    for role, thing in c.things().items():
+        if thing.storage is None:
+            continue
+        names = storages.scale_names(thing.storage.cell)
+        thing.shared = frozenset(names)
+        by_name = thing.storage.cell.format.by_name
+        others[0, role] = {
+            name: torch.rand(thing.storage.shard.component_shape(by_name[name]), device=DEVICE) * 1e3 for name in names
+        }
+    check(c, others=others)
+
+
+def test_blocks_of_a_rectangle_that_nobody_shares():
+    check(case("mxfp8", "float32", "float32", (6, 40), cut=((128, 200), (64, 32))))
+
+
+def test_ways():
+    ways = {weight: way_of(case(weight).parameter()) for weight in CELLS}
+    assert {weight for weight, way in ways.items() if way is Way.ONCE} == {
+        "delayed", "newest", "block", "mxfp8", "mxfp8_both",
+    }  # fmt: skip
+    assert Way.TWICE not in ways.values()
+    assert way_of(case("current", master="bfloat16").parameter()) is Way.TWICE
+    assert way_of(case("delayed", master=None).parameter()) is Way.TWICE
+
+
+def test_groups_and_gradients_of_several_dtypes_and_none():
+    groups = (
+        settings(decoupled=False, lr=1.5), settings(weight_decay=0.0, bias_correction=False, beta1=0.5, step=70),
+        settings(weight_decay=0.0, decoupled=False, eps=0.0),
+    )  # fmt: skip
+    cases = [
+        case("bfloat16", shape=(2, 3), grad_dtype=dtype, group=group) for group, dtype in enumerate(FLOATS.values())
+    ]
+    missing = case("mxfp8_both", shape=(2, 3))
+    missing.grad = None
+    check(*cases, missing, groups=groups)
+
+
+def test_a_skipped_step_changes_nothing():
+    cases = [case(weight, "fp8", shape=(2, 3)) for weight in ("delayed", "current", "bfloat16")]
+    before = [c.clone() for c in cases]
+    plan = Plan([c.parameter() for c in cases], 1, torch.device(DEVICE))
+    step(plan, cases, [HYPER], skip=torch.tensor(True, device=DEVICE))
+    assert_equal(cases, before)
+    step(plan, cases, [HYPER], skip=torch.tensor(False, device=DEVICE))
+    for c in before:
+        c.oracle(HYPER, {})
+    assert_equal(cases, before)
+
+
+@pytest.mark.parametrize("weight", ["block", "current"])
+def test_gradients_that_are_not_finite(weight):
+    c = case(weight, shape=(3, 20), grad_dtype=torch.float32)
+    c.grad.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    check(c, groups=(settings(eps=0.0),))
+
+
+def test_nothing_outside_of_a_tensor_counts():
+    """There Adam makes NaN of zeros, if eps is zero."""
+    cases = [case("block", shape=(2, 3)), case("current", shape=(2, 3))]
+    for c in cases:
+        c.grad.fill_(0.5)
+    check(*cases, groups=(settings(eps=0.0),))
+    assert all(bool(c.master.plain.isfinite().all()) for c in cases)
+
+
+@pytest.mark.parametrize("master", ["float32", "low"])
+def test_ties_of_bfloat16(master):
+    c = case("bfloat16", "float32", master, (1, 2))
+    high, low = rounding.split(torch.tensor([[1.0 + 2**-8, -1.0 - 2**-8]], device=DEVICE))
+    c.weight.plain.copy_(high)
+    c.master.plain.copy_(low if master == "low" else rounding.join(high, low))
+    check(c, groups=(settings(lr=0.0),))
+
+
+def test_large_values():
+    cases = [case(weight, shape=(2, 3)) for weight in ("current", "mxfp8_both", "nvfp4", "bfloat16", "float16")]
+    for c in cases:
+        (c.master.plain if c.master else c.weight.plain).view(-1)[1:4] = torch.tensor([-3e38, 1e30, 448.0])
+    check(*cases)
+
+
+def test_a_history_without_amaxes():
+    c = case("delayed", shape=(3, 5))
+    c.weight.storage.state[AMAX_HISTORY].zero_()
+    check(c)
+
+
+def test_step_and_rate_on_the_device():
+    host = [settings(step=1234567), settings(step=7, lr=0.5), settings(step=2, bias_correction=False)]
+    device = [replace(h, step=torch.tensor(h.step, device=DEVICE), lr=torch.tensor(h.lr, device=DEVICE)) for h in host]
+    cases = [case("bfloat16", "bfloat16", shape=(2, 3), group=group) for group in range(3)]
+    again = [c.clone() for c in cases]
+    for chosen, groups in ((cases, host), (again, device)):
+        step(Plan([c.parameter() for c in chosen], 3, torch.device(DEVICE)), chosen, groups)
+    assert_equal(cases, again)
+
+
+def test_gradients_in_any_layout():
+    c = case("bfloat16", shape=(16, 32))
+    expected = c.clone()
+    expected.oracle(HYPER, {})
+    c.grad = torch.cat([c.grad.t().flatten(), c.grad.new_zeros(9)])[:512].view(32, 16).t()
+    step(Plan([c.parameter()], 1, torch.device(DEVICE)), [c], [HYPER])
+    assert_equal([c], [expected])
+
+
+def test_amaxes_of_many_tensors():
+    tensors = [torch.randn(n, device=DEVICE).to(dtype) for n in (1, 70001, 0, 5) for dtype in FLOATS.values()]
+    tensors[4][70000] = -99.0
+    tensors += [
+        torch.tensor([[1.0, float("nan")], [float("inf"), 0.0]], device=DEVICE),
+        torch.randn(6, 5).to(DEVICE).t(),
+    ]
+    found = multi_tensor.amaxes(tensors)
+    expected = [x.abs().amax().float() if x.numel() else torch.zeros((), device=DEVICE) for x in tensors]
+    assert found.isnan().tolist() == [x.isnan().item() for x in expected]
+    assert torch.equal(found.nan_to_num(), torch.stack(expected).nan_to_num())
+
+
+def test_gradients_beyond_a_limit():
+    values = [1e19, 1.1e19, float("inf"), float("nan"), -2e19, 0.0]
+    tensors = [torch.tensor([0.0, value], device=DEVICE) for value in values]
+    tensors += [torch.tensor([value], device=DEVICE, dtype=torch.float16) for value in (65504.0, float("inf"))]
+    assert multi_tensor.exceeding(tensors, 1e19).tolist() == [False, True, True, True, True, False, False, True]
