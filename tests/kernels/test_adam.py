@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -248,7 +249,7 @@ def test_tiles_of_several_blocks(weight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight", CELLS)
+@pytest.mark.parametrize("weight", ["delayed", "current", "block", "mxfp8_both", "nvfp4"])
 def test_many_tiles(weight):
     check(case(weight, shape=(130, 144)), case(weight, shape=(131, 257), grad_dtype=torch.float16), steps=2)
 
@@ -263,10 +264,12 @@ def test_states_and_masters_of_fewer_bits(moments, second, master):
     check(case("mxfp8", moments, master, (5, 132), second=second))
 
 
+EVERY_STATE_AND_MASTER = [("current", *both) for both in itertools.product(STATES, ("bfloat16", "fp16", None))]
+EVERY_STATE_AND_MASTER += [("block", "fp8", "bfloat16"), ("block", "bfloat16", "fp16"), ("block", "float32", None)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("weight", ["block", "current"])
-@pytest.mark.parametrize("moments", STATES)
-@pytest.mark.parametrize("master", ["bfloat16", "fp16", None])
+@pytest.mark.parametrize("weight, moments, master", EVERY_STATE_AND_MASTER)
 def test_every_state_and_master(weight, moments, master):
     check(case(weight, moments, master, (5, 132)), steps=2)
 
