@@ -77,10 +77,14 @@ def rounded(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
 
 
 def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
-    """The low 16 bits are the fraction of the way to the next bfloat16: up if 16 random bits are below it. Exact."""
+    """The low 16 bits are the fraction of the way to the next bfloat16: up if 16 random bits are below it. Exact.
+
+    A NaN stays some NaN: those of GPUs have all bits set, which a step up would turn into a zero.
+    """
     bits = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max).view(torch.int32)
     up = (words >> 16) < (bits & 0xFFFF)
-    return ((bits >> 16) + up).to(torch.int16).view(torch.bfloat16)
+    high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + up)
+    return high.to(torch.int16).view(torch.bfloat16)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,6 +67,13 @@ def test_stochastic_rounding_keeps_what_fits_and_saturates(dtype):
     assert rounded(huge, dtype, torch.zeros(3, dtype=torch.int64)).tolist() == [limits.max, -limits.max, limits.max]
 
 
+def test_nan_stays_nan():
+    """Those of all bits, too, as GPUs make them, whatever the word."""
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    for word in (0, 2**32 - 1):
+        assert rounded(nans, torch.bfloat16, torch.full((4,), word)).isnan().all()
+
+
 def test_float16_is_the_row_of_the_table():
     values, words = torch.randn(7, 9), torch.randint(0, 2**32, (7, 9))
     assert torch.equal(rounded(values, torch.float16, words), numerics.encode_stochastic(values, FP16, words))
