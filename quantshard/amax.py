@@ -32,6 +32,18 @@ Groups = Group | tuple[dist.ProcessGroup, ...]
 """Whom to reduce over: a process group; the ranks that several span together, one for each mesh axis; or None or an
 empty tuple, this rank alone."""
 
+_OTHERS = "_quantshard_others"
+
+
+class _Others:
+    """The ranks that hold other parameters in the place of the one whose attribute this is; not pickled with it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __reduce__(self) -> tuple[type[_Others], tuple[()]]:
+        return _Others, ()
+
 
 def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The ranks over which a parameter is sharded, as the process groups of its sharding axes.
@@ -42,6 +54,30 @@ def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
         return ()
     axes = [axis for axis, dim in enumerate(private_torch.cut_dims(tensor.placements)) if dim is not None]
     return private_torch.axis_groups(tensor.device_mesh, axes)
+
+
+def spread_over(param: Tensor, group: dist.ProcessGroup) -> None:
+    """Note that other ranks of a group hold other parameters in the place of this one, as they do other experts.
+
+    Whoever puts another tensor in a parameter's place notes it again.
+    """
+    setattr(param, _OTHERS, _Others(group))
+
+
+def is_spread(param: Tensor) -> bool:
+    """Whether other ranks hold other parameters in its place."""
+    return _others(param) is not None
+
+
+def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The ranks that must take or skip a step of a parameter together: those of its mesh, and those that hold others in
+    its place, since what all of them hold alike must stay so."""
+    return united([private_torch.mesh_group(param), _others(param)])
+
+
+def _others(param: Tensor) -> dist.ProcessGroup | None:
+    found: _Others | None = getattr(param, _OTHERS, None)
+    return None if found is None else found.group
 
 
 def united(groups: Iterable[Groups]) -> tuple[dist.ProcessGroup, ...]:

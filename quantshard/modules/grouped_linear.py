@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import private_torch
+from quantshard import amax, private_torch
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError
 from quantshard.modules import experts, functional, unsupported
@@ -93,6 +93,29 @@ class GroupedLinear(QuantizedModule):
                 self._layers.append(layer)
             else:
                 storages.random_key()  # of another rank: the next weight, here and elsewhere, has its own on any mesh
+        self._note_spread()
+
+    def _note_spread(self) -> None:
+        """Tell optimizers that other ranks hold other experts; `fully_shard` puts parameters of its own in their place,
+        whose mesh tells them."""
+        if self.ep_mesh is not None and self.ep_mesh.size() > 1:
+            for param in self.parameters(recurse=False):
+                amax.spread_over(param, self.ep_mesh.get_group())
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As of all modules."""
+        super().reset_parameters()
+        self._note_spread()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
+        super()._apply(fn, recurse)
+        self._note_spread()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._note_spread()
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, **others: Any) -> Any:
         """Input [..., in_features] -> [..., out_features], in the input's dtype; with `return_bias` a tuple.
@@ -153,6 +176,7 @@ class GroupedLinear(QuantizedModule):
         """A state dict of more experts is taken; each rank loads its own of it."""
         own = {key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))}
         super()._load_from_state_dict(own, prefix, *args)
+        self._note_spread()  # assign=True has put others in their place
 
     def extra_repr(self) -> str:
         held = "" if self.ep_mesh is None else f", held={self.local_gemms.start}..{self.local_gemms.stop - 1}"

@@ -33,13 +33,15 @@ def initial_master(param: Tensor) -> Tensor:
 
 
 def largest(value: int, params: Iterable[Tensor]) -> int:
-    """The largest of the values that ranks have, where the parameters lie on several meshes; else the value itself.
+    """The largest of the values that ranks have, where the parameters lie on several meshes or other ranks hold others;
+    else the value itself.
 
     A collective call in that case.
     """
-    groups = dict.fromkeys(private_torch.mesh_group(param) for param in params)
+    params = list(params)
+    groups = dict.fromkeys(map(amax.stepping_group, params))
     found = torch.tensor([value])
-    for group in amax.united(groups) if len(groups) > 1 else ():
+    for group in amax.united(groups) if len(groups) > 1 or any(map(amax.is_spread, params)) else ():
         found = found.to(amax.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return int(found)
@@ -124,9 +126,11 @@ class GradientFlags:
     def __init__(self, gradients: Iterable[tuple[str, Tensor, Tensor | None]], reduction: FlatMax) -> None:
         members: dict[Groups, list[tuple[str, Tensor]]] = {}
         ranks: dict[Groups, None] = {}
+        self._spread = False
         for name, param, grad in gradients:
             members.setdefault(amax.sharding_group(param), []).append((name, _flags_of(param, grad)))
-            ranks[private_torch.mesh_group(param)] = None
+            ranks[amax.stepping_group(param)] = None
+            self._spread |= amax.is_spread(param)
         self._ranks = amax.united(ranks)
         self._names = [name for pairs in members.values() for name, _ in pairs]
         self._parts = [torch.stack([flags for _, flags in pairs], dim=1) for pairs in members.values()]
@@ -134,12 +138,13 @@ class GradientFlags:
             reduction.add(part, group)
 
     def gather(self) -> None:
-        """Make `table` of the reduced flags; a collective call where parameters are sharded over different axes."""
+        """Make `table` of the reduced flags; a collective call where parameters are sharded over different axes, or
+        ranks hold different ones."""
         if not self._parts:
             self.table = torch.zeros(3, 0)
             return
         self.table = torch.cat([part.to(self._parts[0].device) for part in self._parts], dim=1)
-        if len(self._parts) > 1:
+        if len(self._parts) > 1 or self._spread:
             # a rank that is not in the group of a bad gradient must do as those that are: a column for all of them
             missing, non_finite = (self.table[0] * self.table[1]).amax(), self.table[2].amax()
             others = torch.stack([missing, missing, non_finite]).unsqueeze(1)

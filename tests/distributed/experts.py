@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import sys
@@ -338,17 +339,22 @@ def saved(path: str, recipe: str, dp: int, ep: int) -> tuple[dict[str, str], lis
         return bits, moe.train(model, optimizer, range(2, 4)), model_bits(model, optimizer)
 
 
-def loaded(paths: dict[str, str], dp: int, ep: int) -> list[tuple[dict[str, str], list[float], dict[str, str]]]:
-    """Load each checkpoint, by path, of a recipe, and train on."""
+def loaded(
+    paths: dict[str, str], dp: int, ep: int, trained: str
+) -> list[tuple[dict[str, str], list[float], dict[str, str]]]:
+    """Load each checkpoint, by path, of a recipe, and train on with the one of the path `trained`."""
     results = []
     with small():
         for path, recipe in paths.items():
             torch.manual_seed(3)
             model, optimizer = language_model(recipe, dp, ep)
-            moe.train(model, optimizer, range(1))
+            if path == trained:
+                moe.train(model, optimizer, range(1))
             moe.load(path, model, optimizer)
-            bits = model_bits(model, optimizer)
-            results.append((bits, moe.train(model, optimizer, range(2, 4)), model_bits(model, optimizer)))
+            bits, losses, after = model_bits(model, optimizer), list[float](), dict[str, str]()
+            if path == trained:
+                losses, after = moe.train(model, optimizer, range(2, 4)), model_bits(model, optimizer)
+            results.append((bits, losses, after))
     return results
 
 
@@ -395,6 +401,56 @@ def skipped() -> tuple[bool, int, bool]:
         after = model_bits(model, optimizer)
         moved = [name for name in before if before[name] != after[name] and name.rsplit(".", 1)[-1] not in skips]
         return bool(moved), optimizer.skipped_steps, len(set().union(*every)) == 1
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "FusedAdam": lambda named: qs.optimizers.FusedAdam(named, exp_avg_dtype=torch.uint8),
+    "capturable": lambda named: qs.optimizers.FusedAdam(named, capturable=True),
+    "MasterWeights": lambda named: qs.optimizers.MasterWeights(torch.optim.AdamW, named),
+}
+
+
+def skipped_without_fully_shard() -> dict[str, Any]:
+    """The same of plain parameters, cast, copied, or born on meta; and the norm of the gradients. What differs from
+    one rank to another is an error in `merged`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(5)
+        with qs.quantized_model_init(recipe="mxfp8"):
+            layer = qs.GroupedLinear(
+                4,
+                40,
+                33,
+                params_dtype=torch.float32,
+                ep_mesh=mesh["ep"],
+                device="meta" if name == "capturable" else None,
+            )
+        if name == "capturable":
+            layer.reset_parameters()
+        model = nn.ModuleDict({"dense": nn.Linear(40, 9), "experts": layer}).bfloat16()
+        if name == "MasterWeights":
+            model = copy.deepcopy(model)
+        optimizer = make(list(model.named_parameters()))
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape, dtype=param.dtype)
+        before = merged({key: sha(value) for key, value in model.state_dict().items()})
+        if mesh.get_local_rank("ep") == 1:
+            model["experts"].bias3.grad[0] = float("inf")  # type: ignore[index,union-attr]
+        optimizer.step()
+        after = merged({key: sha(value) for key, value in model.state_dict().items()})
+        found[name] = before == after, optimizer.skipped_steps
+        found[f"{name}, norm"] = float(qs.optimizers.clip_grad_norm_(model, 1.0))
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape, dtype=param.dtype)
+        optimizer.step()
+        again = merged({key: sha(value) for key, value in model.state_dict().items()})
+        found[f"{name}, after it"] = again != after, optimizer.skipped_steps
+    return found
+
+
+def both_skipped() -> tuple[tuple[bool, int, bool], dict[str, Any]]:
+    return skipped(), skipped_without_fully_shard()
 
 
 def clipped(dp: int, ep: int) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""`quantshard train` and `resume` as a user types them: real processes, killed, stopped, resumed and broken."""
+"""`quantshard train` and `resume` as a user types them, stopped, killed, resumed and broken.
+
+Where something ends or breaks, with processes of their own; else in those of the pool, see `commands`.
+"""
 
 import json
 import os
@@ -22,13 +25,14 @@ from quantshard.cli.model import generate
 from quantshard.cli.run_dir import RunDir
 from quantshard.cli.train import Place, StopFlag, Trainer
 from quantshard.errors import CheckpointError, ConfigurationError
+from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--hidden 96 --heads 3 --ffn 200 --layers 2 --seq-length 32 --global-batch 6 --warmup 2 --eval-sequences 5"
-SECONDS = 100
+SECONDS = 300  # the machine may be busy
 
 
 def command(*arguments):
@@ -39,12 +43,6 @@ def environment(**more):
     path = os.pathsep.join(filter(None, [more.pop("first", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
-
-
-def quantshard(*arguments):
-    return subprocess.run(
-        command(*arguments), env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
-    )
 
 
 def start(*arguments, **more):
@@ -95,7 +93,7 @@ def alive(pid):
 
 
 def ends(pids):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(map(alive, pids))
@@ -142,25 +140,42 @@ def test_run_leaves_its_records(uninterrupted):
     assert [p.name for p in sorted((uninterrupted / "checkpoints").iterdir())] == [f"step-00000{n}" for n in (2, 4, 6)]
 
 
-@pytest.mark.parametrize(("recipe", "killed"), [("mxfp8", "rank"), ("delayed", "launcher")])
-def test_killed_and_resumed_on_two_is_bitwise(uninterrupted, text, tmp_path, recipe, killed):
-    options = ["--save-every", 2, "--eval-every", 4, "--micro-batches", 3, "--recipe", recipe]
-    whole, run, steps = uninterrupted, tmp_path / "killed", 6
-    if recipe != "mxfp8":
-        whole, steps = tmp_path / "whole", 14
-        assert quantshard(*train(whole, text, *options, steps=steps)).returncode == 0
-    process = start(*train(run, text, *options, "--decay-steps", steps, steps=5000))
-    wait_for_steps(run, 3, process)
-    workers = children(process.pid)
-    assert len(workers) == 2
-    os.kill(process.pid if killed == "launcher" else workers[1], signal.SIGKILL)
+def in_one_go(folder, whole, steps):
+    """The run of a folder from its first step on, by the ranks of this call."""
+    settings, _, corpus = RunDir(Path(folder)).read_config()
+    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    Trainer(replace(settings, steps=steps), from_table(corpus), RunDir(Path(whole)), place, StopFlag()).train(0)
+
+
+def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path):
+    """SIGTERM, which saves; then a rank is killed, then the launcher, and each time the run goes on."""
+    options = ["--save-every", 2, "--eval-every", 4, "--micro-batches", 3, "--recipe", "delayed", "--decay-steps", 50]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    process = start(*train(run, text, *options, steps=5000))
+    wait_for_steps(run, 2, process)
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=SECONDS)
-    if killed == "rank":
-        says = r"process 1 was killed by SIGKILL\. Go on from the last checkpoint with: quantshard resume"
-        one_line(subprocess.CompletedProcess([], process.returncode, out, err), says)
-    assert ends(workers)  # those that were not killed too
-    result = quantshard("resume", run, "--steps", steps)
-    assert result.returncode == 0 and "resumed after step" in result.stdout, result.stderr
+    done = len(metrics(run))
+    assert process.returncode == 0 and not err and f"stopped at step {done}, resume with: quantshard resume" in out
+    assert RunDir(run).last_complete() == (done, [])
+    for killed in ("rank", "launcher"):
+        done = RunDir(run).last_complete()[0]
+        process = start("resume", run)
+        wait_for_steps(run, done + 4, process)  # more than a killed run can have left
+        workers = children(process.pid)
+        assert len(workers) == 2
+        os.kill(process.pid if killed == "launcher" else workers[1], signal.SIGKILL)
+        out, err = process.communicate(timeout=SECONDS)
+        assert f"resumed after step {done}" in out
+        if killed == "rank":
+            says = r"process 1 was killed by SIGKILL\. Go on from the last checkpoint with: quantshard resume"
+            one_line(subprocess.CompletedProcess([], process.returncode, out, err), says)
+        assert ends(workers)  # those that were not killed too
+    done = RunDir(run).last_complete()[0]
+    result = quantshard("resume", run, "--steps", done + 2)
+    assert result.returncode == 0 and f"resumed after step {done}" in result.stdout, result.stderr
+    whole.mkdir()
+    run_ranks(2, in_one_go, str(run), str(whole), done + 2)
     assert losses(run) == losses(whole)
 
 
@@ -192,17 +207,6 @@ def test_under_torchrun_it_starts_no_processes(uninterrupted, text, tmp_path):
     assert result.returncode == 0, result.stderr
     figures = [{k: v for k, v in record.items() if k != "heldout_loss"} for record in losses(run)]
     assert figures == losses(uninterrupted)[:2]
-
-
-def test_sigterm_saves_and_stops(text, tmp_path):
-    run = tmp_path / "run"
-    process = start(*train(run, text, "--save-every", 0, "--eval-every", 0, steps=5000))
-    wait_for_steps(run, 2, process)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=SECONDS)
-    done = len(metrics(run))
-    assert process.returncode == 0 and not err and f"stopped at step {done}, resume with: quantshard resume" in out
-    assert RunDir(run).last_complete() == (done, [])
 
 
 FAILING = """
@@ -244,7 +248,8 @@ def test_damaged_checkpoint(uninterrupted, tmp_path):
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
     before = content(run)
-    one_line(quantshard("resume", run, "--steps", 8), r"step-000006 is damaged .* would go on from step 4")
+    result = quantshard("resume", run, "--steps", 8)
+    one_line(result, r"step-000006 is damaged .* would go on from step 4")
     assert content(run) == before
 
 
@@ -323,12 +328,12 @@ def test_resumed_onto_another_mesh(tensor_parallel, tmp_path):
     run, copy = tmp_path / "run", tmp_path / "copy"
     shutil.copytree(tensor_parallel, run)
     shutil.rmtree(run / "checkpoints" / "step-000004")
-    result = quantshard("resume", run, "--mesh", "dp_shard=4", "--steps", 3, "--copy-to", copy)
-    assert result.returncode == 0 and "on 4 x cpu (dp_shard=4)" in result.stdout, result.stderr
-    compared = quantshard("diff", run / "checkpoints" / "step-000002", copy)
-    assert compared.returncode == 0 and compared.stdout.startswith("equal: "), compared.stdout
+    result = quantshard("resume", run, "--mesh", "dp_shard=2", "--steps", 3, "--copy-to", copy)
+    assert result.returncode == 0 and "on 2 x cpu (dp_shard=2)" in result.stdout, result.stderr
+    compared = compare(run / "checkpoints" / "step-000002", copy)
+    assert compared.equal and compared.tensors > 50, compared
     settings, launched, _ = RunDir(run).read_config()
-    assert settings.mesh == launched["mesh"] == "dp_shard=4"
+    assert settings.mesh == launched["mesh"] == "dp_shard=2"
     assert losses(run)[:2] == losses(tensor_parallel)[:2]
     assert abs(losses(run)[2]["loss"] - losses(tensor_parallel)[2]["loss"]) < 0.02  # bf16 activations, other sums
 

@@ -1,11 +1,14 @@
-"""The demo, small: as a command, and that it fails where it must."""
+"""The demo, small: what it tells, and that it fails where it must.
+
+The run that it kills, and the one that it resumes on one process, have processes of their own; its other commands run
+in those of the pool.
+"""
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,12 @@ from quantshard.checkpoints.compare import compare
 from quantshard.cli import demo
 from quantshard.cli.config import read_toml
 from quantshard.errors import ConfigurationError
+from tests.distributed.commands import quantshard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+STEPS = 40
 SIZES = {
     "hidden": 64, "layers": 1, "heads": 2, "seq_length": 32, "global_batch": 4, "steps": STEPS, "warmup": 5,
     "save_every": 10, "eval_every": 20, "eval_sequences": 4,
@@ -29,10 +33,29 @@ SIZES = {
 RUNS = ("uninterrupted", "killed", "on-1-process", "bf16")
 
 
-def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "5"}  # the demo does not take itself for a worker
-    arguments = (sys.executable, "-m", "quantshard", "demo", *arguments)
-    return subprocess.run([str(a) for a in arguments], env=environment, capture_output=True, text=True, timeout=300)
+def in_the_pool(self: demo.Story, arguments: list[str], run: Any, kill_at: int | None) -> int:
+    """Stands for `Story.follow`, where processes are not the point."""
+    if kill_at is not None or arguments[-1] == "1":
+        return follow(self, arguments, run, kill_at)
+    self.say(f"  $ quantshard {' '.join(arguments)}")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("RANK")  # as the demo itself does for what it starts
+        done = quantshard(*arguments)
+    assert done.returncode == 0, done.stderr
+    (self.out / f"{run.path.name}-{arguments[0]}.log").write_text(done.stdout, encoding="utf-8")
+    return demo.last_step(run)
+
+
+def compared(self: demo.Story, a: Path, b: Path) -> bool:
+    """Stands for `Story.diff`."""
+    self.say(f"  $ quantshard diff {a} {b}")
+    done = quantshard("diff", a, b)
+    assert done.returncode in (0, 1), done.stderr
+    self.seen(done.stdout.strip().splitlines()[0])
+    return done.returncode == 0
+
+
+follow = demo.Story.follow
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +66,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "text.py").write_text(text)
     settings = SIZES | {"data": [str(folder / "text.py")]}
     (folder / "sizes.toml").write_text(tomli_w.dumps(settings))
-    result = command("--out", folder / "out", "--config", folder / "sizes.toml")
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(ROOT))
+        patched.setenv("RANK", "5")  # the demo does not take itself for a worker
+        patched.setattr(demo.Story, "follow", in_the_pool)
+        patched.setattr(demo.Story, "diff", compared)
+        result = quantshard("demo", "--out", folder / "out", "--config", folder / "sizes.toml")
+    signal.signal(signal.SIGTERM, handler)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""
     return folder / "out", result.stdout
@@ -113,7 +143,7 @@ def test_one_unit_in_the_last_place_of_one_step_is_a_failure(told, tmp_path, mon
     again.resume_on_two()
     assert again.outcome.failures == []
     nudge = lambda record: record.update({field: math.nextafter(record[field], 9)})  # noqa: E731
-    change_metrics(again.killed.metrics, 60, nudge)
+    change_metrics(again.killed.metrics, STEPS, nudge)
     again.resume_on_two()
     assert again.outcome.failures == ["resumed on 2: losses bitwise equal"]
 
@@ -121,7 +151,7 @@ def test_one_unit_in_the_last_place_of_one_step_is_a_failure(told, tmp_path, mon
 def test_a_missing_step_is_a_failure(told, tmp_path, monkeypatch):
     again = story(told, tmp_path, monkeypatch)
     lines = again.killed.metrics.read_text().splitlines(keepends=True)
-    again.killed.metrics.write_text("".join(lines[:50] + lines[51:]))
+    again.killed.metrics.write_text("".join(lines[: STEPS - 10] + lines[STEPS - 9 :]))
     again.resume_on_two()
     assert again.outcome.failures == ["resumed on 2: losses bitwise equal"]
 
@@ -179,12 +209,11 @@ def test_a_failure_ends_the_command_with_an_error(tmp_path, monkeypatch):
         demo.demo(tmp_path / "out")
 
 
-def test_a_run_that_ends_before_it_is_killed_is_an_error(told, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    settings = read_toml(told[0] / demo.MARK)
-    (tmp_path / demo.MARK).write_text(tomli_w.dumps(settings | {"steps": 1}))
-    again = demo.Story(tmp_path, settings)
-    with pytest.raises(demo.DemoError, match=r"ended before it could be killed at step 99 .*see .*killed-train.log"):
+def test_a_run_that_ends_before_it_is_killed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_command", lambda arguments: [sys.executable, "-S", "-c", "print('all steps done')"])
+    again = demo.Story(tmp_path, SIZES)
+    says = r"ended before it could be killed at step 99 \(all steps done\); see .*killed-train.log"
+    with pytest.raises(demo.DemoError, match=says):
         again.train(again.killed, "mxfp8", kill_at=99)
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.experts import (
+    OPTIMIZERS,
     Case,
+    both_skipped,
     clipped,
     cuts,
     dispatches,
@@ -26,7 +28,6 @@ from tests.distributed.experts import (
     off,
     run_snippets,
     saved,
-    skipped,
     table,
     unknown_axes,
     whole_loaded,
@@ -117,7 +118,8 @@ def test_checkpoints_load_on_any_mesh_and_resume_on_the_same(tmp_path: Path) -> 
         before[dp, ep] = run_ranks(dp * ep, saved, str(tmp_path / f"{dp}{ep}"), recipe, dp, ep)[0]
     for dp, ep in SAVED:
         paths = {str(tmp_path / f"{a}{b}"): recipe for (a, b), recipe in SAVED.items()}
-        for mesh, (bits, losses, after) in zip(SAVED, run_ranks(dp * ep, loaded, paths, dp, ep)[0], strict=True):
+        found = run_ranks(dp * ep, loaded, paths, dp, ep, str(tmp_path / f"{dp}{ep}"))[0]
+        for mesh, (bits, losses, after) in zip(SAVED, found, strict=True):
             assert bits == before[mesh][0], (mesh, (dp, ep))
             if mesh == (dp, ep):
                 assert (losses, after) == before[mesh][1:]
@@ -136,8 +138,11 @@ def test_the_example_learns_as_in_one_process() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_is_skipped_by_all_ranks_if_one_experts_gradient_is_infinite(ranks: int) -> None:
-    """2 and 4 ranks; FP8 moments, whose rounding has one seed although ranks have other weights."""
-    assert run_ranks(ranks, skipped) == [(False, 1, True)] * ranks
+    """2 and 4 ranks; FP8 moments, whose rounding has one seed although ranks have other weights. Sharded or plain."""
+    wanted = {name: (True, 1) for name in OPTIMIZERS}
+    wanted |= {f"{name}, norm": float("inf") for name in OPTIMIZERS}
+    wanted |= {f"{name}, after it": (True, 1) for name in OPTIMIZERS}
+    assert run_ranks(ranks, both_skipped) == [((False, 1, True), wanted)] * ranks
 
 
 def test_the_norm_of_a_gradient_over_several_meshes() -> None:

@@ -116,23 +116,19 @@ def resume(cases: list[Case], folder: str) -> list[tuple[dict[str, str], dict[st
     return found
 
 
-def run_and_resume(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
-    return run(cases, folder), resume(cases, folder)
-
-
 def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, show: Callable[[str], None]) -> None:
     on3 = run_ranks(3, run, CASES, str(tmp_path))
-    on2 = run_ranks(2, run_and_resume, CASES, str(tmp_path))
+    on2 = run_ranks(2, resume, CASES, str(tmp_path))
     [on1] = run_ranks(1, run, CASES, str(tmp_path))
-    rows = [f"{'recipe':<18}{'masters':<11}{'moments':<9}{'capturable':<12}{'1 = 2 = 3':<11}{'3 -> 2':<8}resumed"]
+    rows = [f"{'recipe':<18}{'masters':<11}{'moments':<9}{'capturable':<12}{'1 = 3':<11}{'3 -> 2':<8}resumed"]
     wrong = 0
     for number, (recipe, masters, moments, capturable) in enumerate(CASES):
         saved, final = on1[number]
         assert saved != final
         checks = (
-            all(ran[number] == (saved, final) for ran in (*on3, *(ran for ran, _ in on2))),
-            all(resumed[number][0] == saved for _, resumed in on2),
-            all(resumed[number][1] == final for _, resumed in on2),
+            all(ran[number] == (saved, final) for ran in on3),
+            all(resumed[number][0] == saved for resumed in on2),
+            all(resumed[number][1] == final for resumed in on2),
         )
         wrong += len(checks) - sum(checks)
         words = ["equal" if check else "DIFFER" for check in checks]

@@ -55,15 +55,15 @@ def reference(case: Case) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def first_run(case: Case, path: str) -> tuple[dict[str, str], dict[str, str], dict[str, str], list[float]]:
-    """Train two steps, save with the plain idiom, train two more."""
+    """Train a step, save with the plain idiom, train two more."""
     model = build(case)
     gathered = gathered_bits(model)
     optimizer = optimizer_of(model, case)
     born = bits(model, optimizer)
-    train(model, optimizer, case, 0, 2)
+    train(model, optimizer, case, 0, 1)
     saved = bits(model, optimizer)
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
-    return gathered, born, saved, train(model, optimizer, case, 2, 4)
+    return gathered, born, saved, train(model, optimizer, case, 1, 3)
 
 
 def second_run(case: Case, path: str, steps: int = 2) -> tuple[dict[str, str], list[float]]:
@@ -78,7 +78,7 @@ def second_run(case: Case, path: str, steps: int = 2) -> tuple[dict[str, str], l
     optimizer.load_state_dict(state["optimizer"])
     after = bits(model, optimizer)
     assert before.items() - after.items(), "the model held these bits before it was loaded"
-    return after, train(model, optimizer, case, 2, 2 + steps)
+    return after, train(model, optimizer, case, 1, 1 + steps)
 
 
 def references(cases: list[Case]) -> dict[Case, tuple[dict[str, str], dict[str, str]]]:
@@ -98,7 +98,7 @@ def second_runs(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], list[
 def runs_elsewhere(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], list[float]]]:
     """Of the models that this mesh loads, and another has saved."""
     cells = {recipe: cell for (recipe, _), cell in CELLS.items() if cell.elsewhere == mesh}
-    return {recipe: second_run(cell.there, cell.path(folder), steps=1) for recipe, cell in cells.items()}
+    return {recipe: second_run(cell.there, cell.path(folder), steps=0) for recipe, cell in cells.items()}
 
 
 def test_every_pair_is_tried() -> None:
@@ -131,7 +131,7 @@ def test_table(tmp_path: Path, show: Callable[[str], None]) -> None:
             all(gathered.items() <= whole.items() and gathered for gathered, _, _, _ in firsts),
             all(new == old for (new, _), (_, _, old, _) in zip(seconds, firsts, strict=True)),
             all(new == old for (_, new), (_, _, _, old) in zip(seconds, firsts, strict=True)),
-            all(new == saved and losses == losses for new, losses in others),
+            all(new == saved for new, _ in others),
         )
         wrong += len(checks) - sum(checks)
         born, gathered, loaded, resumed, other = ("equal" if check else "DIFFER" for check in checks)

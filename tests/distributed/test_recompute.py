@@ -78,16 +78,15 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 SETTINGS = (
     (1, "none", "of each"),
     (1, "none", "of each after both"),
-    (1, "none", "of the sum"),
-    (2, "inside", "of each"),
+    (2, "outside", "of each"),
     (3, "inside", "of each"),
-    (3, "outside", "of each"),
+    (1, "none", "of the sum"),
 )
 """Ranks, where FSDP is, and of what backward is called: of each of two micro-batches at once, of each after both
-forwards, or of their sum."""
+forwards, or of their sum. The last takes the turns of the first, for not all ways are tried in it."""
 
 KEEPING = ("delayed", "nvfp4", "mxfp8 two copies")
-"""Recipes with something to keep: the scales of past amaxes, random draws, which copy is gathered. In every setting."""
+"""Recipes with something to keep: the scales of past amaxes, random draws, which copy is gathered."""
 
 WIDTH = 33  # divides by nothing
 
@@ -141,13 +140,14 @@ def run(case: Case, way: str | None, fsdp: str, backward: str) -> tuple[list[str
 
 
 def ways_of(recipe: str, setting: int) -> list[str]:
-    """In turns: each of the recipes that keep something meets every way with and without FSDP, the others some."""
-    keeps, others = recipe in KEEPING, [name for name in RECIPES if name not in KEEPING]
-    if keeps:
-        turns = 2 if SETTINGS[setting][1] == "none" else 3
-        return list(WAYS)[(KEEPING.index(recipe) + setting) % turns :: turns]
-    turn = others.index(recipe)
-    return [list(WAYS)[(turn + setting) % len(WAYS)]] if turn % 2 == setting % 2 else []
+    """In turns: each setting meets every way, a fourth of them for each recipe that keeps something, so that in four
+    settings each of these meets every way; the last fourth goes to one of the others."""
+    others = [name for name in RECIPES if name not in KEEPING]
+    places = [*KEEPING, others[setting % len(others)]]
+    if recipe not in places:
+        return []
+    first = 2 * ((places.index(recipe) + setting) % 4)
+    return list(WAYS)[first : first + 2]
 
 
 def reorders(way: str, backward: str) -> bool:
@@ -171,15 +171,19 @@ def runs(ranks: int, device: str = "cpu") -> dict[tuple[str, str], str]:
 
 
 def test_every_way_and_recipe_is_tried() -> None:
-    """Whatever keeps something, with every way, without FSDP and with it; all else at least once."""
+    """Whatever keeps something with every way, and with and without FSDP; every way in every setting; all else once."""
     tried = {
-        (recipe, way, fsdp != "none")
-        for number, (_, fsdp, backward) in enumerate(SETTINGS)
+        (recipe, way, number)
+        for number, (_, _, backward) in enumerate(SETTINGS)
         for recipe in RECIPES
         for way in ways_of(recipe, number)
         if not reorders(way, backward)
     }
-    assert {(recipe, way, fsdp) for recipe in KEEPING for way in WAYS for fsdp in (False, True)} <= tried
+    assert {(recipe, way) for recipe in KEEPING for way in WAYS} <= {(recipe, way) for recipe, way, _ in tried}
+    settings = {(way, number) for number, (_, _, backward) in enumerate(SETTINGS) for way in WAYS
+                if not reorders(way, backward)}  # fmt: skip
+    assert settings == {(way, number) for _, way, number in tried}
+    assert {(recipe, number) for recipe in KEEPING for number in range(4)} <= {(r, number) for r, _, number in tried}
     assert {recipe for recipe, _, _ in tried} == set(RECIPES)
 
 

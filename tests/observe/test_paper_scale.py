@@ -76,10 +76,13 @@ def model_of(recipe: str, layers: int = LAYERS) -> Model:
 
 
 def plan_of(recipe: str, mesh: Mapping[str, int], rank: int = 0, layers: int = LAYERS) -> Report:
-    model = model_of(recipe, layers)
-    return qs.plan(
-        model, mesh, layers=model.layers, rank=rank, tensor_parallel=TP_CUTS if "tp" in mesh else None
-    )  # fmt: skip
+    return planned(recipe, tuple(mesh.items()), rank, layers)
+
+
+@cache
+def planned(recipe: str, axes: tuple[tuple[str, int], ...], rank: int, layers: int) -> Report:
+    model, mesh = model_of(recipe, layers), dict(axes)
+    return qs.plan(model, mesh, layers=model.layers, rank=rank, tensor_parallel=TP_CUTS if "tp" in mesh else None)
 
 
 def format_of(recipe: str) -> Format:
@@ -127,17 +130,19 @@ def make_alone(recipe: str, mesh: str, rank: int) -> Made:
 @every_mesh
 @every_recipe
 def test_first_middle_and_last_rank_are_sharded_as_planned(mesh, recipe):
-    for rank in (0, RANKS // 2 + 5, RANKS - 1):
-        planned, made = plan_of(recipe, MESHES[mesh], rank, layers=2), make(recipe, mesh, rank, layers=2).report
-        assert without_optimizer(planned.rows) == list(made.rows)
-        assert planned.warnings == made.warnings
+    """They take turns, so that each mesh and each recipe meets all three."""
+    turn = list(MESHES).index(mesh) + list(RECIPES).index(recipe)
+    rank = (0, RANKS // 2 + 5, RANKS - 1)[turn % 3]
+    report, made = plan_of(recipe, MESHES[mesh], rank, layers=2), make(recipe, mesh, rank, layers=2).report
+    assert without_optimizer(report.rows) == list(made.rows)
+    assert report.warnings == made.warnings
 
 
 @pytest.mark.slow
-@every_mesh
-def test_all_layers_are_sharded_as_planned(mesh):
-    """Nothing of the 141 GB is allocated: the process stays below 1 GiB, of which PyTorch itself is a quarter."""
-    rank = RANKS // 2 + 5
+def test_all_layers_are_sharded_as_planned():
+    """On two axes. Nothing of the 141 GB is allocated: the process stays below 1 GiB, of which PyTorch itself is a
+    quarter."""
+    mesh, rank = "FSDP 128 x TP 8", RANKS // 2 + 5
     made = make_alone("mxfp8", mesh, rank)
     assert without_optimizer(plan_of("mxfp8", MESHES[mesh], rank).rows) == list(made.report.rows)
     assert made.peak_mib < 1024
@@ -148,14 +153,19 @@ def test_all_layers_are_sharded_as_planned(mesh):
 # --------------------------------------------------------------------------------------------------------- the limits
 
 
+def seconds_to_plan(recipe: str, mesh: Mapping[str, int]) -> float:
+    start = time.process_time()
+    planned.__wrapped__(recipe, tuple(mesh.items()), 1, LAYERS)
+    return time.process_time() - start
+
+
 @every_recipe
 def test_a_plan_takes_well_under_a_second(recipe):
     model = model_of(recipe)
     assert sum(param.numel() for param in model.parameters()) == 70_553_706_496
     for mesh in MESHES.values():
-        start = time.process_time()
-        plan_of(recipe, mesh, rank=1)
-        assert time.process_time() - start < 1
+        # once more where other processes have slowed the core down
+        assert seconds_to_plan(recipe, mesh) < 1 or seconds_to_plan(recipe, mesh) < 1
 
 
 @every_mesh
@@ -204,8 +214,7 @@ def test_what_straddling_blocks_cost(mesh, recipe):
 @pytest.mark.parametrize("mesh", ["FSDP 1024", "FSDP 128 x TP 8"])
 def test_the_way_out_meets_the_limit_and_no_larger_axis_does(mesh, recipe):
     axes = MESHES[mesh]
-    planned = {row.name: row for row in quantized(plan_of(recipe, axes))}
-    warned = {name: row for name, row in planned.items() if row.warnings}
+    warned = {row.name: row for row in quantized(plan_of(recipe, axes)) if row.warnings}
     expected = {"FSDP 1024": {"block", "mxfp8", "nvfp4", "mxfp8 two copies"}}.get(
         mesh, {*RECIPES} - {"delayed", "current", "block"}
     )
@@ -262,10 +271,10 @@ if __name__ == "__main__":
         for recipe in RECIPES:
             started = time.process_time()
             texts = cells(mesh, recipe)
-            planned = time.process_time() - started
+            seconds_planned = time.process_time() - started
             made = make_alone(recipe, mesh, RANKS // 2 + 5)
             seconds = [
-                f"{planned:.2f}",
+                f"{seconds_planned:.2f}",
                 f"{made.shard_seconds:.1f}",
                 f"{made.explain_seconds:.3f}",
                 f"{made.peak_mib:.0f}",
