@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "quantshard: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "quantshard: installing into .venv, from PyPI where not there yet: torch $(TORCH) (about 200 MB for CPU, several GB"
-	@echo "  with CUDA, the default on Linux) and about 100 MB of other packages."
+	@echo "  with CUDA, the default on Linux) and about 300 MB of other packages, most of it Triton."
 	@echo "  For torch without CUDA, set PIP_EXTRA_INDEX_URL to the index of CPU builds that pytorch.org names."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c constraints.txt

@@ -41,6 +41,7 @@ GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "s
 """The function of the gate, of activations with two inputs."""
 PLAIN: Final = tuple(GATED.values())
 
+# on the right of a tile in what follows: the interpreter of Triton 3.7 takes the other order for a constant
 QUICK = tl.constexpr(1.702)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
@@ -61,11 +62,11 @@ def logit(x, KIND: tl.constexpr):
     if KIND == "silu":
         return x, tl.zeros_like(x) + 1.0
     elif KIND == "qgelu":
-        return QUICK * x, tl.zeros_like(x) + QUICK
+        return x * QUICK, tl.zeros_like(x) + QUICK
     else:
         tl.static_assert(KIND == "gelu")
         square = tl.minimum(x * x, SATURATED)
-        return x * (TWICE_ROOT * (1.0 + CUBIC * square)), TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)
+        return x * ((1.0 + square * CUBIC) * TWICE_ROOT), (1.0 + square * (3.0 * CUBIC)) * TWICE_ROOT
 
 
 @triton.jit

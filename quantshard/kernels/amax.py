@@ -24,10 +24,10 @@ def amax_kernel(
     row, col, i, j, valued = tile_of(where, H)
     at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
     values = tl.load(x_ptr + at, mask=valued, other=0.0)
-    x = values.to(tl.float32)
+    x = ql.widen(values)
     if H.hadamard:
         signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
-        x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols), values.dtype).to(tl.float32)
+        x = ql.widen(ql.narrow(ql.hadamard16(x, signs, H.rows, H.cols), values.dtype))
     found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
     entries, inside = grid_of_tile(row, col, where, grid_stride, grid_rows, grid_cols, H)
     if H.row_all or H.col_all:  # several tiles share an entry; bits of numbers that are not negative are in their order
@@ -52,7 +52,7 @@ def block_amax(
     with ql.on(x.device):
         amax_kernel[tiles(where, how)](
             x, x.stride(0), x.stride(1), where, grid.view(torch.int32), grid.stride(0), *grid.shape,
-            H=how, num_warps=WARPS,
+            H=how, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return grid
 

@@ -43,7 +43,7 @@ def dequantize_kernel(
         scale = ql.decode(scale, stored) * tl.load(amax_ptr) * (1.0 / (element.max * stored.max))
     x = ql.decode(codes, element) * ql.expand(scale, H.rows, H.cols, H.block_rows, H.block_cols)
     at = i.to(tl.int64)[:, None] * out_stride + j[None, :]
-    tl.store(out_ptr + at, ql.rounded(x, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + at, ql.narrow(x, out_ptr.dtype.element_ty), mask=inside)
 
 
 def dequantize(

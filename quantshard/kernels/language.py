@@ -18,7 +18,7 @@ from quantshard.numerics import HADAMARD_SIGNS
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
-INTERPRETED = tl.constexpr(kernels.INTERPRETED)
+INTERPRETED = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
 
 CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
 """Encodings that a GPU converts to in one instruction, by the number under which `encode` knows them."""
@@ -60,14 +60,23 @@ def saturate(x, MAX: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """Float32 tile -> `dtype`, rounded to nearest even, which the interpreter's conversion to bfloat16 is not."""
-    if INTERPRETED:
-        if dtype == tl.bfloat16:
-            bits = x.to(tl.int32, bitcast=True)
-            nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-            x = tl.where(x != x, x, nearest.to(tl.float32, bitcast=True))
-    return x.to(dtype)
+def widen(x):
+    """Any float dtype -> float32, exactly."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Float32 -> dtype, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit

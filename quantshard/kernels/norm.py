@@ -43,7 +43,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels import results
 from quantshard.kernels.activation import RANDOM
 from quantshard.kernels.quantize import tile_of
-from quantshard.kernels.results import Outputs, Targets, deliver, largest, load_tile, narrow, widen
+from quantshard.kernels.results import Outputs, Targets, deliver, largest, load_tile
 
 LONGEST: Final = 16384
 """Elements of a row, or of a piece of it, that are held in registers."""
@@ -68,7 +68,7 @@ def depth(n: int) -> int:
 @triton.jit
 def load_row(ptr, j, size):
     """Float32 values of a vector at columns j; zero outside."""
-    return widen(tl.load(ptr + j, mask=(j >= 0) & (j < size), other=0.0))
+    return ql.widen(tl.load(ptr + j, mask=(j >= 0) & (j < size), other=0.0))
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued):
     z = load_tile(x_ptr, x_stride, i, j, valued)
     if residual_ptr is not None:
         total = z + load_tile(residual_ptr, residual_stride, i, j, valued)
-        z = widen(narrow(total, x_ptr.dtype.element_ty))
+        z = ql.widen(ql.narrow(total, x_ptr.dtype.element_ty))
     return z
 
 
@@ -105,7 +105,7 @@ def statistics_kernel(
         z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
         if sum_ptr is not None:
             at = i.to(tl.int64)[:, None] * size + j[None, :]
-            tl.store(sum_ptr + at, narrow(z, sum_ptr.dtype.element_ty), mask=valued)
+            tl.store(sum_ptr + at, ql.narrow(z, sum_ptr.dtype.element_ty), mask=valued)
         total += tl.sum(z if CENTERED else z * z, 1)
     mean = tl.div_rn(total, tl.zeros_like(total) + size)
     square = mean  # RMSNorm: that was the mean square
@@ -130,7 +130,7 @@ def statistics_kernel(
             if PIECES > 1:
                 z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
             y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED, OFFSET)
-            amax = tl.maximum(amax, largest(widen(narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
+            amax = tl.maximum(amax, largest(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
         tl.atomic_max(amax_ptr, amax, sem="relaxed")
 
 
@@ -174,7 +174,7 @@ def store_dx(
     if residual_ptr is not None:
         dx = dx + load_tile(residual_ptr, residual_stride, i, j, valued)
     at = i.to(tl.int64)[:, None] * size + j[None, :]
-    tl.store(dx_ptr + at, narrow(dx, dx_ptr.dtype.element_ty), mask=valued)
+    tl.store(dx_ptr + at, ql.narrow(dx, dx_ptr.dtype.element_ty), mask=valued)
 
 
 @triton.jit

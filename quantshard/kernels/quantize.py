@@ -87,13 +87,13 @@ def tile_of(where, H: tl.constexpr):
 @triton.jit
 def emit(values, row, col, where, out, words, H: tl.constexpr):
     """Quantize a tile of values of any floating dtype, zero where there is none, and store what is asked for."""
-    x = values.to(tl.float32)
+    x = ql.widen(values)
     element: tl.constexpr = H.rule.element
     if out.next_amax is not None:
         tl.atomic_max(out.next_amax, tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0), sem="relaxed")
     if H.hadamard:
         signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
-        x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols), values.dtype).to(tl.float32)
+        x = ql.widen(ql.narrow(ql.hadamard16(x, signs, H.rows, H.cols), values.dtype))
     multiplier = _multipliers(x, row, col, where, out, H)
     scaled = x * ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols)
     if H.stochastic:

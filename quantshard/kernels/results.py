@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard import kernels
+from quantshard.kernels import language as ql
 from quantshard.kernels import quantize
 from quantshard.kernels.quantize import How, Out, Request, Target, Where, emit
-
-BY_HAND = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
 
 
 class Tile(NamedTuple):
@@ -47,26 +45,6 @@ class Sink(NamedTuple):
 
 
 @triton.jit
-def widen(x):
-    """Any float dtype -> float32, exactly."""
-    if BY_HAND and x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
-def narrow(x, dtype: tl.constexpr):
-    """Float32 -> dtype, rounded to nearest even."""
-    if BY_HAND and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(dtype)
-
-
-@triton.jit
 def largest(x):
     """The bits of the largest |x| of a float32 tile, int32, in which NaN is larger than infinity."""
     return tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
@@ -75,7 +53,7 @@ def largest(x):
 @triton.jit
 def load_tile(ptr, stride, i, j, valued):
     """Float32 values at local rows i and columns j; zero where there is none."""
-    return widen(tl.load(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], mask=valued, other=0.0))
+    return ql.widen(tl.load(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], mask=valued, other=0.0))
 
 
 @triton.jit
@@ -85,11 +63,11 @@ def deliver(
 ):  # fmt: skip
     """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of `quantize.tile_of`."""
     row, col, i, j, valued = place
-    result = narrow(tl.where(valued, values, 0.0), dtype)
+    result = ql.narrow(tl.where(valued, values, 0.0), dtype)
     if sink.high is not None:
         at = i.to(tl.int64)[:, None] * sink.high_stride + j[None, :]
         tl.store(sink.high + at, result, mask=valued)
-    x = widen(result)
+    x = ql.widen(result)
     if sink.amax is not None:
         tl.atomic_max(sink.amax, largest(x), sem="relaxed")
     if sink.poison is not None:

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.results import narrow, widen
 
 MOST_HEADS = 32
 """Heads of a token in one program, which read its cosines and sines once."""
@@ -28,11 +27,11 @@ def load_planes(ptr, valued, p, half, PLANES: tl.constexpr, INTERLEAVED: tl.cons
     """Both features of planes p of each row of a tile: float32 [rows, PLANES]. ptr: [rows, 1], of the first feature."""
     if INTERLEAVED:  # neighbours are read in one piece
         both = tl.arange(0, 2 * PLANES)[None, :]
-        x = widen(tl.load(ptr + both, mask=valued & (both < 2 * half), other=0.0))
+        x = ql.widen(tl.load(ptr + both, mask=valued & (both < 2 * half), other=0.0))
         return tl.split(tl.reshape(x, (ptr.shape[0], PLANES, 2)))
     else:
         mask = valued & (p < half)
-        return widen(tl.load(ptr + p, mask=mask, other=0.0)), widen(tl.load(ptr + p + half, mask=mask, other=0.0))
+        return ql.widen(tl.load(ptr + p, mask=mask, other=0.0)), ql.widen(tl.load(ptr + p + half, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -54,9 +53,9 @@ def rotate_kernel(
     sin_a, sin_b = load_planes(sin_ptr + first, always, p, half, PLANES, INTERLEAVED)
     a, b = load_planes(x_ptr, valued, p, half, PLANES, INTERLEAVED)
     if BACKWARD:
-        out_a, out_b = narrow(a * cos_a + b * sin_b, dtype), narrow(b * cos_b - a * sin_a, dtype)
+        out_a, out_b = ql.narrow(a * cos_a + b * sin_b, dtype), ql.narrow(b * cos_b - a * sin_a, dtype)
     else:
-        out_a, out_b = narrow(a * cos_a - b * sin_a, dtype), narrow(b * cos_b + a * sin_b, dtype)
+        out_a, out_b = ql.narrow(a * cos_a - b * sin_a, dtype), ql.narrow(b * cos_b + a * sin_b, dtype)
     if INTERLEAVED:
         both = tl.arange(0, 2 * PLANES)[None, :]
         out = tl.reshape(tl.join(out_a, out_b), (HEADS, 2 * PLANES))
