@@ -104,7 +104,7 @@ def emit(values, row, col, where, out, words, H: tl.constexpr):
     else:
         codes = ql.encode(scaled, element)
     at_row, at_col = row - where.row_origin, col - where.col_origin
-    codes = tl.where((at_col + tl.arange(0, H.cols))[None, :] < where.cols, codes, 0).to(tl.uint8)
+    codes = codes.to(tl.uint8)
     _store(out.codes, out.codes_stride, codes, at_row, at_col, where.rows, where.cols, H.rows, H.cols, H)
     if out.turned is not None:
         turned = tl.trans(codes)

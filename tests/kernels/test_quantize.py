@@ -185,6 +185,35 @@ def test_edge_values(fmt: Format) -> None:
         assert same(dequantize.dequantize(copy, there, (1, x.shape[1])), back)
 
 
+@pytest.mark.parametrize("fmt", CODES, ids=lambda fmt: fmt.name)
+def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
+    """Scales that would overflow become the largest of float32, or of the dtype of the values."""
+    copy = fmt.copies[Copy.ROWWISE]
+    if ALL in copy.block:
+        pytest.skip("its scales come from amaxes that were taken before")
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x = torch.full((3, 70), 2.0**-24 if dtype is torch.float16 else 2.0**-133).to(dtype)
+        for power_of_two in (False, True):
+            scaling = Scaling(power_of_two=power_of_two)
+            expected = numerics.quantize(x, fmt, scaling)
+            found, _ = quantize(x.to(DEVICE), Request(copy, scaling, second_amax=on_device(expected.get("amax"))))
+            assert found.scale is not None and same(found.scale, expected[copy.scale.name])
+            assert same(found.codes, expected[copy.codes.name])
+
+
+def test_a_word_as_large_as_the_fraction_rounds_down() -> None:
+    """Values that lie word / 2**32 of the way to the smallest code: up is word < fraction, which no such word is."""
+    shape, copy = (32, 256), FORMATS["fp8_e4m3"].copies[Copy.ROWWISE]
+    words = numerics.random_words(KEY, DRAW, 3, shape)
+    x = (words.double() * 2.0 ** -(32 + 9)).float()
+    exact = x.double() * 2.0 ** (32 + 9) == words
+    assert exact.sum() > 10
+    request = Request(copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True))
+    codes = quantize(x.to(DEVICE), request)[0].codes.cpu()
+    assert not codes[exact].any()
+    assert same(codes, numerics.quantize_codes(x, copy, {copy.scale.name: torch.ones(1, 1)}, words=words))
+
+
 def test_bytes_are_transposed() -> None:
     for shape in [*SHAPES, (0, 5), (5, 0)]:
         x = torch.randint(0, 256, shape, dtype=torch.uint8)
