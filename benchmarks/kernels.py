@@ -80,7 +80,8 @@ def one_way(x: Tensor, fmt: Format, turned: bool, next_amax: bool) -> Case:
 def both_ways(x: Tensor, fmt: Format, scaling: Scaling) -> Case:
     """Codes and scales by rows and, with scales of their own, by columns."""
     copy = fmt.copies[Copy.ROWWISE]
-    shapes = [(x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])]
+    padded = x.shape[0] + (-x.shape[0] % 16 if scaling.random_hadamard else 0)  # what the transform sees of a column
+    shapes = [(x.shape[0], x.shape[1]), (x.shape[1], padded)]
     words = [Words(5, 1, stream, shape) for stream, shape in enumerate(shapes)]
     expected, requests = [], []
     for values, drawn, way in (
