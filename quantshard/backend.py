@@ -259,6 +259,8 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         return () if stored is None else ("dequantized",)
     cell = stored.cell if stored is not None else recipe.weight if recipe is not None else None
     taken = ["emulated"] if gemm_path(cell, device)[0] == "emulated" else []
+    if cell is not None and compute.lacks_kernels(device):
+        taken.append("no kernels")
     if stored is None:
         return (*taken, "quantized each forward") if cell is not None else ()
     fmt = stored.cell.format

@@ -34,6 +34,11 @@ def has_kernels(x: Tensor) -> bool:
     return kernels.USABLE and x.device.type in KERNEL_DEVICES and not private_torch.is_traced(x)
 
 
+def lacks_kernels(device: torch.device) -> bool:
+    """True for a GPU whose tensors the oracle works on, since no kernel can be imported."""
+    return device.type in KERNEL_DEVICES and not kernels.USABLE
+
+
 def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
     """`numerics.block_amax`."""
     if has_kernels(x) and x.dtype in _KERNEL_DTYPES:

@@ -30,6 +30,11 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "quantshard has as yet no quantized matrix product for this device",
         "expect the right numbers, slower than BF16",
     ),
+    "no kernels": Limit(
+        "it is quantized and dequantized in plain PyTorch, many times slower than by kernels",
+        "Triton is not installed, or this torch was not built with CUDA",
+        "install Triton, which torch for CUDA brings on Linux",
+    ),
     "turned": Limit(
         "its dgrad reads dequantized values",
         "the one copy that is stored has no scale blocks along the dim that dgrad sums over",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import quantshard as qs
-from quantshard import backend, limits
+from quantshard import backend, kernels, limits
 from quantshard.errors import FallbackError
 from quantshard.formats import FORMATS, Copy
 from quantshard.recipe import Cell, Recipe, resolve
@@ -103,6 +103,15 @@ def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
     for cell in cells:
         storage = backend.quantize(torch.ones(32, 96), cell)
         assert "turned" in backend.fallbacks(storage, None, torch.device("cpu"))
+
+
+def test_a_gpu_without_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, recipe = linear().weight._storage, resolve("current")
+    for usable in (True, False):
+        monkeypatch.setattr(kernels, "USABLE", usable)
+        assert ("no kernels" in backend.fallbacks(weight, recipe, torch.device("cuda"))) == (not usable)
+        assert "no kernels" not in backend.fallbacks(weight, recipe, torch.device("cpu"))
+        assert "no kernels" not in backend.fallbacks(None, resolve("bf16"), torch.device("cuda"))
 
 
 def test_explain_names_them_and_strict_raises() -> None:
