@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
-from quantshard.formats import ALL, Format, QuantizedCopy, Role, Scaling
+from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
 from quantshard.numerics import Grids, Pair, Words
 
 if kernels.USABLE:
     from quantshard.kernels import amax as amax_kernel
     from quantshard.kernels import dequantize as dequantize_kernel
     from quantshard.kernels import quantize as quantize_kernel
+    from quantshard.kernels import transpose as transpose_kernel
 
 RandomWords = Tensor | Words
 """Random words of a rectangle: int64 of its shape, or which they are."""
@@ -26,12 +27,17 @@ RandomWords = Tensor | Words
 KERNEL_DEVICES = {"cuda"}
 """Types of the devices whose tensors go to kernels."""
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernels_on(device: torch.device) -> bool:
+    """True if kernels run on this device."""
+    return kernels.USABLE and device.type in KERNEL_DEVICES
 
 
 def has_kernels(x: Tensor) -> bool:
     """True if kernels work on this tensor."""
-    return kernels.USABLE and x.device.type in KERNEL_DEVICES and not private_torch.is_traced(x)
+    return kernels_on(x.device) and not private_torch.is_traced(x)
 
 
 def lacks_kernels(device: torch.device) -> bool:
@@ -41,7 +47,7 @@ def lacks_kernels(device: torch.device) -> bool:
 
 def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
     """`numerics.block_amax`."""
-    if has_kernels(x) and x.dtype in _KERNEL_DTYPES:
+    if has_kernels(x) and x.dtype in KERNEL_DTYPES:
         return amax_kernel.block_amax(x, covers, origin)
     return numerics.block_amax(x, covers, origin)
 
@@ -64,7 +70,7 @@ def quantize_codes(
 
 
 def _has_kernel(x: Tensor, copy: QuantizedCopy) -> bool:
-    return x.dtype in _KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
+    return x.dtype in KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
 
 
 def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
@@ -86,10 +92,23 @@ def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: Words | None = Non
     return parts
 
 
-def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
-    """`numerics.dequantize`."""
+def dequantize(
+    copy: QuantizedCopy,
+    parts: Mapping[str, Tensor],
+    shape: Pair,
+    origin: Pair = (0, 0),
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`numerics.dequantize`, rounded once to `dtype`."""
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
         grids = {name: part.contiguous() for name, part in parts.items() if name != copy.codes.name}
-        return dequantize_kernel.dequantize(copy, {**grids, copy.codes.name: codes}, shape, origin)
-    return numerics.dequantize(copy, parts, shape, origin)
+        return dequantize_kernel.dequantize(copy, {**grids, copy.codes.name: codes}, shape, origin, dtype)
+    return numerics.dequantize(copy, parts, shape, origin).to(dtype)
+
+
+def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
+    """Codes of a matrix [R, `cols`] as stored -> those of its transpose."""
+    if encoding.bits == 8 and has_kernels(codes):
+        return transpose_kernel.transpose(codes)
+    return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)

@@ -19,7 +19,7 @@ from quantshard import amax, backend, components, distribute, distributions, lim
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
 from quantshard.modules import compiled, context, functional, parallel, recompute
-from quantshard.modules.functional import LinearState
+from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import OnMesh, Parallelism
 from quantshard.modules.recompute import Call
 from quantshard.modules.state_dict import Saved
