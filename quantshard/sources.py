@@ -1,8 +1,8 @@
 """What operands of GEMMs are quantized from where kernels run: values that are there, or that a kernel makes.
 
 A normalization or an activation in front of a linear layer is such a source: one kernel computes a tile of its result,
-quantizes it along both dims and notes amaxes, and the result itself is never written. `both_ways` says of what a
-linear layer needs from a source which codes, scales and sums, and puts them together as storages.
+quantizes it along both dims and notes amaxes, and the result itself is never written. `Both` asks a source for
+the codes, scales and sums that a linear layer needs, and puts them together as storages.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class Source(Protocol):
         """Dtype of the values, to which a kernel rounds what it computes before it quantizes it."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
     def emit(self, outputs: Outputs) -> Targets:
         """What is asked for, by one kernel."""
         ...
@@ -69,6 +74,11 @@ class Given:
     def dtype(self) -> torch.dtype:
         """Dtype of the values."""
         return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.values.device
 
     def emit(self, outputs: Outputs) -> Targets:
         """What is asked for, by one kernel."""
@@ -112,6 +122,11 @@ class Normalized:
         """Dtype of x and of the result."""
         return self.x.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.x.device
+
     def emit(self, outputs: Outputs) -> Targets:
         """What is asked for, by one kernel."""
         return norm_kernels.normalize_and_quantize(self.x, self.statistics, self.parameters, outputs)
@@ -138,6 +153,11 @@ class Activated:
     def dtype(self) -> torch.dtype:
         """Dtype of the inputs and of the result."""
         return self.gate.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.gate.device
 
     def emit(self, outputs: Outputs) -> Targets:
         """What is asked for, by one kernel."""
@@ -198,26 +218,55 @@ def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
     return all(len(f.copies) == 1 and f.copies[Copy.ROWWISE].codes.encoding.bits <= 8 for f in formats)
 
 
-def both_ways(
-    source: Source, first: Way | None, second: Way | None, shared: bool, sinks: Sinks
-) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
-    """A matrix [R, C] quantized by `first`, and its transpose [C, R] by `second`, each if it is asked for.
+@dataclass
+class Both:
+    """A matrix [R, C] that is to be quantized by `first`, and its transpose [C, R] by `second`, each if it is there.
 
     `shared`: one quantization serves both, which `first` names and is to be transposed too.
     """
-    if any(way is not None and way.measures for way in (first, second)):
-        source = source.measured()
-    rows, cols = source.shape
-    one = None if first is None else _Asked.of(first, source, False)
-    two = None if second is None else _Asked.of(second, source, True)
-    request = None if one is None else replace(one.request, turned=shared)
-    outputs = Outputs(request, None if two is None else two.request, None, sinks.amax, sinks.poison, sinks.sums)
-    target, other = source.emit(outputs)
-    found = None if one is None or target is None else one.storage((rows, cols), target)
-    if shared:
-        assert one is not None and found is not None and target is not None and target.turned is not None
-        return found, _transposed(found, target.turned)
-    return found, None if two is None or other is None else two.storage((cols, rows), other)
+
+    first: Way | None
+    second: Way | None
+    shared: bool
+    sinks: Sinks
+
+    @property
+    def measures(self) -> bool:
+        """True if an amax must be known before values are quantized, and is not."""
+        return any(way is not None and way.measures for way in (self.first, self.second))
+
+    def of(self, source: Source) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
+        """Both, by one kernel, or two where `measures`."""
+        given = source.measured() if self.measures else None
+        source = source if given is None else given
+        ready = self.prepared(source.shape, source.dtype, given)
+        return ready.finish(source.emit(ready.outputs))
+
+    def prepared(self, shape: Pair, dtype: torch.dtype, given: Given | None = None) -> Prepared:
+        """What a kernel is to be asked for, of a matrix of this shape and dtype; `given`: that, where `measures`."""
+        one = None if self.first is None else _Asked.of(self.first, shape, dtype, given, False)
+        two = None if self.second is None else _Asked.of(self.second, shape[::-1], dtype, given, True)
+        request = None if one is None else replace(one.request, turned=self.shared)
+        sinks = self.sinks
+        outputs = Outputs(request, None if two is None else two.request, None, sinks.amax, sinks.poison, sinks.sums)
+        return Prepared(outputs, one, two)
+
+
+@dataclass
+class Prepared:
+    """`outputs`: what a kernel is asked for. `finish` makes storages of what it gives."""
+
+    outputs: Outputs
+    one: _Asked | None
+    two: _Asked | None
+
+    def finish(self, targets: Targets) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
+        """A matrix, and its transpose."""
+        target, other = targets
+        found = None if self.one is None or target is None else self.one.storage(target)
+        if found is not None and target is not None and target.turned is not None:
+            return found, _transposed(found, target.turned)
+        return found, None if self.two is None or other is None else self.two.storage(other)
 
 
 @dataclass
@@ -225,31 +274,36 @@ class _Asked:
     """A way with what is known before the kernel runs: stored scales, if they are not taken from the values."""
 
     way: Way
+    shape: Pair
     request: Request
     stored: Tensor | None
 
     @staticmethod
-    def of(way: Way, source: Source, turned: bool) -> _Asked:
+    def of(way: Way, shape: Pair, dtype: torch.dtype, given: Given | None, turned: bool) -> _Asked:
         copy, scaling = way.copy, way.cell.scaling
         hadamard, stored, multipliers, second = scaling.random_hadamard, None, None, None
         if ALL in copy.block:
-            amax = way.amax if way.amax is not None else source.measured().amaxes(copy.block, turned, hadamard)
-            stored, multipliers = scale_kernels.scales(amax, copy, scaling, source.dtype)
+            amax = way.amax
+            if amax is None:
+                assert given is not None, "an amax is needed first"
+                amax = given.amaxes(copy.block, turned, hadamard)
+            stored, multipliers = scale_kernels.scales(amax, copy, scaling, dtype)
         elif copy.amax is not None:
-            second = source.measured().amaxes(copy.amax.covers, turned, hadamard)
+            assert given is not None, "an amax is needed first"
+            second = given.amaxes(copy.amax.covers, turned, hadamard)
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
-        shape = source.shape[::-1] if turned else source.shape
-        words = None if way.words is None or not scaling.stochastic_rounding else way.words(padded(shape, way.cell))
-        return _Asked(way, Request(copy, plain, (0, 0), multipliers, second, words), stored)
+        shape = padded(shape, way.cell)
+        words = None if way.words is None or not scaling.stochastic_rounding else way.words(shape)
+        return _Asked(way, shape, Request(copy, plain, (0, 0), multipliers, second, words), stored)
 
-    def storage(self, shape: Pair, target: Target) -> QuantizedStorage:
+    def storage(self, target: Target) -> QuantizedStorage:
         copy = self.way.copy
         scale = self.stored if self.stored is not None else target.scale
         assert scale is not None
         components = {copy.codes.name: target.codes, copy.scale.name: scale}
         if copy.amax is not None and self.request.second_amax is not None:
             components[copy.amax.name] = self.request.second_amax
-        return QuantizedStorage(self.way.cell, sharding.whole(padded(shape, self.way.cell)), components)
+        return QuantizedStorage(self.way.cell, sharding.whole(self.shape), components)
 
 
 def _transposed(storage: QuantizedStorage, turned: Tensor) -> QuantizedStorage:

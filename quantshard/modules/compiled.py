@@ -172,7 +172,9 @@ def _forward(*arguments: Any) -> list[Tensor]:
         module._operand(name, call, x.device)
     context.drop_failed_backward()  # autocast does it on entering, but where that is compiled nothing is left of it
     weights = layer.weights_of(module, given)
-    outputs, x_wgrad = functional.forward(x, weights, biases or [None] * len(weights), call, state, keeps_input)
+    outputs, x_wgrad = functional.forward(
+        x.reshape(-1, x.shape[-1]), x.shape, weights, biases or [None] * len(weights), call, state, keeps_input
+    )
     saved = outputs
     if keeps_input and isinstance(x_wgrad.operand, QuantizedStorage):
         kept = x_wgrad.operand

@@ -12,22 +12,25 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantshard import backend, limits
+from quantshard import backend, kernels, limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, parallel
-from quantshard.modules.linear_operands import LinearState, Wanted, WgradOperand, both_ways, weight_operand
+from quantshard.modules.linear_operands import LinearState, Wanted, Ways, WgradOperand, both_ways, weight_operand
 from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
 from quantshard.operands import Split
 from quantshard.recipe import TensorRole
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
+
+if kernels.USABLE:
+    from quantshard.sources import Source
 
 
 def linear(
@@ -64,12 +67,16 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return shaped_as(y, x)
 
 
-def shaped_as(y: Tensor, x: Tensor, split: Split | None = None) -> Tensor:
-    """y [tokens, features] with the leading dims of x, of which `split` says how it was cut.
+def shaped_as(y: Tensor, x: Tensor) -> Tensor:
+    """y [tokens, features] with the leading dims of x.
 
     Not by view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place.
     """
-    out: Tensor = torch.ops.aten._unsafe_view(y, [*_leading(x.shape, split), y.shape[-1]])
+    return _with_leading(y, x.shape)
+
+
+def _with_leading(y: Tensor, shape: Sequence[int], split: Split | None = None) -> Tensor:
+    out: Tensor = torch.ops.aten._unsafe_view(y, [*_leading(shape, split), y.shape[-1]])
     return out
 
 
@@ -92,7 +99,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         parts = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:parts], weights_and_biases[parts:]
-        outputs, x_wgrad = forward(x, weights, biases, call, state, keeps_input)
+        outputs, x_wgrad = forward(x.reshape(-1, x.shape[-1]), x.shape, weights, biases, call, state, keeps_input)
         ctx.call, ctx.state, ctx.x_shape = call, state, x.shape
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
@@ -121,27 +128,34 @@ class Needed(NamedTuple):
     weights: Sequence[bool]
     biases: Sequence[bool]
 
+    def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> Wanted:
+        """What is wanted of the gradient of one weight's output."""
+        return Wanted(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
+
 
 def forward(
-    x: Tensor,
+    source: Tensor | Source,
+    x_shape: Sequence[int],
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     call: Call,
     state: LinearState,
     keeps_input: bool,
 ) -> tuple[list[Tensor], WgradOperand]:
-    """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`."""
+    """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`.
+
+    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape.
+    """
     if call.repeated:
         context.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
-    tokens = x.reshape(-1, x.shape[-1])
-    read = both_ways(tokens, TensorRole.INPUT, call, state, Wanted(True, keeps_input))
+    read = both_ways(source, TensorRole.INPUT, call, state, Wanted(True, keeps_input))
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = weight_operand(weight, part, call, state)
-        y = backend.matmul(read.first, w, x.dtype, transpose_b=True, bias=None if partial else bias)
-        y = shaped_as(y, x, split)
+        y = backend.matmul(read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias)
+        y = _with_leading(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
         outputs.append(y)
@@ -160,25 +174,46 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
 
-    `grads`: those of the outputs. What several weights add to the gradient of the input is summed in float32.
+    `grads`: those of the outputs.
+    """
+    ways = (
+        both_ways(
+            grad.reshape(-1, weight.shape[0]), TensorRole.GRAD_OUTPUT, call, state, needed.of_gradient(part, bias), part
+        )
+        for part, (grad, weight, bias) in enumerate(zip(grads, weights, bias_dtypes, strict=True))
+    )
+    return gradients(ways, weights, x_wgrad, call, state, x_shape, grads[0].dtype, bias_dtypes, needed)
+
+
+def gradients(
+    ways: Iterable[Ways],
+    weights: Sequence[Tensor],
+    x_wgrad: WgradOperand,
+    call: Call,
+    state: LinearState,
+    x_shape: Sequence[int],
+    x_dtype: torch.dtype,
+    bias_dtypes: Sequence[torch.dtype | None],
+    needed: Needed,
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """The same from the gradients of the outputs as the GEMMs read them, one for each weight.
+
+    What several weights add to the gradient of the input is summed in float32.
     """
     dxs: list[Tensor] = []
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
-    x_dtype, split = grads[0].dtype, state.split(TensorRole.GRAD_OUTPUT)
+    split = state.split(TensorRole.GRAD_OUTPUT)
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
-    for part, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-        need_w, bias_dtype = needed.weights[part], bias_dtypes[part]
-        dy = grad.reshape(-1, weight.shape[0])
-        wanted = Wanted(needed.x, need_w, needed.biases[part] and bias_dtype is not None, True)
-        found = both_ways(dy, TensorRole.GRAD_OUTPUT, call, state, wanted, part)
+    for part, (found, weight) in enumerate(zip(ways, weights, strict=True)):
+        bias_dtype = bias_dtypes[part]
         if needed.x:
             w = weight_operand(weight, part, call, state)
-            out_dtype = x_dtype if len(grads) == 1 else torch.float32
+            out_dtype = x_dtype if len(weights) == 1 else torch.float32
             dxs.append(backend.matmul(found.first, w, out_dtype, poison=found.poison, precision=x_dtype))
         dw = db = None
-        if need_w:
+        if needed.weights[part]:
             dw = backend.matmul(
                 found.second.operand, x_wgrad.operand, weight.dtype, poison=found.poison, precision=x_dtype,
                 transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,

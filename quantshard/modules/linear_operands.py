@@ -21,7 +21,7 @@ from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
 from quantshard.numerics import Words
 from quantshard.operands import Operand, Split
-from quantshard.recipe import Cell, Gemm, TensorRole
+from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.sharding import Shard
 from quantshard.storage import (
     AMAX_HISTORY,
@@ -125,50 +125,99 @@ class Ways(NamedTuple):
     poison: Tensor | None = None
 
 
-def both_ways(values: Tensor, role: TensorRole, call: Call, state: LinearState, wanted: Wanted, part: int = 0) -> Ways:
+def both_ways(
+    values: Tensor | sources.Source,
+    role: TensorRole,
+    call: Call,
+    state: LinearState,
+    wanted: Wanted,
+    part: int = 0,
+) -> Ways:
     """An input or output gradient [tokens, features] for its two GEMMs.
 
     `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
     input whose tokens are spread over ranks is not gathered for wgrad yet.
     """
-    first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
-    second = call.recipe.cell(role, Gemm.WGRAD)
-    delayed = _Delayed.of(role, first or second, call, state, part)
-    words = _Words(state.weights[part], state.tp.group if state.data_group is None else state.data_group)
+    if not isinstance(values, Tensor):
+        return Asked(role, call, state, wanted, part).of(values)
+    first, second = cells(call.recipe, role)
     if state.split(role) is None and compute.has_kernels(values) and sources.covers(values.dtype, first, second):
-        return _by_kernels(values, first, second, delayed, words, wanted)
+        return Asked(role, call, state, wanted, part).of(Given(values))
+    delayed = _Delayed.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(compute.block_amax(values, (ALL, ALL)).view(()))
     amax = None if delayed is None else delayed.amax
     poison = torch.where(torch.isfinite(values).all(), 0.0, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
+    words = _Words.of_layer(state, part)
     as_is, kept = _in_pieces(values, role, first, second, state.split(role), amax, words, wanted)
     return Ways(as_is, kept, sums, poison)
 
 
-def _by_kernels(
-    values: Tensor, first: Cell | None, second: Cell | None, delayed: _Delayed | None, words: _Words, wanted: Wanted
-) -> Ways:
-    """All that is wanted from one read of the values, or from two where an amax must be known first."""
-    device, shared = values.device, wanted.second and serves_both(first, second)
-    amax = None if delayed is None else delayed.amax.view(1, 1)
-    sinks = Sinks(
-        sources.zero(device) if delayed is not None and delayed.notes else None,
-        sources.zero(device) if wanted.poison else None,
-        torch.empty(values.shape[1], dtype=torch.float32, device=device) if wanted.sums else None,
-    )
-    one = Way(first, amax, words.whole(DGRAD_STREAM)) if first is not None and (wanted.first or shared) else None
-    needs_other = second is not None and wanted.second and not shared
-    two = Way(second, amax, words.whole(WGRAD_STREAM)) if second is not None and needs_other else None
-    as_is, turned = sources.both_ways(Given(values), one, two, shared, sinks)
-    if delayed is not None and sinks.amax is not None:
-        delayed.note(sinks.amax)
-    kept = (
-        WgradOperand(values.new_empty(0), False)
-        if not wanted.second
-        else WgradOperand(values if turned is None else turned, turned is not None)
-    )
-    return Ways(values if as_is is None else as_is, kept, sinks.sums, sinks.poison)
+def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
+    """How an input or output gradient is quantized: as it stands, and for wgrad."""
+    return recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD), recipe.cell(role, Gemm.WGRAD)
+
+
+class Asked:
+    """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer."""
+
+    def __init__(self, role: TensorRole, call: Call, state: LinearState, wanted: Wanted, part: int = 0) -> None:
+        self.wanted = wanted
+        self.first, self.second = cells(call.recipe, role)
+        self.shared = wanted.second and serves_both(self.first, self.second)
+        self.delayed = _Delayed.of(role, self.first or self.second, call, state, part)
+        self.words = _Words.of_layer(state, part)
+        amax = None if self.delayed is None else self.delayed.amax.view(1, 1)
+        reads = wanted.first or self.shared
+        self.ways = (
+            Way(self.first, amax, self.words.whole(DGRAD_STREAM)) if self.first is not None and reads else None,
+            Way(self.second, amax, self.words.whole(WGRAD_STREAM))
+            if self.second is not None and wanted.second and not self.shared
+            else None,
+        )
+
+    @property
+    def reads_values(self) -> bool:
+        """True if a GEMM takes the values themselves, or they must be measured before they are quantized."""
+        plain = (self.wanted.first and self.first is None) or (self.wanted.second and self.second is None)
+        return plain or any(way is not None and way.measures for way in self.ways)
+
+    def of(self, source: sources.Source) -> Ways:
+        """All that is wanted, from one read of the source, or from two where an amax must be known first."""
+        if self.reads_values:
+            source = source.measured()
+        both = self.both(source.shape[1], source.device)
+        return self.taken(both, both.of(source), source)
+
+    def both(self, features: int, device: torch.device) -> sources.Both:
+        """The same as a kernel is told it."""
+        delayed, wanted = self.delayed, self.wanted
+        sinks = Sinks(
+            sources.zero(device) if delayed is not None and delayed.notes else None,
+            sources.zero(device) if wanted.poison else None,
+            torch.empty(features, dtype=torch.float32, device=device) if wanted.sums else None,
+        )
+        return sources.Both(*self.ways, self.shared, sinks)
+
+    def taken(
+        self, both: sources.Both, pair: tuple[QuantizedStorage | None, QuantizedStorage | None], source: sources.Source
+    ) -> Ways:
+        """What the kernel has made of the source, which is read where a GEMM takes it as it is."""
+        as_is, turned = pair
+        if self.delayed is not None and both.sinks.amax is not None:
+            self.delayed.note(both.sinks.amax)
+        nothing = torch.empty(0, dtype=source.dtype, device=source.device)
+        first: Operand = as_is if as_is is not None else _values(source) if self.wanted.first else nothing
+        second = WgradOperand(nothing, False)
+        if self.wanted.second:
+            second = WgradOperand(_values(source), False) if turned is None else WgradOperand(turned, True)
+        return Ways(first, second, both.sinks.sums, both.sinks.poison)
+
+
+def _values(source: sources.Source) -> Tensor:
+    assert isinstance(source, Given), "values that no GEMM was to read"
+    return source.values
 
 
 def _in_pieces(
@@ -248,6 +297,11 @@ class _Words:
 
     def __init__(self, weight: dict[str, Tensor], group: Groups) -> None:
         self.weight, self.group, self.draw = weight, group, -1
+
+    @staticmethod
+    def of_layer(state: LinearState, part: int) -> _Words:
+        """Of the gradient of one of its weights' outputs."""
+        return _Words(state.weights[part], state.tp.group if state.data_group is None else state.data_group)
 
     def of(self, stream: int) -> operands.WordsOf:
         """Words of one of the uses of a gradient, for any rectangle of it."""
