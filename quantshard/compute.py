@@ -40,6 +40,11 @@ def has_kernels(x: Tensor) -> bool:
     return kernels_on(x.device) and not private_torch.is_traced(x)
 
 
+def has_float_kernels(*tensors: Tensor | None) -> bool:
+    """True if kernels that read all of these as floats work on them; they know no float64."""
+    return all(t is None or (t.dtype in _KERNEL_DTYPES and has_kernels(t)) for t in tensors)
+
+
 def lacks_kernels(device: torch.device) -> bool:
     """True for a GPU whose tensors the oracle works on, since no kernel can be imported."""
     return device.type in KERNEL_DEVICES and not kernels.USABLE

@@ -316,7 +316,7 @@ class QuantizedModule(OnMesh, Saved):
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         return functional.linear(x, checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
 
-    def _normalized(self, normalize: Callable[..., Tensor], x: Tensor, prefix: str = "") -> Tensor:
+    def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
         return normalize(x, self._whole_on_rows(prefix + "weight"), self._whole_on_rows(prefix + "bias"))
 
