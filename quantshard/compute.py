@@ -42,7 +42,7 @@ def has_kernels(x: Tensor) -> bool:
 
 def has_float_kernels(*tensors: Tensor | None) -> bool:
     """True if kernels that read all of these as floats work on them; they know no float64."""
-    return all(t is None or (t.dtype in _KERNEL_DTYPES and has_kernels(t)) for t in tensors)
+    return all(t is None or (t.dtype in KERNEL_DTYPES and has_kernels(t)) for t in tensors)
 
 
 def lacks_kernels(device: torch.device) -> bool:
