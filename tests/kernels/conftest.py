@@ -4,6 +4,8 @@ than the function."""
 import pytest
 import torch
 
+from quantshard import compute
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _prepare_once():
@@ -23,3 +25,9 @@ def _prepare_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         yield
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run where a test's tensors are: on the CPU interpreted."""
+    monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cuda", "cpu"})
