@@ -6,7 +6,7 @@ written for: 16-bit codes, random words that are given as a tensor, and float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from quantshard.numerics import Grids, Pair, Words
 if kernels.USABLE:
     from quantshard.kernels import amax as amax_kernel
     from quantshard.kernels import dequantize as dequantize_kernel
+    from quantshard.kernels import history as history_kernel
     from quantshard.kernels import quantize as quantize_kernel
     from quantshard.kernels import transpose as transpose_kernel
 
@@ -117,3 +118,11 @@ def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
     if encoding.bits == 8 and has_kernels(codes):
         return transpose_kernel.transpose(codes)
     return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
+
+
+def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
+    """Append amaxes [n] to n histories by a kernel; False, and nothing done, where none runs."""
+    if not has_kernels(amaxes) or any(h.device != amaxes.device or not h.is_contiguous() for h in histories):
+        return False
+    history_kernel.record(histories, amaxes.contiguous())
+    return True

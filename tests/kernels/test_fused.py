@@ -113,7 +113,7 @@ def test_frozen_weights_no_gradients_and_recomputation(recipe: str, both: Callab
             param.requires_grad_(which not in key)
         return trained(module, chosen, True, torch.bfloat16)
 
-    for which in ("fc1", "fc2", "weight", "layer_norm"):
+    for which in ("fc1", "fc2", "weight", "layer_norm") if ON_GPU else ("fc1", "fc2"):
         one, other = both(lambda which=which: frozen(which))
         assert not differing(one, other), which
 
