@@ -81,15 +81,13 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode(x, E: tl.constexpr):
-    """Float32 tile -> codes, int32, one for each element, rounded to nearest even: `numerics.encode`."""
-    x = saturate(x, E.max)
-    if E.cast == 1:
-        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-        return tl.where(x != x, 0x7F, codes)
+    """Float32 tile, products -> codes, uint8 or int32, one for each element, rounded to nearest even: `numerics.encode`."""
+    if E.cast == 1:  # the instruction saturates, and makes of a NaN that is positive, as all results of * are, 0x7F
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif E.cast == 2:
-        codes = x.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
-        return tl.where(x != x, 0x7F, codes)
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
+        x = saturate(x, E.max)
         in_gaps, exponent = in_gaps_of(x, E)
         # adding 1.5 * 2**23 leaves no bits for a fraction: the sum is rounded to the nearest even integer
         steps = ((in_gaps + 12582912.0) - 12582912.0).to(tl.int32)
@@ -241,31 +239,62 @@ def tensor_encode_scale(amax, R: tl.constexpr):
 
 
 @triton.jit
-def block_amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins."""
-    bits = tl.abs(x).to(tl.int32, bitcast=True)
-    blocks = tl.reshape(bits, (ROWS // BLOCK_ROWS, BLOCK_ROWS, COLS // BLOCK_COLS, BLOCK_COLS))
-    return tl.max(tl.max(blocks, 3), 1).to(tl.float32, bitcast=True)
+def held(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
+    """The rows of a tile in the order in which it holds them: so many neighbours lie as far apart as they can.
+
+    A layout gives the elements of a row to neighbouring threads, then rows to others, and then more rows, far from the
+    first, to each thread: in this order they are neighbours, whose codes lie together in the transpose.
+    """
+    if TOGETHER == 1:
+        return tl.arange(0, SIZE)
+    else:
+        at = tl.arange(0, SIZE)
+        return (at % (SIZE // TOGETHER)) * TOGETHER + at // (SIZE // TOGETHER)
 
 
 @triton.jit
-def expand(grid, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def block_amax(
+    x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    TOGETHER: tl.constexpr = 1,
+):  # fmt: skip
+    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins."""
+    NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
+    FAR: tl.constexpr = BLOCK_ROWS // NEAR
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    if BLOCK_COLS > 1:
+        bits = tl.max(tl.reshape(bits, (ROWS, COLS // BLOCK_COLS, BLOCK_COLS)), 2)
+    if BLOCK_ROWS > 1:
+        shape: tl.constexpr = (TOGETHER // NEAR, NEAR, ROWS // TOGETHER // FAR, FAR, COLS // BLOCK_COLS)
+        bits = tl.max(tl.max(tl.reshape(bits, shape), 1), 2)
+    return tl.reshape(bits, (ROWS // BLOCK_ROWS, COLS // BLOCK_COLS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def expand(
+    grid, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    TOGETHER: tl.constexpr = 1,
+):  # fmt: skip
     """Inverse in shape of `block_amax`: the entry of each element's block."""
-    shape: tl.constexpr = (ROWS // BLOCK_ROWS, BLOCK_ROWS, COLS // BLOCK_COLS, BLOCK_COLS)
-    return tl.reshape(tl.broadcast_to(grid[:, None, :, None], shape), (ROWS, COLS))
+    NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
+    FAR: tl.constexpr = BLOCK_ROWS // NEAR
+    shape: tl.constexpr = (
+        TOGETHER // NEAR, NEAR, ROWS // TOGETHER // FAR, FAR, COLS // BLOCK_COLS, BLOCK_COLS,
+    )  # fmt: skip
+    blocks = tl.reshape(grid, (TOGETHER // NEAR, 1, ROWS // TOGETHER // FAR, 1, COLS // BLOCK_COLS, 1))
+    return tl.reshape(tl.broadcast_to(blocks, shape), (ROWS, COLS))
 
 
 # ------------------------------------------------------------------------------------------------------ along the rows
 
 
 @triton.jit
-def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Float32 [ROWS, COLS] with SIGNS [COLS] -> each 16 of a row transformed, not rounded: `numerics.hadamard16`."""
+def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr):
+    """Float32 [ROWS, COLS], times SIGNS -> each 16 elements, so far apart, transformed: `numerics.hadamard16`."""
     x = x * SIGNS
-    x = _butterflies(x, 1, ROWS, COLS)
-    x = _butterflies(x, 2, ROWS, COLS)
-    x = _butterflies(x, 4, ROWS, COLS)
-    return _butterflies(x, 8, ROWS, COLS) * 0.25
+    x = _butterflies(x, STEP, ROWS, COLS)
+    x = _butterflies(x, 2 * STEP, ROWS, COLS)
+    x = _butterflies(x, 4 * STEP, ROWS, COLS)
+    return _butterflies(x, 8 * STEP, ROWS, COLS) * 0.25
 
 
 @triton.jit
@@ -319,25 +348,55 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words_of_tile(row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr):
+def words_of_tile(
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr = 1
+):
     """Random words, uint32 [ROWS, COLS], of the tile at a global row and column: `numerics.random_words`.
 
     `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4.
     """
-    k0, k1, draw, stream, width = words
-    rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * width
+    width = words[4]
+    rows = (row + held(ROWS, TOGETHER)).to(tl.int64)[:, None] * width
     if BY_FOUR:  # each call of Philox gives the words of four neighbours
-        element_index = rows + (col + 4 * tl.arange(0, COLS // 4))[None, :]
+        return tl.reshape(_four_words(rows + (col + 4 * tl.arange(0, COLS // 4))[None, :], words), (ROWS, COLS))
     else:
-        element_index = rows + (col + tl.arange(0, COLS))[None, :]
-    call = element_index >> 2
+        return _one_word(rows + (col + tl.arange(0, COLS))[None, :], words)
+
+
+@triton.jit
+def words_of_turned_tile(
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """The same of a tile that is held as its transpose, uint32 [COLS, ROWS]."""
+    rows = (row + tl.arange(0, ROWS)).to(tl.int64)[None, :] * words[4]
+    if BY_FOUR:
+        tl.static_assert(TOGETHER % 4 == 0)
+        fours = col + 4 * held(COLS // 4, TOGETHER // 4)
+        drawn = tl.reshape(_four_words(rows + fours[:, None], words), (TOGETHER // 4, COLS // TOGETHER * ROWS, 4))
+        return tl.reshape(tl.permute(drawn, (0, 2, 1)), (COLS, ROWS))
+    else:
+        return _one_word(rows + (col + held(COLS, TOGETHER))[:, None], words)
+
+
+@triton.jit
+def _philox_at(call, words):
+    k0, k1, draw, stream, _ = words
     zero = tl.zeros_like(call).to(tl.uint32)
-    w0, w1, w2, w3 = philox(
+    return philox(
         call.to(tl.uint32), (call >> 32).to(tl.uint32), zero + draw.to(tl.uint32), zero + stream.to(tl.uint32),
         k0.to(tl.uint32), k1.to(tl.uint32),
     )  # fmt: skip
-    if BY_FOUR:
-        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
-    else:
-        which = element_index & 3
-        return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+
+
+@triton.jit
+def _four_words(element_index, words):
+    """Of four elements from each index on, a multiple of 4: one dim of 4 more, as two of 2."""
+    w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit
+def _one_word(element_index, words):
+    w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
+    which = element_index & 3
+    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))

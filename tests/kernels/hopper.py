@@ -74,7 +74,7 @@ def quantized(one: Request, other: Request | None = None, next_amax: bool = Fals
     x = torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     tile = quantize.tile(one, other)
     first = quantize.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
-    second = other and quantize.target((COLS, ROWS), x.dtype, x.device, other, tile[::-1])
+    second = other and quantize.target((COLS, ROWS), x.dtype, x.device, other, tile, held_turned=True)
     return quantize.quantize_kernel.warmup(
         x, COLS, 1, first.where, first.out, second and second.where, second and second.out,
         *quantize.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
