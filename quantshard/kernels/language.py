@@ -81,46 +81,97 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode(x, E: tl.constexpr):
-    """Float32 tile, products -> codes, uint8 or int32, one for each element, rounded to nearest even: `numerics.encode`."""
-    if E.cast == 1:  # the instruction saturates, and makes of a NaN that is positive, as all results of * are, 0x7F
+    """Float32 tile of products -> codes, one for each element, rounded to nearest even: `numerics.encode`.
+
+    Codes are uint8 or int32; those of 4 bits are the highest bits of a uint32, for `pack`. These, and those that an
+    instruction makes, are right for NaN because a GPU's product that is NaN is positive.
+    """
+    if E.cast == 1:  # the instruction saturates
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif E.cast == 2:
         return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        x = saturate(x, E.max)
-        in_gaps, exponent = in_gaps_of(x, E)
-        # adding 1.5 * 2**23 leaves no bits for a fraction: the sum is rounded to the nearest even integer
-        steps = ((in_gaps + 12582912.0) - 12582912.0).to(tl.int32)
-        return assemble(x, steps, exponent, E)
+        # the last place of a sum with this power is the gap of x's binade, in units of which it ends with |x| rounded
+        x, magnitude, power = parts_of(x, E)
+        if E.bits == 4:
+            # ... and with 6 more; twice its exponent, which is the binade's number + 149, makes the code and a multiple
+            # of 8
+            gaps = tl.fma(power, 4194307.0, magnitude).to(tl.int32, bitcast=True)
+            return with_sign(x, gaps * ((1 << 28) + (1 << 6)))
+        else:
+            gaps = tl.fma(power, 8388608.0 * 0.5**E.mantissa, magnitude).to(tl.int32, bitcast=True)
+            return assemble(x, gaps, power, E)
 
 
 @triton.jit
 def encode_stochastic(x, words, E: tl.constexpr):
-    """Float32 tile and uint32 words -> codes, int32, rounded stochastically: `numerics.encode_stochastic`."""
-    x = saturate(x, E.max)
-    in_gaps, exponent = in_gaps_of(x, E)
+    """Float32 tile and uint32 words -> codes as of `encode`, rounded stochastically: `numerics.encode_stochastic`."""
+    x, magnitude, power = parts_of(x, E)
+    inverse = ((127 + E.mantissa) << 23) - (power.to(tl.int32, bitcast=True) - (127 << 23))
+    in_gaps = magnitude * inverse.to(tl.float32, bitcast=True)
     below = tl.floor(in_gaps)
-    fraction = (in_gaps - below) * 4294967296.0  # exact
-    whole = fraction.to(tl.int64)
-    word = words.to(tl.int64)  # word < fraction; not by tl.ceil, which takes subnormal numbers for zero
-    up = (word < whole) | ((word == whole) & (whole.to(tl.float32) < fraction))
-    return assemble(x, below.to(tl.int32) + up.to(tl.int32), exponent, E)
+    up = is_below(words, (in_gaps - below) * 4294967296.0)  # exact
+    gaps = (below + tl.where(up, 8388609.0, 8388608.0)).to(tl.int32, bitcast=True)
+    if E.bits == 4:
+        return with_sign(x, (gaps << 28) + (power.to(tl.int32, bitcast=True) - (127 << 23) << 6))
+    else:
+        return assemble(x, gaps, power, E)
 
 
 @triton.jit
-def in_gaps_of(x, E: tl.constexpr):
-    """Of a saturated tile: |x| in units of the gap between its neighbours, and its exponent; see `numerics._round`."""
-    magnitude = tl.where(x != x, 0.0, tl.abs(x))
-    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, E.lowest)
-    return magnitude * ((127 + E.mantissa - exponent) << 23).to(tl.float32, bitcast=True), exponent
+def is_below(words, bound):
+    """Uint32 < float32, exactly.
+
+    Words are rounded towards zero, to the largest float r <= word. If word < bound, r < bound. If r < bound, the next
+    float after r is at most bound, and larger than word.
+    """
+    if INTERPRETED:
+        return words.to(tl.float64) < bound.to(tl.float64)
+    else:
+        towards_zero: tl.constexpr = "cvt.rz.f32.u32 $0, $1;"
+        return tl.inline_asm_elementwise(towards_zero, "=f,r", [words], tl.float32, is_pure=True, pack=1) < bound
 
 
 @triton.jit
-def assemble(x, steps, exponent, E: tl.constexpr):
-    """Signs of x and whole gaps of each binade -> codes, int32; NaN becomes the largest positive code."""
-    code = steps + ((exponent - E.lowest) << E.mantissa)
-    code |= (x.to(tl.int32, bitcast=True) >> 31) & (1 << (E.bits - 1))
-    return tl.where(x != x, (1 << (E.bits - 1)) - 1, code)
+def parts_of(x, E: tl.constexpr):
+    """x, NaN of 4 bits as what it becomes; |x|, at most E.max; and the power of two of its binade: `numerics._round`.
+
+    Numbers smaller than normal ones are in the lowest binade. The gap between neighbours is this power * 2**-mantissa.
+    """
+    if E.bits == 4 and INTERPRETED:  # a GPU's minimum of NaN and a number is the number
+        x = tl.where(x != x, E.max, x)
+    magnitude = tl.minimum(tl.abs(x), E.max)
+    bits = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
+    return x, magnitude, tl.maximum(bits, (127 + E.lowest) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def assemble(x, gaps, power, E: tl.constexpr):
+    """Sign of x, whole gaps in the low 23 bits, and the power of the binade -> codes of 8 or 16 bits, int32.
+
+    A code is the gaps and, times 2**mantissa, the binade's number. NaN becomes the largest positive code.
+    """
+    SIGN: tl.constexpr = 1 << (E.bits - 1)
+    binade = power.to(tl.int32, bitcast=True) - ((127 + E.lowest) << 23)
+    code = (gaps & 0x7FFFFF) + (binade >> (23 - E.mantissa))
+    code |= (x.to(tl.int32, bitcast=True) >> 31) & SIGN
+    return tl.where(x != x, SIGN - 1, code)
+
+
+@triton.jit
+def with_sign(x, code):
+    """Codes of 4 bits: that of |x| in the highest bits but one -> uint32."""
+    return ((code & 0x7FFFFFFF) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Float32 -> float32, rounded to dtype between."""
+    if INTERPRETED or dtype != tl.bfloat16:
+        return widen(narrow(x, dtype))
+    else:  # two at once, which the compiler does for values that it stores alone
+        pair: tl.constexpr = "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}"
+        return tl.inline_asm_elementwise(pair, "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -316,9 +367,9 @@ def hadamard_signs(columns):
 
 @triton.jit
 def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Codes of 4 bits [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
+    """Codes of 4 bits, as of `encode`, [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
     low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-    return low | (high << 4)
+    return (((low >> 4) + high) >> 24).to(tl.uint8)  # no bits but the highest and few of the lowest are set
 
 
 @triton.jit
@@ -334,14 +385,12 @@ def unpack(stored, ROWS: tl.constexpr, COLS: tl.constexpr):
 def philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10 of uint32 tiles: `numerics.philox`."""
     for _ in tl.static_range(10):
-        high0 = tl.umulhi(c0, tl.zeros_like(c0) + 0xD2511F53)
-        low0 = c0 * 0xD2511F53
-        high1 = tl.umulhi(c2, tl.zeros_like(c2) + 0xCD9E8D57)
-        low1 = c2 * 0xCD9E8D57
-        c0 = high1 ^ c1 ^ k0
-        c2 = high0 ^ c3 ^ k1
-        c1 = low1
-        c3 = low0
+        product0 = c0.to(tl.uint64) * 0xD2511F53  # one instruction for both halves
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = product1.to(tl.uint32)
+        c3 = product0.to(tl.uint32)
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0, c1, c2, c3
@@ -368,13 +417,20 @@ def words_of_turned_tile(
     row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr
 ):
     """The same of a tile that is held as its transpose, uint32 [COLS, ROWS]."""
-    rows = (row + tl.arange(0, ROWS)).to(tl.int64)[None, :] * words[4]
+    width = words[4]
     if BY_FOUR:
         tl.static_assert(TOGETHER % 4 == 0)
-        fours = col + 4 * held(COLS // 4, TOGETHER // 4)
-        drawn = tl.reshape(_four_words(rows + fours[:, None], words), (TOGETHER // 4, COLS // TOGETHER * ROWS, 4))
-        return tl.reshape(tl.permute(drawn, (0, 2, 1)), (COLS, ROWS))
+        # calls in an order in which each thread makes those of its elements: of 4 neighbours of ROWS, in turn
+        LANES: tl.constexpr = min(ROWS // 4, 32)
+        shape: tl.constexpr = (TOGETHER // 4, ROWS // (4 * LANES), 4, COLS // TOGETHER, LANES, 4)
+        at = tl.arange(0, ROWS // LANES * (COLS // 4))
+        four = at % shape[3] * TOGETHER + at // (shape[3] * 4 * shape[1]) * 4
+        line = at // shape[3] % 4 + at // (shape[3] * 4) % shape[1] * (4 * LANES)
+        lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
+        drawn = _four_words((row + lines).to(tl.int64) * width + (col + four)[:, None], words)
+        return tl.reshape(tl.permute(tl.reshape(drawn, shape), (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
     else:
+        rows = (row + tl.arange(0, ROWS)).to(tl.int64)[None, :] * width
         return _one_word(rows + (col + held(COLS, TOGETHER))[:, None], words)
 
 

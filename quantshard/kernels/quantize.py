@@ -96,23 +96,42 @@ def tile_of(where, H: tl.constexpr):
     col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
     i = row - where.row_origin + ql.held(H.rows, H.together)
     j = col - where.col_origin + tl.arange(0, H.cols)
+    if H.together == 16:  # a thread then has 16 rows of 4 columns, not 8 of 8
+        j = tl.max_contiguous(j, 4)
     valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
     return row, col, i, j, valued
 
 
 @triton.jit
-def emit(values, row, col, where, out, words, H: tl.constexpr):
+def emit(
+    values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
     """Quantize a tile of values of any floating dtype, zero where there is none, and store what is asked for.
 
-    `row`, `col`: of the tile in the matrix that is quantized, of which the tile is held as the transpose if H.turned.
+    H: of the tile itself. T: of its transpose, with scales of its own; either may be None.
     """
-    x = ql.widen(values)
+    if H is not None:
+        if out.next_amax is not None:
+            bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
+            tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+        x = _transformed(values, col, H)
+        amax = _amaxes(x, out, H)
+        if T is None or T.hadamard:
+            _emit(x, amax, row, col, where, out, words, H)
+    if T is not None:
+        y = _transformed(values, row, T)
+        other_amax = _amaxes(y, other_out, T)
+        if H is not None and not T.hadamard:
+            # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
+            _emit(x, amax, row, col, where, out, words, H)
+        _emit(y, other_amax, col, row, other_where, other_out, other_words, T)
+
+
+@triton.jit
+def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
+    """Codes of a tile at a row and column of the matrix that is quantized; it is held as the transpose if H.turned."""
     element: tl.constexpr = H.rule.element
-    if out.next_amax is not None:
-        tl.atomic_max(out.next_amax, tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0), sem="relaxed")
-    if H.hadamard:
-        x = ql.widen(ql.narrow(_transformed(x, col, H), values.dtype))
-    scaled = x * _multipliers(x, row, col, where, out, H)
+    scaled = x * _multipliers(amax, row, col, where, out, H)
     if H.stochastic:
         k0, k1, draw, stream, width = words
         number = tl.load(draw) if H.draw_loaded else draw
@@ -125,13 +144,13 @@ def emit(values, row, col, where, out, words, H: tl.constexpr):
     else:
         codes = ql.encode(scaled, element)
     at_row, at_col = row - where.row_origin, col - where.col_origin
-    as_held = (out.codes, out.codes_stride, where.rows, out.codes_cols)
-    across = (out.turned, out.turned_stride, where.cols, out.turned_cols)
+    own = (out.codes, out.codes_stride, where.rows, out.codes_cols)
     if H.turned:
-        _store_across(codes, at_row, at_col, as_held, H.cols, H.rows, H)
+        _store_across(codes, at_row, at_col, own, H.cols, H.rows, H)
     else:
-        _store(codes, at_row, at_col, as_held, H)
+        _store(codes, at_row, at_col, own, H)
     if out.turned is not None:
+        across = (out.turned, out.turned_stride, where.cols, out.turned_cols)
         if H.turned:
             _store(codes, at_col, at_row, across, H)
         else:
@@ -139,15 +158,30 @@ def emit(values, row, col, where, out, words, H: tl.constexpr):
 
 
 @triton.jit
-def _transformed(x, col, H: tl.constexpr):
-    """Rows after `numerics.hadamard16`, not rounded; columns of a tile that is turned."""
-    if H.turned:
-        tl.static_assert(H.together == 16)
-        signs = ql.hadamard_signs(col + ql.held(H.cols, H.together))[:, None]
-        return ql.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
+def _transformed(values, col, H: tl.constexpr):
+    """Float32; if asked for after `numerics.hadamard16` of the rows of the matrix, which are columns if H.turned."""
+    x = ql.widen(values)
+    if H.hadamard:
+        if H.turned:
+            tl.static_assert(H.together == 16)
+            signs = ql.hadamard_signs(col + ql.held(H.cols, H.together))[:, None]
+            x = ql.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
+        else:
+            signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
+            x = ql.hadamard16(x, signs, H.rows, H.cols, 1)
+        x = ql.rounded(x, values.dtype)
+    return x
+
+
+@triton.jit
+def _amaxes(x, out, H: tl.constexpr):
+    """Of the blocks of a tile as held, if their scales are not given."""
+    if out.given is not None:
+        return None
+    elif H.turned:
+        return ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
     else:
-        signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
-        return ql.hadamard16(x, signs, H.rows, H.cols, 1)
+        return ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
 
 
 @triton.jit
@@ -167,32 +201,28 @@ def grid_of_tile(row, col, where, stride, rows, cols, H: tl.constexpr):
 
 
 @triton.jit
-def _multipliers(x, row, col, where, out, H: tl.constexpr):
+def _multipliers(amax, row, col, where, out, H: tl.constexpr):
     """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
     rule: tl.constexpr = H.rule
-    if H.turned:
-        shape: tl.constexpr = (H.cols, H.rows, H.block_cols, H.block_rows, H.together)
-    else:
-        shape: tl.constexpr = (H.rows, H.cols, H.block_rows, H.block_cols, H.together)
-    ROWS: tl.constexpr = shape[0] // shape[2]
-    COLS: tl.constexpr = shape[1] // shape[3]
+    ENTRIES: tl.constexpr = H.rows // H.block_rows * (H.cols // H.block_cols)
     at, inside = grid_of_tile(row, col, where, out.grid_stride, out.grid_rows, out.grid_cols, H)
     if out.given is not None:
         multiplier = tl.load(out.given + at, mask=inside, other=0.0)
     else:
         second = tl.load(out.second) if out.second is not None else 0.0
-        amax = ql.block_amax(x, shape[0], shape[1], shape[2], shape[3], shape[4])
-        if ROWS * COLS >= 32:
+        if ENTRIES >= 32:
             # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
-            order = tl.arange(0, ROWS * COLS)
-            amax = tl.gather(tl.reshape(amax, (ROWS * COLS,)), order, 0)
-            stored, multiplier = ql.scales(amax, second, rule)
-            tl.store(out.scale + tl.reshape(at, (ROWS * COLS,)), stored, mask=tl.reshape(inside, (ROWS * COLS,)))
-            multiplier = tl.reshape(tl.gather(multiplier, order, 0), (ROWS, COLS))
+            order = tl.arange(0, ENTRIES)
+            stored, flat = ql.scales(tl.gather(tl.reshape(amax, (ENTRIES,)), order, 0), second, rule)
+            tl.store(out.scale + tl.reshape(at, (ENTRIES,)), stored, mask=tl.reshape(inside, (ENTRIES,)))
+            multiplier = tl.reshape(tl.gather(flat, order, 0), amax.shape)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
             tl.store(out.scale + at, stored, mask=inside)
-    return ql.expand(multiplier, shape[0], shape[1], shape[2], shape[3], shape[4])
+    if H.turned:
+        return ql.expand(multiplier, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    else:
+        return ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
 
 
 @triton.jit
@@ -224,16 +254,6 @@ def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.c
     tl.store(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], codes.to(tl.uint8), mask=mask)
 
 
-@triton.jit
-def emit_both(
-    values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, T: tl.constexpr
-):
-    """`emit`, and of the transposed tile too, which has scales of its own, if it is asked for."""
-    emit(values, row, col, where, out, words, H)
-    if T is not None:
-        emit(values, col, row, other_where, other_out, other_words, T)
-
-
 @triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
 def quantize_kernel(
     x_ptr, row_stride, col_stride, where, out, other_where, other_out, k0, k1, draw, stream, width, other_stream,
@@ -244,7 +264,7 @@ def quantize_kernel(
     values = tl.load(x_ptr + at, mask=valued, other=0.0)
     words = (k0, k1, draw, stream, width)
     other_words = (k0, k1, draw, other_stream, other_width)
-    emit_both(values, row, col, where, out, words, other_where, other_out, other_words, H, T)
+    emit(values, row, col, where, out, words, other_where, other_out, other_words, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch

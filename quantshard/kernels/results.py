@@ -68,11 +68,9 @@ def deliver(
     if sink.sums is not None:
         at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
         tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
-    if H is not None:
-        emit(result, row, col, where, out, (k0, k1, draw, stream, width), H)
-    if T is not None:
-        other_words = (k0, k1, draw, other_stream, other_width)
-        emit(result, col, row, other_where, other_out, other_words, T)
+    words = (k0, k1, draw, stream, width)
+    other_words = (k0, k1, draw, other_stream, other_width)
+    emit(result, row, col, where, out, words, other_where, other_out, other_words, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
