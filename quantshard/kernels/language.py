@@ -113,7 +113,7 @@ def encode_stochastic(x, words, E: tl.constexpr):
     up = is_below(words, (in_gaps - below) * 4294967296.0)  # exact
     gaps = (below + tl.where(up, 8388609.0, 8388608.0)).to(tl.int32, bitcast=True)
     if E.bits == 4:
-        return with_sign(x, (gaps << 28) + (power.to(tl.int32, bitcast=True) - (127 << 23) << 6))
+        return with_sign(x, (gaps << 28) + ((power.to(tl.int32, bitcast=True) - (127 << 23)) << 6))
     else:
         return assemble(x, gaps, power, E)
 
@@ -161,7 +161,12 @@ def assemble(x, gaps, power, E: tl.constexpr):
 @triton.jit
 def with_sign(x, code):
     """Codes of 4 bits: that of |x| in the highest bits but one -> uint32."""
-    return ((code & 0x7FFFFFFF) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.uint32, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    if INTERPRETED:
+        return ((code & 0x7FFFFFFF) | (bits & -0x80000000)).to(tl.uint32, bitcast=True)
+    else:  # one instruction, of which the compiler makes two
+        merge: tl.constexpr = "lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xE4;"
+        return tl.inline_asm_elementwise(merge, "=r,r,r", [code, bits], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -183,19 +188,18 @@ def decode(codes, E: tl.constexpr):
         return codes.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
         code = codes.to(tl.int32)
-        magnitude = code & ((1 << (E.bits - 1)) - 1)
-        exponent = magnitude >> E.mantissa
-        mantissa = (magnitude & ((1 << E.mantissa) - 1)) + tl.where(exponent > 0, 1 << E.mantissa, 0)
-        gap = ((tl.maximum(exponent, 1) + E.lowest - 1 - E.mantissa + 127) << 23).to(tl.float32, bitcast=True)
-        value = mantissa.to(tl.float32) * gap
+        sign = (code << (32 - E.bits)) & -0x80000000
+        bits = ((code << (23 - E.mantissa)) & (((1 << (E.bits - 1)) - 1) << (23 - E.mantissa))) | sign
+        value = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + E.lowest)  # from the lowest binades of float32
         if E.bits == 8:
+            magnitude = code & 0x7F
             if E.mantissa == 3:  # NaN is the largest magnitude alone
                 value = tl.where(magnitude == 0x7F, float("nan"), value)
             else:  # infinity and NaN as in IEEE 754
-                value = tl.where(magnitude == 0x7C, float("inf"), value)
+                infinite = (0x7F800000 | sign).to(tl.float32, bitcast=True)
+                value = tl.where(magnitude == 0x7C, infinite, value)
                 value = tl.where(magnitude > 0x7C, float("nan"), value)
-        sign = (code >> (E.bits - 1)) << 31  # not by a minus, which makes of zero what 0 - 0 is
-        return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return value
 
 
 # -------------------------------------------------------------------------------------------------------------- scales
@@ -369,7 +373,13 @@ def hadamard_signs(columns):
 def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Codes of 4 bits, as of `encode`, [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
     low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-    return (((low >> 4) + high) >> 24).to(tl.uint8)  # no bits but the highest and few of the lowest are set
+    bytes = (low >> 4) + high  # no bits but the highest and few of the lowest are set
+    if INTERPRETED:
+        return (bytes >> 24).to(tl.uint8)
+    else:
+        four: tl.constexpr = """{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0073; prmt.b32 b, $3, $4, 0x0073;
+                                prmt.b32 $0, a, b, 0x5410;}"""
+        return tl.inline_asm_elementwise(four, "=r,r,r,r,r", [bytes], tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -398,24 +408,28 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def words_of_tile(
-    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr = 1
-):
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr = 1,
+    INDEX: tl.constexpr = tl.int64,
+):  # fmt: skip
     """Random words, uint32 [ROWS, COLS], of the tile at a global row and column: `numerics.random_words`.
 
-    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4.
+    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4. INDEX: a type
+    that holds the number of elements of that matrix.
     """
     width = words[4]
-    rows = (row + held(ROWS, TOGETHER)).to(tl.int64)[:, None] * width
-    if BY_FOUR:  # each call of Philox gives the words of four neighbours
-        return tl.reshape(_four_words(rows + (col + 4 * tl.arange(0, COLS // 4))[None, :], words), (ROWS, COLS))
+    rows = (row + held(ROWS, TOGETHER)).to(INDEX)[:, None]
+    if BY_FOUR:
+        calls = rows * (width // 4) + (col // 4 + tl.arange(0, COLS // 4))[None, :]
+        return tl.reshape(_four_words(calls, words), (ROWS, COLS))
     else:
-        return _one_word(rows + (col + tl.arange(0, COLS))[None, :], words)
+        return _one_word(rows * width + (col + tl.arange(0, COLS))[None, :], words)
 
 
 @triton.jit
 def words_of_turned_tile(
-    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr
-):
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
     """The same of a tile that is held as its transpose, uint32 [COLS, ROWS]."""
     width = words[4]
     if BY_FOUR:
@@ -424,13 +438,13 @@ def words_of_turned_tile(
         LANES: tl.constexpr = min(ROWS // 4, 32)
         shape: tl.constexpr = (TOGETHER // 4, ROWS // (4 * LANES), 4, COLS // TOGETHER, LANES, 4)
         at = tl.arange(0, ROWS // LANES * (COLS // 4))
-        four = at % shape[3] * TOGETHER + at // (shape[3] * 4 * shape[1]) * 4
+        four = at % shape[3] * (TOGETHER // 4) + at // (shape[3] * 4 * shape[1])
         line = at // shape[3] % 4 + at // (shape[3] * 4) % shape[1] * (4 * LANES)
         lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
-        drawn = _four_words((row + lines).to(tl.int64) * width + (col + four)[:, None], words)
+        drawn = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
         return tl.reshape(tl.permute(tl.reshape(drawn, shape), (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
     else:
-        rows = (row + tl.arange(0, ROWS)).to(tl.int64)[None, :] * width
+        rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
         return _one_word(rows + (col + held(COLS, TOGETHER))[:, None], words)
 
 
@@ -438,16 +452,17 @@ def words_of_turned_tile(
 def _philox_at(call, words):
     k0, k1, draw, stream, _ = words
     zero = tl.zeros_like(call).to(tl.uint32)
+    high = zero if call.dtype == tl.uint32 else (call >> 32).to(tl.uint32)
     return philox(
-        call.to(tl.uint32), (call >> 32).to(tl.uint32), zero + draw.to(tl.uint32), zero + stream.to(tl.uint32),
-        k0.to(tl.uint32), k1.to(tl.uint32),
+        call.to(tl.uint32), high, zero + draw.to(tl.uint32), zero + stream.to(tl.uint32), k0.to(tl.uint32),
+        k1.to(tl.uint32),
     )  # fmt: skip
 
 
 @triton.jit
-def _four_words(element_index, words):
-    """Of four elements from each index on, a multiple of 4: one dim of 4 more, as two of 2."""
-    w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
+def _four_words(call, words):
+    """Each call of Philox gives the words of four neighbours: one dim of 4 more, as two of 2."""
+    w0, w1, w2, w3 = _philox_at(call, words)
     return tl.join(tl.join(w0, w2), tl.join(w1, w3))
 
 

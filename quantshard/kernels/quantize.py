@@ -52,6 +52,7 @@ class How(NamedTuple):
     hadamard: bool = False
     stochastic: bool = False
     by_four: bool = False
+    short_index: bool = False
     draw_loaded: bool = False
 
 
@@ -114,12 +115,12 @@ def emit(
         if out.next_amax is not None:
             bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
             tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
-        x = _transformed(values, col, H)
+        x = _transformed(values, H)
         amax = _amaxes(x, out, H)
         if T is None or T.hadamard:
             _emit(x, amax, row, col, where, out, words, H)
     if T is not None:
-        y = _transformed(values, row, T)
+        y = _transformed(values, T)
         other_amax = _amaxes(y, other_out, T)
         if H is not None and not T.hadamard:
             # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
@@ -136,10 +137,11 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
         k0, k1, draw, stream, width = words
         number = tl.load(draw) if H.draw_loaded else draw
         key = (k0, k1, number, stream, width)
+        index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
         if H.turned:
-            drawn = ql.words_of_turned_tile(row, col, key, H.rows, H.cols, H.by_four, H.together)
+            drawn = ql.words_of_turned_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         else:
-            drawn = ql.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together)
+            drawn = ql.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         codes = ql.encode_stochastic(scaled, drawn, element)
     else:
         codes = ql.encode(scaled, element)
@@ -158,16 +160,16 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
 
 
 @triton.jit
-def _transformed(values, col, H: tl.constexpr):
+def _transformed(values, H: tl.constexpr):
     """Float32; if asked for after `numerics.hadamard16` of the rows of the matrix, which are columns if H.turned."""
     x = ql.widen(values)
     if H.hadamard:
         if H.turned:
             tl.static_assert(H.together == 16)
-            signs = ql.hadamard_signs(col + ql.held(H.cols, H.together))[:, None]
+            signs = ql.hadamard_signs(ql.held(H.cols, H.together))[:, None]  # tiles start at multiples of 16
             x = ql.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
         else:
-            signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
+            signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
             x = ql.hadamard16(x, signs, H.rows, H.cols, 1)
         x = ql.rounded(x, values.dtype)
     return x
@@ -367,7 +369,8 @@ def target(
     )  # fmt: skip
     how = how_of(
         copy, request.scaling, dtype, device, tile, held_turned, request.words is not None,
-        words.global_shape[1] % 4 == 0, isinstance(words.draw, Tensor),
+        words.global_shape[1] % 4 == 0, words.global_shape[0] * words.global_shape[1] < 1 << 32,
+        isinstance(words.draw, Tensor),
     )  # fmt: skip
     return Target(codes, scale, turned, Where(rows, cols, shape[1], *origin), out, how, words)
 
@@ -382,6 +385,7 @@ def how_of(
     turned: bool,
     stochastic: bool,
     by_four: bool,
+    short_index: bool,
     draw_loaded: bool,
 ) -> How:
     """Constants of a kernel that quantizes tiles, or their transposes."""
@@ -392,6 +396,7 @@ def how_of(
         hadamard=scaling.random_hadamard,
         stochastic=stochastic,
         by_four=by_four,
+        short_index=short_index,
         draw_loaded=draw_loaded,
     )
 

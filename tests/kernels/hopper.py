@@ -97,7 +97,7 @@ def dequantized(name: str) -> Any:
     codes, scale = torch.empty(ROWS, COLS, dtype=torch.uint8), torch.empty(128, 128, dtype=torch.uint8)
     how, out = dequantize.tiles_of(copy, codes.device), torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     return dequantize.dequantize_kernel.warmup(
-        codes, COLS, scale, None, 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how, grid=(1,),
+        codes, COLS, COLS, scale, None, 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how, grid=(1,),
         num_warps=quantize.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
