@@ -101,8 +101,12 @@ def test_other_errors_are_pytorchs() -> None:
 
 
 def test_the_first_that_works_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
     monkeypatch.setattr(attention_backends, "order", lambda *_: ("cudnn", "efficient", "math"))
+    monkeypatch.setattr(attention_backends, "sdpa_kernel", lambda *a, **k: told.append((a, k)) or sdpa_kernel(*a, **k))
     found = attended(AUTO, heads())
+    in_order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    assert told == [((in_order,), {"set_priority": True})]
     for a, b in zip(found, attended("math", heads()), strict=True):
         assert torch.equal(a, b)
 
@@ -122,6 +126,13 @@ def test_layers_hand_it_down_and_other_names_are_refused() -> None:
     assert core.attention_backend == "math" and "attention_backend='math'" in repr(core)
     with pytest.raises(ConfigurationError, match=r"attention_backend='xformers'.*auto, flash, cudnn"):
         qs.MultiheadAttention(24, 4, attention_backend="xformers")
+
+
+def test_the_order_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's settings, which it is made from, are not traced."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    function = torch.compile(lambda x: x + len(order(AUTO, GPU, BF16, 128, True)), fullgraph=True, backend="eager")
+    assert function(torch.zeros(())) == 4
 
 
 @torch.compiler.assume_constant_result
