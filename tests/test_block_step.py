@@ -1,4 +1,4 @@
-"""The benchmark of whole blocks, small and on the CPU: its variants compute the same, and a wrong one is told."""
+"""The benchmarks of whole blocks and of what a device allows, small and on the CPU; what is wrong is told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import block_step as bench
+from benchmarks import roofline
 from benchmarks.block_step import Shape, Subject, Variant
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's and Dynamo's
@@ -95,3 +96,66 @@ def test_memory_and_time_are_of_every_step() -> None:
     found = bench.turn(subject, 3)
     assert len(found["ms"]) == len(found["host ms"]) == 3 and found["added"] == [0.0]
     assert subject.x.grad is None and all(p.grad is None for p in subject.model.parameters())
+
+
+# roofline.py
+
+TINY = ["--layers=2", "--hidden=128", "--ffn=256", "--heads=2", "--kv-heads=1", "--batch=1", "--tokens=128"]
+TINY += ["--repeats=1", "--device=cpu"]
+
+
+def test_the_roofline_times_what_is_there(tmp_path, capsys) -> None:
+    """The CPU has BF16 products, and two backends of attention; what it lacks is named."""
+    file = tmp_path / "results.json"
+    roofline.main([*TINY, f"--json={file}"])
+    found, out = json.loads(file.read_text()), capsys.readouterr().out
+    assert set(found["products ms"]) == set(roofline.KINDS)
+    assert all(took > 0 for took in found["products ms"]["BF16"].values())
+    assert all(rate > 0 for rate in found["memory TB/s"].values())
+    assert min(found["attention ms"]["math"]) > 0
+    assert "attention by cudnn is not available" in found["attention ms"]["cudnn"]
+    assert "| BF16 | " in out and "FP8 1x128 by 1x128: " in out
+
+
+def test_a_block_has_two_products_of_the_gate(capsys) -> None:
+    sizes = roofline.Sizes(layers=3)
+    roofline.print_limits({"BF16": dict.fromkeys(sizes.products(), 1.0)}, {"flash": (1.0, 2.0)}, sizes)
+    assert "| BF16 | 45 | 51 |" in capsys.readouterr().out  # 3 * (4 + 1) products in a block, and 3 * 2 ms
+
+
+def test_wrong_products_are_told(monkeypatch) -> None:
+    right = roofline.KINDS["BF16"]
+    wrong = {"BF16": lambda *a: right(*a)._replace(expected=right(*a).expected * 1.1)}
+    monkeypatch.setattr(roofline, "KINDS", wrong)
+    found = roofline.products(roofline.Sizes(1, 32, 32, 1, 1, 1, 32), "cpu", 1)
+    assert set(found["BF16"].values()) == {"wrong"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in roofline.KINDS if kind != "BF16"])
+def test_scales_are_laid_out_as_the_product_expects(kind: str, monkeypatch) -> None:
+    """Shapes and strides of PyTorch's CUDA kernels, and the values that the check compares with."""
+    m, n, k, seen = 256, 384, 640, []
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *a, **_: seen.append(a) or torch.zeros(m, n))
+    product = roofline.KINDS[kind](m, n, k, "cpu")
+    product.call()
+    x, y, by_x, _, by_y, _ = seen[0]
+    layouts = [(tuple(scales.shape), scales.stride()) for scales in (by_x, by_y)]
+    vector = ((m, 5), (1, m))
+    assert (
+        layouts
+        == {
+            "FP8 per tensor": [((), ()), ((), ())],
+            "FP8 per tensor, fast accumulation": [((), ()), ((), ())],
+            "FP8 by rows": [((m, 1), (1, 1)), ((1, n), (1, 1))],
+            "FP8 1x128 by 128x128": [vector, ((8, 3), (1, 8))],
+            "FP8 1x128 by 1x128": [vector, ((n, 5), (1, n))],
+        }[kind]
+    )
+    of_x = by_x.reshape(-1, 1) if by_x.ndim == 0 else by_x
+    if kind == "FP8 1x128 by 128x128":
+        of_y = by_y.t()[:, :5].repeat_interleave(128, 0)
+    else:
+        of_y = by_y.reshape(-1, 1) if by_y.numel() in (1, n) else by_y
+    wide = [s.repeat_interleave(k // s.shape[1], 1) for s in (of_x, of_y)]
+    expected = (x.double() * wide[0]) @ (y.t().double() * wide[1]).t()
+    assert torch.allclose(product.expected.double(), expected[: roofline.CHECKED_ROWS], rtol=1e-3, atol=1e-2)
