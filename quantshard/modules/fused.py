@@ -4,7 +4,7 @@
 
 What one of them hands to the next is quantized by the kernel that computes it, forward and backward, and is never
 written in high precision: for backward z, the outputs of fc1 and the codes that wgrad reads are kept. The bits are
-those of the steps one by one.
+those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel takes in its order.
 """
 
 from __future__ import annotations
