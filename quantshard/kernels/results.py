@@ -181,6 +181,8 @@ def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
     tile = TILE
     if outputs.quantizes or beside.quantizes:
         tile = Tile(*map(max, outputs.tile, beside.tile))
+        if tile.together < 16:  # beside what such a kernel computes, it is slower so
+            tile = tile._replace(together=1)
     one = two = None
     if outputs.request is not None:
         one = quantize.target((rows, cols), like.dtype, like.device, outputs.request, tile)
