@@ -6,7 +6,7 @@ written for: 16-bit codes, random words that are given as a tensor, and float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from quantshard.numerics import Grids, Pair, Words
 if kernels.USABLE:
     from quantshard.kernels import amax as amax_kernel
     from quantshard.kernels import dequantize as dequantize_kernel
+    from quantshard.kernels import multi_tensor
     from quantshard.kernels import quantize as quantize_kernel
 
 RandomWords = Tensor | Words
@@ -93,3 +94,11 @@ def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, or
         grids = {name: part.contiguous() for name, part in parts.items() if name != copy.codes.name}
         return dequantize_kernel.dequantize(copy, {**grids, copy.codes.name: codes}, shape, origin)
     return numerics.dequantize(copy, parts, shape, origin)
+
+
+def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
+    """`numerics.exceeds` of each of some tensors: bool [tensors], on the device of the first."""
+    devices = {x.device for x in tensors}
+    if len(devices) == 1 and all(has_kernels(x) and x.dtype in _KERNEL_DTYPES for x in tensors):
+        return multi_tensor.exceeding(tensors, largest)
+    return torch.stack([numerics.exceeds(x, largest).to(tensors[0].device) for x in tensors])

@@ -15,7 +15,7 @@ from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import guards, loading
 from quantshard.optimizers.adam import Hyperparameters
-from quantshard.optimizers.rounding import Draw
+from quantshard.optimizers.on_kernels import OnKernels
 from quantshard.optimizers.state import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -128,6 +128,7 @@ class FusedAdam(torch.optim.Optimizer):
             **dict.fromkeys(COUNTERS, 0),
         }
         super().__init__(params, defaults)
+        self._kernels = OnKernels()
         self._states: dict[Tensor, dict[str, State]] = {}
         self._weights: dict[Tensor, State] = {}
         self._versions: dict[Tensor, int] = {}
@@ -213,6 +214,7 @@ class FusedAdam(torch.optim.Optimizer):
         if master is not None:
             assign(master, guards.initial_master(param))
             states[MASTER] = master
+        self._kernels.forget()
         self._states[param], self._weights[param] = states, make_weight(param)
         self._versions[param] = guards.weight_version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
@@ -320,28 +322,42 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reduction = FlatMax()
-        work = list(self._begin(reduction))
-        flags = guards.GradientFlags(((self._names[item.param], item.param, item.grad) for item in work), reduction)
-        reduction.reduce()
-        flags.gather()
+        hyperparameters = [self._hyperparameters(group) for group in self.param_groups]
+        work = list(self._begin(hyperparameters))
+        reduction, left = FlatMax(), work
+        if self._kernels.take(work, hyperparameters, self._seed):
+            flags = self._flags(work, reduction, self._kernels.exceeding())
+            left = self._kernels.update(flags.bad() if self._capturable else flags.send())
+        else:
+            for item in work:
+                item.measure(reduction)
+            flags = self._flags(work, reduction)
         if self._capturable:
-            self._finish_on_device(work, flags)
+            self._finish_on_device(left, flags)
+        elif not flags.skips(self.param_groups, self._max_skipped_in_a_row):
+            for item in left:
+                item.finish()
+            for group in self.param_groups:
+                group["step"] += 1
+        else:
             return loss
-        if flags.skips(self.param_groups, self._max_skipped_in_a_row):
-            return loss
-        for group in self.param_groups:
-            group["step"] += 1
+        self._kernels.finished()
         for item in work:
-            item.finish()
             self._versions[item.param] = guards.weight_version(item.param)
         return loss
 
-    def _begin(self, reduction: FlatMax) -> Iterator[Work]:
+    def _flags(self, work: list[Work], reduction: FlatMax, exceeding: Tensor | None = None) -> guards.GradientFlags:
+        """What all ranks know of the gradients, after all that was registered has been reduced."""
+        gradients = ((self._names[item.param], item.param, item.grad) for item in work)
+        flags = guards.GradientFlags(gradients, reduction, exceeding)
+        reduction.reduce()
+        flags.gather()
+        return flags
+
+    def _begin(self, hyperparameters: list[Hyperparameters]) -> Iterator[Work]:
         """The parameters with a state, checked to be as this optimizer left them."""
         seed = self._seed
-        for group in self.param_groups:
-            hyperparameters = self._hyperparameters(group)
+        for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 grad = self._grad_of(param)
                 if param not in self._states:
@@ -357,8 +373,8 @@ class FusedAdam(torch.optim.Optimizer):
                         f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
                         "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
                     )
-                draw = None if seed is None else Draw(seed, hyperparameters.step, self._streams[param])
-                yield Work(param, grad, states, self._weights[param], hyperparameters, draw, reduction)
+                of_group, stream = hyperparameters[number], self._streams[param]
+                yield Work(param, grad, states, self._weights[param], number, of_group, seed, stream)
 
     def _hyperparameters(self, group: dict[str, Any]) -> Hyperparameters:
         beta1, beta2 = group["betas"]
@@ -393,16 +409,15 @@ class FusedAdam(torch.optim.Optimizer):
             elif grad is not None:
                 grad.detach().zero_()
 
-    def _finish_on_device(self, work: list[Work], flags: guards.GradientFlags) -> None:
+    def _finish_on_device(self, left: list[Work], flags: guards.GradientFlags) -> None:
         """What `step` does after the reduction, with nothing read back: a bad step is undone, not left out."""
         bad, table = flags.bad(), flags.table
         if self._last_bad is None or self._last_bad.table.shape != table.shape:
             self._last_bad, flags.table = flags, torch.zeros_like(table)
         remembered = self._last_bad.table
         remembered.copy_(torch.where(bad, table, remembered))
-        for item in work:
+        for item in left:
             item.finish(skip=bad)
-            self._versions[item.param] = guards.weight_version(item.param)
         for group in self.param_groups:
             skipped = bad.to(group["step"].device).to(torch.int64)
             group["step"].add_(1 - skipped)
