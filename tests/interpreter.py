@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ def prepared_once() -> Iterator[None]:
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         yield
 
