@@ -251,7 +251,7 @@ class QuantizedWeight(QuantizedState):
         return [*self.storage.components.values(), *([] if history is None else [history])]
 
     def signature(self) -> list[int]:
-        return [*super().signature(), int(self.storage.state[KEY])]
+        return [*super().signature(), int(self.storage.state[KEY])]  # which a load writes in place
 
     def written(self, drawn: bool) -> None:
         super().written(drawn)
