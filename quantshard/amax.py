@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,10 +255,22 @@ def history_amax(history: Tensor, most_recent: bool) -> Tensor:
 
 def record_amax_(history: Tensor, amax: Tensor) -> None:
     """Append an amax to a history [len], newest last. Zero, infinite and NaN amaxes are not recorded."""
-    keep = torch.isfinite(amax) & (amax > 0)
-    rolled = torch.roll(history, -1)
-    rolled[-1] = amax
-    history.copy_(torch.where(keep, rolled, history))
+    record_amaxes_([history], amax.view(1))
+
+
+def record_amaxes_(histories: Sequence[Tensor], amaxes: Tensor) -> None:
+    """The same for n histories and amaxes [n], float32: those of one length by a few operations together."""
+    keep = torch.isfinite(amaxes) & (amaxes > 0)
+    alike: dict[tuple[int, torch.device], list[int]] = {}
+    for index, history in enumerate(histories):
+        alike.setdefault((history.numel(), history.device), []).append(index)
+    for (_, device), members in alike.items():
+        of_members = torch.stack([histories[index] for index in members])
+        seen, kept = (x if len(alike) == 1 else x[members] for x in (amaxes.to(device), keep.to(device)))
+        rolled = torch.cat([of_members[:, 1:], seen[:, None]], 1)
+        recorded = torch.where(kept[:, None], rolled, of_members)
+        for index, row in zip(members, recorded.unbind(), strict=True):
+            histories[index].copy_(row)
 
 
 class PendingAmaxes:
@@ -297,8 +309,7 @@ class PendingAmaxes:
         for group, identities in by_group.items():
             amaxes = torch.cat([pending[identity][1] for identity in identities])
             amaxes = amaxes if group is None else _reduced_alike(amaxes, identities, group)
-            for identity, amax in zip(identities, amaxes, strict=True):
-                record_amax_(pending[identity][0], amax)
+            record_amaxes_([pending[identity][0] for identity in identities], amaxes)
 
     def drop(self) -> None:
         """Forget all of them."""
@@ -369,6 +380,7 @@ __all__ = [
     "collective_device",
     "history_amax",
     "record_amax_",
+    "record_amaxes_",
     "requantize_",
     "shared_scales",
     "sharding_group",

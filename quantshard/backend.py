@@ -1,224 +1,134 @@
-"""The one place that asks "native or emulated?", and how operands of GEMMs are quantized.
+"""The one place that asks "native or emulated?": matrix products of quantized operands, and which hardware has them.
 
-On every device today the answer is: emulated. Both operands are dequantized and multiplied in float32, so that each
-product is exact and the sums are those of a float32 accumulator. What is emulated says so: `gemm_path` gives the
+A native product multiplies codes and applies scales as it sums, by PyTorch's scaled matrix products. What no hardware
+here has is emulated, and says so: both operands are dequantized and multiplied in high precision. `gemm_path` gives the
 reason, `explain` prints it.
 
-An operand may be split over the ranks of a process group, as activations are under tensor parallelism. Each rank then
-quantizes its piece, and gets the piece of what quantizing the whole gives, bit for bit; so gathering codes in place of
-values saves bytes and changes nothing.
+A scaled product takes both operands by rows, with the summed dim last, and sizes that are multiples of 16. Operands are
+brought into that form here: transposed, where one copy serves both directions, and padded with zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
-from quantshard import compute, numerics, private_torch, sharding
-from quantshard import storage as storages
-from quantshard.amax import FlatMax, Group
-from quantshard.compute import RandomWords
-from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy
-from quantshard.numerics import Words
+from quantshard import compute
+from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Copy, QuantizedCopy
+from quantshard.operands import Operand
 from quantshard.recipe import Cell, Recipe
-from quantshard.sharding import Shard
-from quantshard.storage import QuantizedStorage, scale_names
+from quantshard.sharding import ceil_div
+from quantshard.storage import QuantizedStorage
 
-Operand = Tensor | QuantizedStorage
-"""A matrix of a GEMM: in high precision, or quantized."""
+Capability = tuple[int, int]
+Block = tuple[str, int, int]
+"""How one side of a scaled product is scaled: the encoding of its scales, and the rows and elements of a row under
+one of them."""
 
-WordsOf = Callable[[Shard], Words]
-"""Gives the random words of a rectangle, by its global shape and origin."""
+
+class Scale(NamedTuple):
+    """How PyTorch names a kind of scales, and how it wants them laid out, from a grid [rows, blocks of a row]."""
+
+    recipes: tuple[F.ScalingType, ...]
+    layout: Callable[[Tensor], Tensor]
+    swizzle: tuple[F.SwizzleType, ...] = ()
 
 
 @dataclass(frozen=True)
-class Split:
-    """A matrix that is cut along `dim`, 0 or 1, into equal pieces, one for each rank of `group` in the group's order.
+class Native:
+    """A scaled product: kinds of scales of the left and right operand, and the GPUs that have it.
 
-    Without a group, or with a group of one rank, this rank has all of it, and nothing communicates.
+    `since`, `before`: compute capabilities. `seen`: the GPU that it was seen working on, or None. `rows`: what the rows
+    of the left operand are a multiple of.
     """
 
-    dim: int
-    group: Group
+    left: Scale
+    right: Scale
+    since: Capability
+    before: Capability = (99, 0)
+    seen: str | None = None
+    rows: int = 1
 
-    @property
-    def size(self) -> int:
-        """Number of pieces."""
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        """Which piece this rank holds."""
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
-    def transposed(self) -> Split:
-        """How the transposed matrix is split."""
-        return Split(1 - self.dim, self.group)
-
-    def shard(self, shape: tuple[int, int]) -> Shard:
-        """Where this rank's piece, of shape [R, C], lies in the whole."""
-        if self.size == 1:
-            return sharding.whole(shape)
-        chunk = shape[self.dim]
-        sizes = (chunk * self.size, shape[1]) if self.dim == 0 else (shape[0], chunk * self.size)
-        return sharding.whole(sizes).piece(self.dim, self.rank * chunk, chunk)
+    def is_on(self, device: torch.device) -> bool:
+        """Whether the device has it."""
+        capability = _capability(device)
+        return capability is not None and self.since <= capability < self.before
 
 
-_MIXED = len(numerics.HADAMARD_SIGNS)  # elements of a row that the Hadamard transform mixes
+@cache
+def _capability(device: torch.device) -> Capability | None:
+    """None for what is no GPU, or for one that is not in this machine."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
-def quantize(
-    values: Tensor,
-    cell: Cell,
-    *,
-    amax: Tensor | None = None,
-    words: RandomWords | None = None,
-    split: Split | None = None,
-) -> QuantizedStorage:
-    """Quantize an activation or gradient [R, C] along its last dim.
+# Layouts of scales ---------------------------------------------------------------------------------------------------
 
-    With `split` it is a collective call: the amaxes of blocks that ranks share, those of the whole tensor too, are
-    reduced in one collective; there is none if no block is shared or `amax` is given.
 
-    Args:
-        values: [R, C], any floating dtype. With the cell's `random_hadamard` it is transformed first, and C is padded
-            to a multiple of 16.
-        amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
-        words: random words for stochastic rounding, of [R, C] (padded likewise).
-        split: `values` is this rank's piece of a matrix that is split so; of the same shape on every rank. The result
-            is the piece of the quantized whole, and `words` are those of the piece (see `shard_of`).
+def _scalar(grid: Tensor) -> Tensor:
+    return grid.view(())
 
-    Raises:
-        ConfigurationError: on every rank, if pieces of this shape cannot be quantized apart; see `gathers_codes`.
+
+def _columns(grid: Tensor) -> Tensor:
+    """Strides (1, rows): the scales of one block of all rows lie together."""
+    return grid.t().contiguous().t()
+
+
+def _by_four(grid: Tensor) -> Tensor:
+    """Of square blocks, transposed: strides (1, n) with n the blocks of a row, a multiple of 4."""
+    more = -grid.shape[1] % 4
+    return (F.pad(grid, (0, more)) if more else grid.contiguous()).t()
+
+
+def swizzled(grid: Tensor) -> Tensor:
+    """Bytes [R, C] -> tiles of 128 x 4, in each of which rows i, i + 32, i + 64 and i + 96 lie together, flat.
+
+    The layout of block scales that tensor cores of compute capability 10 read (cuBLAS, "1D block scaling factors
+    layout").
     """
-    shape = (values.shape[0], values.shape[1])
-    shard = shard_of(shape, cell, split)
-    if split is not None and not gathers_codes(cell, shape, split):
-        raise ConfigurationError(_inseparable(cell, shape, split))
-    if cell.scaling.random_hadamard:
-        values = numerics.hadamard16(values)
-    storage = storages.empty(cell, shard, values.device)
-    alone = amax is None and not any(shard.shares_blocks(part) for part in cell.format.components)
-    if alone and shard.cut is None and compute.sees_blocks(values, cell.format, words):
-        assert not isinstance(words, Tensor)
-        storage.write_whole(values, words)
-    else:
-        storage.write(values, _amaxes(storage, values, amax, split), words)
-    return storage
+    rows, cols = (ceil_div(size, unit) for size, unit in zip(grid.shape, (128, 4), strict=True))
+    padded = F.pad(grid, (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0]))
+    return padded.view(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
 
 
-def _amaxes(storage: QuantizedStorage, values: Tensor, amax: Tensor | None, split: Split | None) -> dict[str, Tensor]:
-    if amax is not None:
-        (name,) = scale_names(storage.cell)
-        return {name: amax.view(1, 1)}
-    amaxes = storage.measure(values)
-    if split is not None:
-        reduction = FlatMax()
-        for name, grid in amaxes.items():
-            if storage.shard.shares_blocks(storage.cell.format.by_name[name]):
-                reduction.add(grid, split.group)
-        reduction.reduce()
-    return amaxes
+def _e8m0(grid: Tensor) -> Tensor:
+    return swizzled(grid).view(torch.float8_e8m0fnu)
 
 
-def shard_of(shape: tuple[int, int], cell: Cell, split: Split | None = None) -> Shard:
-    """The rectangle that `quantize` writes for values of `shape` [R, C]: C is padded where the cell transforms it."""
-    padded = (shape[0], shape[1] + (-shape[1] % _MIXED if cell.scaling.random_hadamard else 0))
-    return sharding.whole(padded) if split is None else split.shard(padded)
+def _e4m3(grid: Tensor) -> Tensor:
+    return swizzled(grid).view(torch.float8_e4m3fn)
 
 
-def gathers_codes(cell: Cell, shape: tuple[int, int], split: Split) -> bool:
-    """True if pieces of `shape` [R, C] can be quantized apart, and gathering their codes gives the quantized whole.
+_TYPES, _SWIZZLE = F.ScalingType, F.SwizzleType
+_WHOLE = Scale((_TYPES.TensorWise,), _scalar)
+_ROW = Scale((_TYPES.RowWise,), lambda grid: grid)
+_ROW_RIGHT = Scale((_TYPES.RowWise,), lambda grid: grid.t())
+_VECTOR = Scale((_TYPES.BlockWise1x128,), _columns)
+_SQUARE = Scale((_TYPES.BlockWise128x128,), _by_four)
+_MX = Scale((_TYPES.BlockWise1x32,), _e8m0, (_SWIZZLE.SWIZZLE_32_4_4,))
+_NV = Scale((_TYPES.BlockWise1x16, _TYPES.TensorWise), _e4m3, (_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE))
 
-    They cannot where the cut crosses something finer than a scale block: 16 elements that a Hadamard transform mixes,
-    or two codes of 4 bits that share a byte. Every rank gives the same answer.
-    """
-    if split.size == 1:
-        return True
-    shard = split.shard(shape)
-    mixes = cell.scaling.random_hadamard and split.dim == 1 and shape[1] % _MIXED != 0
-    return not mixes and all(shard.gathers(copy.codes) for copy in cell.format.copies.values())
+_TENSOR, _ROWS = (FP32.name, ALL, ALL), (FP32.name, 1, ALL)
+_1X128, _128X128 = (FP32.name, 1, 128), (FP32.name, 128, 128)
+_MXFP8, _NVFP4 = (E8M0.name, 1, 32), (E4M3.name, 1, 16)
 
-
-def _inseparable(cell: Cell, shape: tuple[int, int], split: Split) -> str:
-    together = _MIXED if cell.scaling.random_hadamard else 2
-    why = "are transformed together" if cell.scaling.random_hadamard else "share a byte"
-    return (
-        f"pieces [{shape[0]}, {shape[1]}] of a matrix that is cut along its columns over {split.size} ranks cannot be "
-        f"quantized apart to {cell}, where {together} elements of a row {why}; make the {shape[1]} columns a multiple "
-        f"of {together}, or gather the values first, as quantize_and_gather does"
-    )
-
-
-def quantize_and_gather(
-    values: Tensor, cell: Cell, split: Split, *, amax: Tensor | None = None, words: WordsOf | None = None
-) -> QuantizedStorage:
-    """Quantize a matrix of which this rank has the piece `values` [R, C], and return the whole. A collective call.
-
-    Codes are sent where that gives the same bits as sending values, else values (`gathers_codes`).
-
-    Args:
-        values, amax, split: as in `quantize`.
-        words: gives the random words of the rectangle that is quantized here, the piece or the whole; asked only if
-            the cell rounds stochastically.
-    """
-    rounds = words if cell.scaling.stochastic_rounding else None
-    here: Split | None = split
-    if not gathers_codes(cell, (values.shape[0], values.shape[1]), split):
-        values, here = gather_values(values, split), None
-    drawn = None if rounds is None else rounds(shard_of((values.shape[0], values.shape[1]), cell, here))
-    storage = quantize(values, cell, amax=amax, words=drawn, split=here)
-    return storage if here is None else gather(storage, here)
+NATIVE: Final[dict[tuple[Block, Block], Native]] = {
+    (_TENSOR, _TENSOR): Native(_WHOLE, _WHOLE, (8, 9), seen="H200"),
+    (_ROWS, _ROWS): Native(_ROW, _ROW_RIGHT, (9, 0), seen="H200"),
+    (_1X128, _128X128): Native(_VECTOR, _SQUARE, (9, 0), (10, 0), seen="H200", rows=4),
+    (_1X128, _1X128): Native(_VECTOR, _VECTOR, (9, 0), (10, 0), seen="H200", rows=4),
+    (_MXFP8, _MXFP8): Native(_MX, _MX, (10, 0), (11, 0)),
+    (_NVFP4, _NVFP4): Native(_NV, _NV, (10, 0), (11, 0)),
+}
+"""Hardware support: the scaled products there are."""
 
 
-def gather(storage: QuantizedStorage, split: Split) -> QuantizedStorage:
-    """The whole of a matrix of which each rank has the piece that `quantize` gave for `split`. A collective call.
-
-    One all-gather carries the codes and those scales that the cut parts; the others are whole already.
-    """
-    if split.size == 1:
-        return storage
-    shard = storage.shard
-    assert shard.cut is not None and shard.cut.dim == split.dim, (shard, split.dim)
-    by_name = storage.cell.format.by_name
-    sent = [name for name in storage.components if shard.gathers(by_name[name])]
-    wholes = _all_gather([storage.components[name] for name in sent], split)
-    components = storage.components | dict(zip(sent, wholes, strict=True))
-    return QuantizedStorage(storage.cell, shard.before_cut(), components)
-
-
-def gather_values(values: Tensor, split: Split) -> Tensor:
-    """The whole of a matrix of which each rank has a piece [R, C] of any dtype. A collective call, not differentiable.
-
-    It is contiguous, unless it is `values` itself, where that is the whole.
-    """
-    return values if split.size == 1 else _all_gather([values], split)[0]
-
-
-def _all_gather(pieces: list[Tensor], split: Split) -> list[Tensor]:
-    """The wholes of several matrices, from one collective of their bytes; none if they have no bytes."""
-    parts = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
-    sent = torch.cat(parts) if len(parts) > 1 else parts[0]
-    flat = sent.new_empty(split.size * sent.numel())
-    if sent.numel() > 0:
-        private_torch.all_gather_single(flat, sent, group=split.group)
-    received = flat.view(split.size, sent.numel()).split([part.numel() for part in parts], dim=1)
-    return [_joined(of_ranks, piece, split.dim) for of_ranks, piece in zip(received, pieces, strict=True)]
-
-
-def _joined(received: Tensor, piece: Tensor, dim: int) -> Tensor:
-    """Bytes [ranks, bytes of a piece] -> the whole, contiguous, of the dtype of `piece`."""
-    rows, cols = piece.shape
-    by_rank = received.unflatten(1, (rows, cols * piece.itemsize))
-    flat = (by_rank if dim == 0 else by_rank.transpose(0, 1)).reshape(-1).view(piece.dtype)
-    ranks = received.shape[0]
-    return flat.view(rows * ranks, cols) if dim == 0 else flat.view(rows, cols * ranks)
+# Products ------------------------------------------------------------------------------------------------------------
 
 
 def matmul(
@@ -229,24 +139,180 @@ def matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
     bias: Tensor | None = None,
+    poison: Tensor | None = None,
+    precision: torch.dtype | None = None,
 ) -> Tensor:
     """op(a) @ op(b) + bias, accumulated in float32 and rounded once to `out_dtype`.
 
     A quantized operand is read from the copy that was quantized along the summed dim, where its format keeps two.
+
+    Args:
+        poison: float32 scalar, 0 or NaN, that is added to every element of the result.
+        precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
+            reads operands rounded to bfloat16, which MXFP8 is exactly.
     """
-    left = _values(a, Copy.COLUMNWISE if transpose_a else Copy.ROWWISE)
-    right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE)
-    out = torch.matmul(left.t() if transpose_a else left, right.t() if transpose_b else right)
+    left, right = _rows(a, not transpose_a), _rows(b, transpose_b)
+    native = None if left is None or right is None else _native(left, right)
+    if native is None:
+        out = _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, precision or out_dtype)
+        return out if poison is None else out + poison.to(out_dtype)
+    assert left is not None and right is not None
+    return _scaled(native, left, right, out_dtype, bias, poison)
+
+
+class Rows(NamedTuple):
+    """A quantized operand of a scaled product, before layout: codes uint8 [rows, bytes], the summed dim last.
+
+    `grid`: its scales. `amax`: of the whole tensor, where the format has a second scale. `shape`: in elements. `block`:
+    that of its scales here. `origin`: where it begins in the block grid.
+    """
+
+    codes: Tensor
+    grid: Tensor
+    amax: Tensor | None
+    copy: QuantizedCopy
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    origin: tuple[int, int]
+
+    @property
+    def kind(self) -> Block:
+        """The kind of its scales."""
+        return (self.copy.scale.encoding.name, *self.block)
+
+    @property
+    def aligned(self) -> bool:
+        """True if blocks are whole but for the last of a dim."""
+        return all(cover == ALL or at % cover == 0 for at, cover in zip(self.origin, self.block, strict=True))
+
+    def expanded(self) -> Rows:
+        """The same with one row in a block."""
+        rows = self.block[0]
+        grid = self.grid.repeat_interleave(min(rows, self.shape[0]), 0)[: self.shape[0]]
+        return self._replace(grid=grid, block=(1, self.block[1]))
+
+    def padded(self, rows: int) -> Rows:
+        """With zeros, so that rows are a multiple of this, and the bytes of a row one of 16."""
+        bits = self.copy.codes.encoding.bits
+        more_rows, more_cols = -self.shape[0] % rows, -self.shape[1] % (128 // bits)
+        if more_rows == more_cols == 0:
+            return self
+        width = (self.shape[1] + more_cols) * bits // 8
+        codes = F.pad(self.codes, (0, width - self.codes.shape[1], 0, more_rows))
+        spans = (self.shape[0] + more_rows, self.shape[1] + more_cols)
+        entries = [1 if cover == ALL else ceil_div(size, cover) for size, cover in zip(spans, self.block, strict=True)]
+        grid = F.pad(self.grid, (0, entries[1] - self.grid.shape[1], 0, entries[0] - self.grid.shape[0]))
+        return self._replace(codes=codes, grid=grid, shape=spans)
+
+
+def _rows(operand: Operand, as_stored: bool) -> Rows | None:
+    """An operand whose summed dim is the last, `as_stored`, or the first; None if it cannot be read so by codes."""
+    if isinstance(operand, Tensor):
+        return None
+    wanted = Copy.ROWWISE if as_stored else Copy.COLUMNWISE
+    fmt = operand.cell.format
+    if wanted not in fmt.copies and not (as_stored or fmt.transposable):
+        return None
+    storage = operand.with_copy(wanted) if wanted in fmt.copies else operand
+    copy = fmt.copies[wanted if wanted in fmt.copies else Copy.ROWWISE]
+    parts, shape, origin = storage.touched(), storage.shard.shape, storage.shard.origin
+    amax = None if copy.amax is None else parts[copy.amax.name]
+    found = Rows(parts[copy.codes.name], parts[copy.scale.name], amax, copy, shape, copy.block, origin)
+    return found if as_stored else _transposed(found)
+
+
+def _transposed(rows: Rows) -> Rows:
+    codes = compute.transpose_codes(rows.codes, rows.copy.codes.encoding, rows.shape[1])
+    shape, block, origin = rows.shape[::-1], rows.block[::-1], rows.origin[::-1]
+    return rows._replace(codes=codes, grid=rows.grid.t(), shape=shape, block=block, origin=origin)
+
+
+def _native(left: Rows, right: Rows) -> Native | None:
+    """The scaled product for two operands, if the hardware and their blocks allow one."""
+    found = _product(left.kind, right.kind)
+    if found is None or not found.is_on(left.codes.device) or 0 in (*left.shape, *right.shape):
+        return None
+    if left.copy.codes.encoding is E5M2 and right.copy.codes.encoding is E5M2:
+        return None  # tensor cores multiply E4M3 with either
+    return found if left.aligned and right.aligned else None
+
+
+def _product(left: Block, right: Block) -> Native | None:
+    """Blocks of several rows can be read as several of one row."""
+    return NATIVE.get((left, right)) or NATIVE.get((_flat(left), _flat(right)))
+
+
+def _flat(block: Block) -> Block:
+    return block if ALL in block else (block[0], 1, block[2])
+
+
+def _scaled(
+    native: Native, left: Rows, right: Rows, out_dtype: torch.dtype, bias: Tensor | None, poison: Tensor | None
+) -> Tensor:
+    if (left.kind, right.kind) not in NATIVE:
+        left, right = left.expanded(), right.expanded()
+    rows, cols = left.shape[0], right.shape[0]
+    left, right = left.padded(native.rows), right.padded(16)
+    fused = bias is not None and bias.dtype == out_dtype and out_dtype in (torch.bfloat16, torch.float16)
+    if poison is not None and right.copy.scale.encoding is FP32:
+        right, poison = right._replace(grid=right.grid + poison), None
+    a, b = (_codes(side) for side in (left, right))
+    out = F.scaled_mm(
+        a, b.t(),
+        _scales(left, native.left), list(native.left.recipes), _scales(right, native.right), list(native.right.recipes),
+        list(native.left.swizzle) or None, list(native.right.swizzle) or None,
+        bias=F.pad(bias, (0, len(right.codes) - cols)) if fused and bias is not None else None,
+        output_dtype=torch.float32 if bias is not None and not fused else out_dtype,
+    )[:rows, :cols]  # fmt: skip
+    if bias is not None and not fused:
+        out = (out + bias.float()).to(out_dtype)
+    return out if poison is None else out + poison.to(out_dtype)
+
+
+def _codes(rows: Rows) -> Tensor:
+    encoding = rows.copy.codes.encoding
+    return rows.codes.view(torch.float4_e2m1fn_x2 if encoding.native is None else encoding.native)
+
+
+def _scales(rows: Rows, kind: Scale) -> list[Tensor]:
+    found = [kind.layout(rows.grid)]
+    if rows.amax is not None:
+        largest = rows.copy.codes.encoding.max * rows.copy.scale.encoding.max
+        found.append((rows.amax * (1.0 / largest)).view(()))
+    return found
+
+
+def _emulated(
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    transpose_a: bool,
+    transpose_b: bool,
+    bias: Tensor | None,
+    precision: torch.dtype,
+) -> Tensor:
+    lasts = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))  # nothing is rounded that was not
+    halves = a.device.type == "cuda" and precision.itemsize == 2 and lasts
+    dtype = torch.bfloat16 if halves else torch.float32
+    left = _values(a, Copy.COLUMNWISE if transpose_a else Copy.ROWWISE, dtype)
+    right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE, dtype)
+    left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
+    if dtype is not torch.float32 and bias is None and out_dtype is dtype:
+        return torch.mm(left, right)
+    out = torch.mm(left, right, out_dtype=torch.float32) if dtype is not torch.float32 else torch.mm(left, right)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
 
 
-def _values(operand: Operand, wanted: Copy) -> Tensor:
+def _values(operand: Operand, wanted: Copy, dtype: torch.dtype = torch.float32) -> Tensor:
     if isinstance(operand, Tensor):
-        return operand.float()
+        return operand.to(dtype)
     which = wanted if wanted in operand.cell.format.copies else Copy.ROWWISE
-    return operand.dequantize(which)
+    return operand.dequantize(which, dtype)
+
+
+# What is said of them ------------------------------------------------------------------------------------------------
 
 
 def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
@@ -275,5 +341,26 @@ def gemm_path(cell: Cell | None, device: torch.device) -> tuple[str, str]:
     """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason)."""
     if cell is None:
         return "native", "high precision"
-    where = "a CPU has" if device.type == "cpu" else f"{device.type}: quantshard has as yet"
-    return "emulated", f"{where} no {cell.format.copies[Copy.ROWWISE].codes.encoding.name} matrix product"
+    copy = cell.format.copies[Copy.ROWWISE]
+    kind: Block = (copy.scale.encoding.name, *copy.block)
+    name = copy.codes.encoding.name
+    capability = _capability(device)
+    if capability is None:
+        where = "a CPU has" if device.type == "cpu" else f"{device.type}, where there is one: quantshard knows"
+        return "emulated", f"{where} no {name} matrix product"
+    products = [native for (_, right), native in NATIVE.items() if right in (kind, _flat(kind))]
+    for native in products:
+        if native.is_on(device):
+            seen = "" if native.seen else ", not yet run on this hardware"
+            return "native", f"{name} matrix product of compute capability {_dotted(capability)}{seen}"
+    needs = (
+        ", ".join(f"{_dotted(native.since)} up to {_dotted(native.before)}" for native in products) or "other scales"
+    )
+    return "emulated", (
+        f"compute capability {_dotted(capability)} has no {name} matrix product with the scales of "
+        f"{cell.format.name} (such products: {needs})"
+    )
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
-from quantshard.formats import ALL, Format, QuantizedCopy, Role, Scaling
+from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
 from quantshard.numerics import Grids, Pair, Words
 
 if kernels.USABLE:
@@ -20,6 +20,7 @@ if kernels.USABLE:
     from quantshard.kernels import dequantize as dequantize_kernel
     from quantshard.kernels import multi_tensor
     from quantshard.kernels import quantize as quantize_kernel
+    from quantshard.kernels import transpose as transpose_kernel
 
 RandomWords = Tensor | Words
 """Random words of a rectangle: int64 of its shape, or which they are."""
@@ -27,12 +28,22 @@ RandomWords = Tensor | Words
 KERNEL_DEVICES = {"cuda"}
 """Types of the devices whose tensors go to kernels."""
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernels_on(device: torch.device) -> bool:
+    """True if kernels run on this device."""
+    return kernels.USABLE and device.type in KERNEL_DEVICES
 
 
 def has_kernels(x: Tensor) -> bool:
     """True if kernels work on this tensor."""
-    return kernels.USABLE and x.device.type in KERNEL_DEVICES and not private_torch.is_traced(x)
+    return kernels_on(x.device) and not private_torch.is_traced(x)
+
+
+def has_float_kernels(*tensors: Tensor | None) -> bool:
+    """True if kernels that read all of these as floats work on them; they know no float64."""
+    return all(t is None or (t.dtype in KERNEL_DTYPES and has_kernels(t)) for t in tensors)
 
 
 def lacks_kernels(device: torch.device) -> bool:
@@ -42,7 +53,7 @@ def lacks_kernels(device: torch.device) -> bool:
 
 def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
     """`numerics.block_amax`."""
-    if has_kernels(x) and x.dtype in _KERNEL_DTYPES:
+    if has_kernels(x) and x.dtype in KERNEL_DTYPES:
         return amax_kernel.block_amax(x, covers, origin)
     return numerics.block_amax(x, covers, origin)
 
@@ -65,7 +76,7 @@ def quantize_codes(
 
 
 def _has_kernel(x: Tensor, copy: QuantizedCopy) -> bool:
-    return x.dtype in _KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
+    return x.dtype in KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
 
 
 def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
@@ -87,18 +98,31 @@ def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: Words | None = Non
     return parts
 
 
-def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
-    """`numerics.dequantize`."""
+def dequantize(
+    copy: QuantizedCopy,
+    parts: Mapping[str, Tensor],
+    shape: Pair,
+    origin: Pair = (0, 0),
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`numerics.dequantize`, rounded once to `dtype`."""
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
         grids = {name: part.contiguous() for name, part in parts.items() if name != copy.codes.name}
-        return dequantize_kernel.dequantize(copy, {**grids, copy.codes.name: codes}, shape, origin)
-    return numerics.dequantize(copy, parts, shape, origin)
+        return dequantize_kernel.dequantize(copy, {**grids, copy.codes.name: codes}, shape, origin, dtype)
+    return numerics.dequantize(copy, parts, shape, origin).to(dtype)
+
+
+def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
+    """Codes of a matrix [R, `cols`] as stored -> those of its transpose."""
+    if encoding.bits == 8 and has_kernels(codes):
+        return transpose_kernel.transpose(codes)
+    return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
     """`numerics.exceeds` of each of some tensors: bool [tensors], on the device of the first."""
     devices = {x.device for x in tensors}
-    if len(devices) == 1 and all(has_kernels(x) and x.dtype in _KERNEL_DTYPES for x in tensors):
+    if len(devices) == 1 and all(has_kernels(x) and x.dtype in KERNEL_DTYPES for x in tensors):
         return multi_tensor.exceeding(tensors, largest)
     return torch.stack([numerics.exceeds(x, largest).to(tensors[0].device) for x in tensors])

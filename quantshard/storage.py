@@ -177,13 +177,13 @@ class QuantizedStorage:
         return grids
 
     @torch.no_grad()
-    def dequantize(self, which: Copy | None = None) -> Tensor:
-        """The rectangle's values, float32, from the given copy or from whichever is here."""
+    def dequantize(self, which: Copy | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`."""
         which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)
         if not self.has(which):
-            return self.with_copy(which).dequantize(which)
+            return self.with_copy(which).dequantize(which, dtype)
         copy = self.cell.format.copies[which]
-        return compute.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin)
+        return compute.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype)
 
     def with_copy(self, which: Copy) -> QuantizedStorage:
         """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""

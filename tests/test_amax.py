@@ -12,6 +12,7 @@ from quantshard.amax import (
     Requantization,
     history_amax,
     record_amax_,
+    record_amaxes_,
     sharding_group,
     shared_scales,
     united,
@@ -62,6 +63,14 @@ def test_the_newest_are_kept_in_order(length):
     for value in (1.0, 5.0, 2.0, 4.0):
         record_amax_(kept, torch.tensor(value))
     assert kept.tolist() == [0, 1, 5, 2, 4][-length:]
+
+
+def test_histories_of_several_lengths_are_recorded_together():
+    kept = [history(1, 2), history(3, 4, 5), history(6, 7), history(8)]
+    addresses = [each.data_ptr() for each in kept]
+    record_amaxes_(kept, torch.tensor([10.0, 11.0, NAN, 12.0]))
+    assert [each.tolist() for each in kept] == [[2, 10], [4, 5, 11], [6, 7], [12]]
+    assert [each.data_ptr() for each in kept] == addresses
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.0, INF, NAN])

@@ -1,114 +1,261 @@
-"""Quantizing operands in one process, and which pieces of an operand can be quantized apart.
+"""Matrix products of quantized operands: what native ones are given, and that they give what emulated ones do.
 
-What needs ranks is in tests/distributed/test_parallel.py.
+Without a GPU a stand-in takes the place of PyTorch's scaled product: it checks what that does (CUDA 13.0, PyTorch 2.11,
+`ScaledBlas.cpp`) and reads scales where cuBLAS documents that they lie.
 """
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from quantshard import backend, formats, numerics
-from quantshard.backend import Split
-from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy, Scaling
-from quantshard.recipe import Cell
-from tests.distributed.models import RECIPES
-from tests.distributed.parallel import CELLS
+from quantshard import backend, formats, operands, sharding
+from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Copy
+from quantshard.numerics import decode, unpack
+from quantshard.recipe import Cell, resolve
+from quantshard.sharding import ceil_div
+from quantshard.storage import QuantizedStorage
 
-ROW = formats.NVFP4_1X16
-NVFP4, RHT = Cell(ROW), Cell(ROW, Scaling(random_hadamard=True))
-BLOCK, MX, TENSOR = Cell(formats.FP8_1X128), Cell(formats.MXFP8_BOTH), Cell(formats.FP8_E4M3)
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    """Makes every group have that many ranks; this one is the last."""
-
-    def be(size):
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: size)
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda group: size - 1)
-        return object()
-
-    return be
+TYPES = F.ScalingType
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
-def test_cells_of_every_recipe_are_tested():
-    assert {cell.format for cell in CELLS} >= {formats.FP8_E5M2, formats.MXFP8_BOTH, formats.NVFP4_16X16, ROW}
-    assert {cell.scaling.stochastic_rounding for cell in CELLS if cell.scaling.random_hadamard} == {True, False}
-    assert len(RECIPES) > 6 and any(cell.scaling.history for cell in CELLS)
+def values_of(codes: Tensor) -> Tensor:
+    """Codes [rows, bytes] of a native dtype -> float64."""
+    if codes.dtype is torch.float4_e2m1fn_x2:
+        stored = codes.view(torch.uint8)
+        return decode(unpack(stored, E2M1, 2 * stored.shape[1]), E2M1).double()
+    encoding = next(e for e in (E4M3, E5M2) if e.native is codes.dtype)
+    return decode(codes.view(torch.uint8), encoding).double()
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(7, 33), (0, 40), (40, 0), (130, 257)])
-def test_quantize_is_that_of_the_oracle(cell, dtype, shape):
-    torch.manual_seed(0)
-    values = torch.randn(shape).to(dtype)
-    words = None
-    if cell.scaling.stochastic_rounding:
-        words = numerics.random_words(5, 0, 1, backend.shard_of(shape, cell).shape)
-    copies = None if words is None else dict.fromkeys(Copy, words)
-    expected = numerics.quantize(values, cell.format, cell.scaling, words=copies)
-    found = backend.quantize(values, cell, words=words)
-    assert found.components.keys() == expected.keys() and found.cell is cell
-    assert all(torch.equal(found.components[name], part) for name, part in expected.items())
-    assert found.shard == backend.shard_of(shape, cell) and found.shard.cut is None
-    assert found.components[cell.format.components[0].name].is_contiguous()
+def swizzled_at(row: int, col: int, cols: int) -> int:
+    """Where cuBLAS looks for the scale of a row and a block of it (its documentation, "1D block scaling")."""
+    tile = row // 128 * ceil_div(cols, 4) + col // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
 
 
-def test_a_given_amax_scales_instead_of_the_tensors_own():
-    values = torch.tensor([[1.0, -2.0]])
-    found = backend.quantize(values, TENSOR, amax=torch.tensor(448.0))
-    assert found.components["scale_inv"].tolist() == [[1.0]] and found.dequantize().tolist() == [[1.0, -2.0]]
+def spread(side: Tensor, scales: list[Tensor], recipes: list[F.ScalingType], is_right: bool) -> Tensor:
+    """The scale of each element of an operand [rows, K], from scales in the layout that is demanded."""
+    rows, k = side.shape
+    scale, recipe = scales[0], recipes[0]
+    blocks = ceil_div(k, 128)
+    if recipe is TYPES.TensorWise:
+        assert scale.numel() == 1 and scale.dtype is torch.float32
+        return scale.double().expand(rows, k)
+    if recipe is TYPES.RowWise:
+        assert scale.shape == ((1, rows) if is_right else (rows, 1)) and scale.dtype is torch.float32
+        return scale.double().reshape(rows, 1).expand(rows, k)
+    if recipe is TYPES.BlockWise1x128:
+        assert scale.shape == (rows, blocks) and rows % 4 == 0
+        assert scale.stride(0) == 1 and (scale.stride(1) == rows or blocks == scale.stride(1) == 1)
+        return scale.double().repeat_interleave(128, 1)[:, :k]
+    if recipe is TYPES.BlockWise128x128:
+        four = ceil_div(blocks, 4) * 4
+        assert is_right and scale.shape == (four, ceil_div(rows, 128))
+        assert scale.stride(0) == 1 and (scale.stride(1) == four or scale.shape[1] == scale.stride(1) == 1)
+        return scale.t().double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :k]
+    size = 32 if recipe is TYPES.BlockWise1x32 else 16
+    encoding = E8M0 if size == 32 else E4M3
+    cols = ceil_div(k, size)
+    assert scale.dtype is encoding.native and scale.is_contiguous()
+    assert scale.numel() == ceil_div(rows, 128) * 128 * ceil_div(cols, 4) * 4
+    decoded = decode(scale.view(torch.uint8), encoding).double().tolist()
+    grid = torch.tensor([[decoded[swizzled_at(i, j, cols)] for j in range(cols)] for i in range(rows)])
+    whole = scales[1].double() if size == 16 else 1.0
+    return (grid * whole).repeat_interleave(size, 1)[:, :k]
 
 
-def test_one_rank_has_all_and_needs_no_group(ranks):
-    """Nor is torch.distributed initialized here: a collective would raise."""
-    values = torch.randn(7, 33)
-    for split in (Split(0, None), Split(1, None), Split(0, ranks(1)), Split(1, ranks(1))):
-        assert split.size == 1 and split.rank == 0
-        assert backend.gather_values(values, split) is values
-        for cell in (NVFP4, RHT, MX, BLOCK, TENSOR):
-            assert backend.gathers_codes(cell, (7, 33), split)
-            found = backend.quantize(values, cell, split=split)
-            whole = backend.quantize(values, cell)
-            assert found.shard == whole.shard and backend.gather(found, split) is found
-            assert all(torch.equal(found.components[name], part) for name, part in whole.components.items())
-            assert backend.quantize_and_gather(values, cell, split).shard == whole.shard
+def stand_in(
+    a: Tensor, b: Tensor, scale_a: list[Tensor], recipe_a: list[F.ScalingType], scale_b: list[Tensor],
+    recipe_b: list[F.ScalingType], swizzle_a: object = None, swizzle_b: object = None, bias: Tensor | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.scaled_mm`, in float64."""
+    b = b.t()
+    assert a.is_contiguous() and b.is_contiguous(), "row-major by column-major"
+    assert a.shape[1] == b.shape[1] and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0, (a.shape, b.shape)
+    assert not a.dtype == b.dtype == E5M2.native
+    assert bias is None or (bias.dtype == output_dtype != torch.float32 and bias.shape == (b.shape[0],))
+    left, right = values_of(a), values_of(b)
+    out = (left * spread(left, scale_a, recipe_a, False)) @ (right * spread(right, scale_b, recipe_b, True)).t()
+    return (out if bias is None else out + bias.double()).to(output_dtype)
 
 
-def test_where_a_piece_lies(ranks):
-    group = ranks(3)
-    assert Split(0, group).shard((7, 5)).extents == ((14, 21), (0, 5))
-    assert Split(1, group).shard((7, 5)).extents == ((0, 7), (10, 15))
-    assert Split(1, group).shard((7, 5)).global_shape == (7, 15)
-    assert Split(1, group).transposed == Split(0, group)
-    assert backend.shard_of((7, 5), RHT, Split(0, group)).global_shape == (21, 16), "padded for the transform"
-    assert backend.shard_of((7, 5), RHT).shape == (7, 16) and backend.shard_of((7, 5), NVFP4).shape == (7, 5)
-    assert backend.shard_of((7, 32), RHT, Split(1, group)).origin == (0, 64)
+@pytest.fixture(params=[HOPPER, BLACKWELL], ids=["9.0", "10.0"])
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """A GPU of this capability: the one that is there, or a stand-in."""
+    if ON_GPU:
+        if torch.cuda.get_device_capability() != request.param:
+            pytest.skip(f"the GPU is not of capability {request.param}")
+    else:
+        monkeypatch.setattr(backend, "_capability", lambda device: request.param)
+        monkeypatch.setattr(F, "scaled_mm", stand_in)
+    yield request.param
 
 
-@pytest.mark.parametrize(
-    ("cell", "shape", "dim", "apart"),
-    [
-        (RHT, (7, 32), 1, True),
-        (RHT, (7, 24), 1, False),
-        (RHT, (7, 24), 0, True),
-        (RHT, (7, 0), 1, True),
-        (NVFP4, (7, 6), 1, True),
-        (NVFP4, (7, 5), 1, False),
-        (NVFP4, (7, 5), 0, True),
-        (NVFP4, (7, 0), 1, True),
-        (BLOCK, (7, 5), 1, True),
-        (MX, (7, 5), 1, True),
-        (MX, (7, 5), 0, True),
-        (TENSOR, (0, 5), 0, True),
-    ],
-)
-def test_what_can_be_quantized_apart(ranks, cell, shape, dim, apart):
-    split = Split(dim, ranks(2))
-    assert backend.gathers_codes(cell, shape, split) == apart
-    if not apart:
-        together = 16 if cell is RHT else 2
-        said = rf"pieces \[7, {shape[1]}\] .* 2 ranks .*nvfp4_1x16.*multiple of {together}, or gather"
-        with pytest.raises(ConfigurationError, match=said):
-            backend.quantize(torch.zeros(shape), cell, split=split)
+PAIRS = {
+    "tensor": ("fp8_e4m3", "fp8_e4m3", HOPPER, BLACKWELL),
+    "gradient": ("fp8_e5m2", "fp8_e4m3", HOPPER, BLACKWELL),
+    "row": ("fp8_1xrow", "fp8_1xrow", HOPPER, BLACKWELL),
+    "vector by square": ("fp8_1x128", "fp8_128x128", HOPPER),
+    "vector by vector": ("fp8_1x128", "fp8_1x128", HOPPER),
+    "square by square": ("fp8_128x128", "fp8_128x128", HOPPER),
+    "mx": ("mxfp8_1x32", "mxfp8_1x32", BLACKWELL),
+    "mx by square": ("mxfp8_1x32", "mxfp8_32x32", BLACKWELL),
+    "nv": ("nvfp4_1x16", "nvfp4_1x16", BLACKWELL),
+    "nv by square": ("nvfp4_1x16", "nvfp4_16x16", BLACKWELL),
+}
+SHAPES = [(1, 1, 1), (3, 5, 7), (64, 48, 128), (130, 257, 200), (5, 300, 1030), (260, 16, 512)]
+
+
+def quantized(rows: int, cols: int, name: str, seed: int) -> QuantizedStorage:
+    values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    values *= torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed + 1)).exp()
+    return operands.quantize(values.bfloat16().to(DEVICE), Cell(FORMATS[name]))
+
+
+def in_double(storage: QuantizedStorage) -> Tensor:
+    return storage.dequantize().double()
+
+
+def close(found: Tensor, a: Tensor, b: Tensor, native: bool) -> None:
+    """Within what float32 sums can be off, of products that the operands bound, and one rounding.
+
+    FP8 tensor cores of Hopper keep 14 bits of a partial sum (PyTorch issue and DeepSeek-V3's report); what is emulated
+    on a GPU rounds operands to bfloat16.
+    """
+    exact = a @ b
+    sums = 2.0**-13 if ON_GPU and native else 2.0**-7 if ON_GPU else 2.0**-20
+    room = sums * (a.abs() @ b.abs()) + torch.finfo(found.dtype).eps * exact.abs()
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= room + 1e-30).all()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_native_products(name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right, *having = PAIRS[name]
+    calls: list[int] = []
+    real = F.scaled_mm
+    monkeypatch.setattr(F, "scaled_mm", lambda *args, **options: calls.append(1) or real(*args, **options))
+    for (m, n, k), dtype in itertools.product(SHAPES, (torch.bfloat16, torch.float32)):
+        a, b = quantized(m, k, left, 0), quantized(n, k, right, 2)
+        close(backend.matmul(a, b, dtype, transpose_b=True), in_double(a), in_double(b).t(), capability in having)
+        if FORMATS[right].transposable:  # dgrad
+            b = quantized(k, n, right, 2)
+            close(backend.matmul(a, b, dtype), in_double(a), in_double(b), capability in having)
+        if FORMATS[left].transposable and FORMATS[right].transposable:  # wgrad
+            a = quantized(k, m, left, 0)
+            product = backend.matmul(a, b, dtype, transpose_a=True)
+            close(product, in_double(a).t(), in_double(b), capability in having)
+    assert bool(calls) == (capability in having), "it must be native where there is one, and only there"
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_bias_and_poison(name: str, capability: tuple[int, int]) -> None:
+    left, right, *_ = PAIRS[name]
+    a, b = quantized(7, 40, left, 0), quantized(9, 40, right, 2)
+    nothing, nan = torch.zeros((), device=DEVICE), torch.full((), torch.nan, device=DEVICE)
+    for dtype, of_bias in itertools.product((torch.bfloat16, torch.float32), repeat=2):
+        bias = torch.randn(9, device=DEVICE).to(of_bias)
+        plain = backend.matmul(a, b, torch.float32, transpose_b=True)
+        found = backend.matmul(a, b, dtype, transpose_b=True, bias=bias)
+        bound = torch.finfo(dtype).eps * (plain + bias.float()).abs() + 2.0**-7 * plain.abs().max() * ON_GPU + 1e-6
+        assert found.dtype is dtype and ((found.float() - plain - bias.float()).abs() <= bound).all()
+        assert torch.equal(backend.matmul(a, b, dtype, transpose_b=True, bias=bias, poison=nothing), found)
+        assert backend.matmul(a, b, dtype, transpose_b=True, poison=nan).isnan().all()
+
+
+def test_what_has_no_native_product_is_emulated(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two E5M2, blocks that a cut crosses, no elements, and operands in high precision."""
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise AssertionError("not native")
+
+    monkeypatch.setattr(F, "scaled_mm", refuse)
+    gradient = quantized(32, 64, "fp8_e5m2", 0)
+    close(
+        backend.matmul(gradient, gradient, torch.float32, transpose_b=True), in_double(gradient),
+        in_double(gradient).t(), False,
+    )  # fmt: skip
+    weight = quantized(300, 256, "fp8_128x128", 0)
+    piece = weight.piece(0, 100, 100)  # its first block begins 28 rows above it
+    vector = quantized(4, 256, "fp8_1x128", 1)
+    close(
+        backend.matmul(vector, piece, torch.float32, transpose_b=True), in_double(vector), in_double(piece).t(), False
+    )
+    nobody = quantized(0, 256, "fp8_e4m3", 0)
+    assert backend.matmul(nobody, quantized(8, 256, "fp8_e4m3", 1), torch.float32, transpose_b=True).shape == (0, 8)
+    high = torch.randn(5, 256, device=DEVICE)
+    close(backend.matmul(high, weight, torch.float32, transpose_b=True), high.double(), in_double(weight).t(), False)
+
+
+def test_an_aligned_piece_is_native(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = F.scaled_mm
+    monkeypatch.setattr(F, "scaled_mm", lambda *args, **options: calls.append(1) or real(*args, **options))
+    weight, vector = quantized(300, 256, "fp8_128x128", 0), quantized(4, 256, "fp8_1x128", 1)
+    for start, chunk in ((128, 128), (256, 128), (0, 100)):
+        piece = weight.piece(0, start, chunk)
+        close(
+            backend.matmul(vector, piece, torch.bfloat16, transpose_b=True), in_double(vector), in_double(piece).t(),
+            capability == HOPPER,
+        )  # fmt: skip
+    assert len(calls) == (3 if capability == HOPPER else 0)
+
+
+def test_the_transposed_copy_serves_wgrad(capability: tuple[int, int]) -> None:
+    """As `sources.both_ways` gives it: a storage of the transpose."""
+    a, b = quantized(40, 24, "fp8_e5m2", 0), quantized(40, 33, "fp8_e4m3", 2)
+    expected = backend.matmul(a, b, torch.float32, transpose_a=True)
+
+    def turned(s: QuantizedStorage) -> QuantizedStorage:
+        parts = {"codes": s.components["codes"].t().contiguous(), "scale_inv": s.components["scale_inv"]}
+        return QuantizedStorage(s.cell, sharding.whole((s.shard.shape[1], s.shard.shape[0])), parts)
+
+    assert torch.equal(backend.matmul(turned(a), turned(b), torch.float32, transpose_b=True), expected)
+
+
+def test_paths_are_named(capability: tuple[int, int]) -> None:
+    device = torch.device("cuda")
+    native = {
+        name: backend.gemm_path(resolve(name).weight, device)[0] for name in ("current", "block", "mxfp8", "nvfp4")
+    }
+    hopper = capability == HOPPER
+    assert native == {
+        "current": "native",
+        "block": "native" if hopper else "emulated",
+        "mxfp8": "emulated" if hopper else "native",
+        "nvfp4": "emulated" if hopper else "native",
+    }
+    path, reason = backend.gemm_path(resolve("mxfp8").weight, device)
+    assert ("not yet run on this hardware" in reason) == (not hopper), "only H200s were there"
+    assert path == "native" or "9.0" in reason
+
+
+def test_the_swizzle() -> None:
+    """Of rows and columns that fill no tile: each byte lies where cuBLAS looks for it, zeros elsewhere."""
+    for rows, cols in ((1, 1), (128, 4), (129, 5), (300, 9)):
+        grid = torch.randint(1, 255, (rows, cols), dtype=torch.uint8)
+        flat = backend.swizzled(grid)
+        found = torch.tensor([[int(flat[swizzled_at(i, j, cols)]) for j in range(cols)] for i in range(rows)])
+        assert torch.equal(found, grid.long()) and flat.count_nonzero() == rows * cols
+
+
+def test_rows_name_the_formats_that_recipes_use() -> None:
+    """Every weight format of a named recipe has a native product on some GPU."""
+    kinds = {kind for pair in backend.NATIVE for kind in pair}
+    for name in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4"):
+        cell = resolve(name).weight
+        assert cell is not None
+        copy = cell.format.copies[Copy.ROWWISE]
+        kind = (copy.scale.encoding.name, *copy.block)
+        assert kind in kinds or backend._flat(kind) in kinds, name
+    assert formats.ALL not in (128, 32, 16)

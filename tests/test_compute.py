@@ -18,6 +18,13 @@ from tests.distributed.models import RECIPES
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled kernels read no tensors of the CPU
+
+
+@pytest.fixture(autouse=True)
+def _on_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first the oracle runs, also on a GPU."""
+    monkeypatch.setattr(compute, "KERNEL_DEVICES", set())
 
 
 @pytest.fixture
@@ -26,7 +33,7 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
 
     def start() -> list[str]:
         used: list[str] = []
-        monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cuda", "cpu"})
+        monkeypatch.setattr(compute, "KERNEL_DEVICES", {DEVICE})
         for module, name in (
             (compute.amax_kernel, "block_amax"),
             (compute.quantize_kernel, "quantize"),
@@ -43,11 +50,11 @@ def trained(recipe: qs.recipe.Recipe) -> dict[str, Tensor]:
     """Of two steps of a layer: all tensors of the model and the optimizer, the outputs and the input's gradient."""
     torch.manual_seed(3)
     with qs.quantized_model_init(recipe=recipe):
-        model = nn.Sequential(qs.Linear(40, 70, params_dtype=torch.bfloat16, device="cpu"))
+        model = nn.Sequential(qs.Linear(40, 70, params_dtype=torch.bfloat16, device="cpu")).to(DEVICE)
     optimizer = FusedAdam(model.named_parameters(), lr=0.1, exp_avg_sq_dtype=torch.uint8)
     found: dict[str, Tensor] = {}
     for step in range(2):
-        x = torch.randn(21, 40, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+        x = torch.randn(21, 40, generator=torch.Generator().manual_seed(step)).bfloat16().to(DEVICE).requires_grad_()
         with qs.autocast(recipe=recipe):
             y = model(x)
         y.float().square().sum().backward()
@@ -72,13 +79,13 @@ def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[
 
 def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str]]) -> None:
     """16-bit codes, float64, words as a tensor, and tensors of other devices."""
-    x, row, wide = torch.randn(5, 7), FORMATS["mxfp8_1x32"].copies[Copy.ROWWISE], FORMATS["fp16_1x128"]
+    x, row, wide = torch.randn(5, 7).to(DEVICE), FORMATS["mxfp8_1x32"].copies[Copy.ROWWISE], FORMATS["fp16_1x128"]
     words = Words(5, 1, 2, (5, 7))
     grids = numerics.encode_scales(numerics.amaxes(x, FORMATS["mxfp8_1x32"]), FORMATS["mxfp8_1x32"], Scaling())
-    expected = numerics.quantize_codes(x, row, grids, (0, 0), words.tensor())
+    expected = numerics.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE))
     assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
     used = on_kernels()
-    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words.tensor()), expected)
+    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE)), expected)
     compute.block_amax(x.double(), (1, 32))
     compute.block_amax(x.to("meta"), (1, 32))
     assert not compute.sees_blocks(x, wide, None) and not compute.sees_blocks(x, FORMATS["fp8_e4m3"], None)

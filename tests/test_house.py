@@ -23,8 +23,10 @@ PACKAGE = "quantshard"
 LAYERS = {
     **dict.fromkeys(["formats", "errors", "limits"], 0),
     **dict.fromkeys(["sharding", "numerics", "distributions", "kernels"], 1),
-    **dict.fromkeys(["recipe", "compute", "storage", "private_torch"], 2),
-    **dict.fromkeys(["tensor", "ops", "arithmetic", "components", "distribute", "amax", "backend", "replicas"], 3),
+    **dict.fromkeys(["recipe", "compute", "storage", "sources", "private_torch"], 2),
+    **dict.fromkeys(
+        ["tensor", "ops", "arithmetic", "components", "distribute", "amax", "operands", "backend", "replicas"], 3
+    ),
     **dict.fromkeys(["modules", "optimizers", "checkpoints", "observe"], 4),
     **dict.fromkeys(["cli", "__main__", "__init__"], 5),
 }

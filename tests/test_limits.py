@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import quantshard as qs
-from quantshard import backend, kernels, limits
+from quantshard import backend, kernels, limits, operands
 from quantshard.errors import FallbackError
 from quantshard.formats import FORMATS, Copy
 from quantshard.recipe import Cell, Recipe, resolve
@@ -101,7 +101,7 @@ def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
     cells = [Cell(fmt) for fmt in FORMATS.values() if not fmt.transposable and len(fmt.copies) == 1]
     assert cells
     for cell in cells:
-        storage = backend.quantize(torch.ones(32, 96), cell)
+        storage = operands.quantize(torch.ones(32, 96), cell)
         assert "turned" in backend.fallbacks(storage, None, torch.device("cpu"))
 
 

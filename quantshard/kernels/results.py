@@ -13,6 +13,7 @@ on nothing but shape, format and device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -206,6 +207,11 @@ def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
     amax = None if outputs.amax is None else outputs.amax.view(torch.int32)
     sink = Sink(high, 0 if high is None else high.stride(0), amax, outputs.poison, sums, cols)
     return Plan(outputs, (one, two), Tile(height, width), leader.extent(rows, cols), sink, programs)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """x [..., C] as [R, C]; a scalar as [1, 1]."""
+    return x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -19,19 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from quantshard.amax import Group
 from quantshard.errors import ConfigurationError
-from quantshard.modules import unsupported
+from quantshard.modules import rotary, unsupported
 from quantshard.modules.base import InitMethod
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
 from quantshard.modules.meshes import check_meshes, mesh_of_group
-from quantshard.modules.rotary import apply_rotary_pos_emb
+from quantshard.modules.rotary import RotaryEmbedding
 
 QKV_FORMATS = ("sbhd", "bshd")
 MASK_TYPES = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary")
 _TAKES_MASK = ("padding", "padding_causal", "arbitrary")
 
 Window = tuple[int, int]
-RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 
 
 class CompositeModule(nn.Module):
@@ -433,11 +432,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         normed = None
         if self.return_layernorm_output:
             projected, normed = projected
-        q, k, v = self._split(projected)
-        if rotary_pos_emb is not None:
-            for_q, for_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            q = apply_rotary_pos_emb(q, for_q, self.qkv_format, interleaved=self.rotary_pos_interleaved)
-            k = apply_rotary_pos_emb(k, for_k, self.qkv_format, interleaved=self.rotary_pos_interleaved)
+        q, k, v = self._split_and_rotate(projected, rotary_pos_emb)
         context = self.core_attention(
             q, k, v, attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention,
@@ -447,10 +442,24 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             return cast(Tensor, out)
         return (*out, normed) if self.return_bias else (out, normed)
 
-    def _split(self, qkv: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def _split_and_rotate(self, qkv: Tensor | Sequence[Tensor], freqs: RotaryEmbedding | None) -> Sequence[Tensor]:
         """[..., features], or three parts of it -> queries [..., h, d], keys and values [..., groups, d]."""
+        layout = rotary.Layout(self.qkv_format, self.rotary_pos_interleaved)
+        heads, groups = self._local_heads()
+        if isinstance(qkv, Tensor) and isinstance(freqs, Tensor) and not self.interleaved:
+            by_head = qkv.unflatten(-1, (-1, self.kv_channels))
+            return rotary.rotate_projection(by_head, heads, groups, freqs, layout)
+        q, k, v = self._split(qkv, heads, groups)
+        if freqs is not None:
+            q, k = rotary.rotate_queries_and_keys(q, k, freqs, layout)
+        return q, k, v
+
+    def _local_heads(self) -> tuple[int, int]:
+        """Heads of the queries on this rank, and of keys and values."""
         tp_size = self.core_attention.tp_size
-        heads, groups = self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
+        return self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
+
+    def _split(self, qkv: Tensor | Sequence[Tensor], heads: int, groups: int) -> Sequence[Tensor]:
         if not isinstance(qkv, Tensor):
             return [part.unflatten(-1, (-1, self.kv_channels)) for part in qkv]
         by_head = qkv.unflatten(-1, (-1, self.kv_channels))

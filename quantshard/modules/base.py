@@ -19,7 +19,7 @@ from quantshard import amax, backend, components, distribute, distributions, lim
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
 from quantshard.modules import compiled, context, functional, parallel, recompute
-from quantshard.modules.functional import LinearState
+from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import OnMesh, Parallelism
 from quantshard.modules.recompute import Call
 from quantshard.modules.state_dict import Saved
@@ -316,7 +316,7 @@ class QuantizedModule(OnMesh, Saved):
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         return functional.linear(x, checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
 
-    def _normalized(self, normalize: Callable[..., Tensor], x: Tensor, prefix: str = "") -> Tensor:
+    def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
         return normalize(x, self._whole_on_rows(prefix + "weight"), self._whole_on_rows(prefix + "bias"))
 

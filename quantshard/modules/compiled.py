@@ -24,7 +24,8 @@ from quantshard import ops, private_torch, sharding
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context, functional, recompute
-from quantshard.modules.functional import LinearState, Needed, WgradOperand
+from quantshard.modules.functional import Needed
+from quantshard.modules.linear_operands import LinearState, WgradOperand, keeps_transposed
 from quantshard.modules.recompute import Call
 from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.storage import QuantizedStorage
@@ -171,7 +172,9 @@ def _forward(*arguments: Any) -> list[Tensor]:
         module._operand(name, call, x.device)
     context.drop_failed_backward()  # autocast does it on entering, but where that is compiled nothing is left of it
     weights = layer.weights_of(module, given)
-    outputs, x_wgrad = functional.forward(x, weights, biases or [None] * len(weights), call, state, keeps_input)
+    outputs, x_wgrad = functional.forward(
+        x.reshape(-1, x.shape[-1]), x.shape, weights, biases or [None] * len(weights), call, state, keeps_input
+    )
     saved = outputs
     if keeps_input and isinstance(x_wgrad.operand, QuantizedStorage):
         kept = x_wgrad.operand
@@ -191,7 +194,7 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
             "the checkpointed function and enter autocast in it, or use a recipe without past amaxes"
         )
     outputs = [x.new_empty((*x.shape[:-1], features)) for features in out_features]
-    kept, transposed = _kept_input(layer.setting)
+    kept, transposed = _kept_input(layer.setting, x)
     if keeps_input and kept is not None:
         for component in kept.format.components:
             grid = [
@@ -204,11 +207,11 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
     return outputs
 
 
-def _kept_input(setting: str) -> tuple[Cell | None, bool]:
-    """How the input is quantized for wgrad, if it is, and whether that is done to its transpose."""
+def _kept_input(setting: str, like: Tensor) -> tuple[Cell | None, bool]:
+    """How the input is quantized for wgrad, if it is, and whether its transpose is kept; `like`: of its dtype."""
     recipe = context.setting(setting).recipe
     first, second = (recipe.cell(TensorRole.INPUT, gemm) for gemm in (Gemm.FPROP, Gemm.WGRAD))
-    return second, second is not None and not functional.serves_both(first, second)
+    return second, keeps_transposed(first, second, like)
 
 
 def _kept_shape(x_shape: Sequence[int], cell: Cell, transposed: bool) -> tuple[int, int]:
@@ -233,7 +236,7 @@ def _scales_by_past(weights: Weights, setting: str) -> bool:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     forward = _Forward.of(inputs)
-    kept, _ = _kept_input(forward.layer.setting)
+    kept, _ = _kept_input(forward.layer.setting, forward.x)
     high_precision = [forward.x] if kept is None and forward.keeps_input else []
     parts = len(forward.weights.plain)
     ctx.save_for_backward(forward.layer.module, *forward.weights.plain, *high_precision, *output[parts:])
@@ -302,7 +305,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     if _scales_by_past(given, layer.setting):
         call.amaxes |= {(TensorRole.WEIGHT, part): amax for part, amax in enumerate(saved[-parts:])}
         saved = saved[:-parts]
-    kept, transposed = _kept_input(layer.setting)
+    kept, transposed = _kept_input(layer.setting, grads[0])
     x_wgrad = WgradOperand(grads[0], False)
     if saved and kept is None:
         x_wgrad = WgradOperand(saved[0].reshape(-1, x_shape[-1]), False)

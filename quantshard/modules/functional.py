@@ -12,71 +12,25 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantshard import backend, compute, limits
-from quantshard.amax import Groups, history_amax, including
-from quantshard.backend import Operand, Split
+from quantshard import backend, kernels, limits
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import ALL
 from quantshard.modules import context, parallel
+from quantshard.modules.linear_operands import LinearState, Wanted, Ways, WgradOperand, both_ways, weight_operand
 from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
-from quantshard.numerics import Words
-from quantshard.recipe import Cell, Gemm, TensorRole
-from quantshard.sharding import Shard
-from quantshard.storage import (
-    AMAX_HISTORY,
-    DGRAD_STREAM,
-    DRAWS,
-    KEY,
-    STREAMS_PER_RANK,
-    WGRAD_STREAM,
-    QuantizedStorage,
-)
+from quantshard.operands import Split
+from quantshard.recipe import TensorRole
+from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
 
-
-@dataclass
-class LinearState:
-    """What one linear layer carries between steps: state of its weights, and delayed-scaling histories.
-
-    `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
-    seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism. `amax_group`: whom
-    delayed scaling reduces amaxes over; None: whom autocast says. `data_group`: the ranks that together work on one
-    batch, if not those of `tp`, by which random streams are told apart.
-    """
-
-    weights: Sequence[dict[str, Tensor]]
-    input_history: Tensor | None
-    grad_output_history: Tensor | None
-    record: bool
-    tp: TensorParallel = parallel.NONE
-    amax_group: Groups = None
-    data_group: Groups = None
-
-    def split(self, role: TensorRole) -> Split | None:
-        """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
-
-        Along features, it stays so. Along tokens (under sequence parallelism) the GEMMs need it gathered.
-        """
-        if self.tp.size == 1 or self.tp.mode is None:
-            return None
-        if (role is TensorRole.INPUT) == (self.tp.mode == "row"):
-            return self.tp.split(1)
-        return self.tp.split(0) if self.tp.sequence_parallel else None
-
-    @property
-    def weight_split(self) -> Split | None:
-        """How a weight [out_features, in_features] is cut over the ranks."""
-        if self.tp.size == 1 or self.tp.mode is None:
-            return None
-        return self.tp.split(0 if self.tp.mode == "column" else 1)
+if kernels.USABLE:
+    from quantshard.sources import Source
 
 
 def linear(
@@ -113,12 +67,16 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return shaped_as(y, x)
 
 
-def shaped_as(y: Tensor, x: Tensor, split: Split | None = None) -> Tensor:
-    """y [tokens, features] with the leading dims of x, of which `split` says how it was cut.
+def shaped_as(y: Tensor, x: Tensor) -> Tensor:
+    """y [tokens, features] with the leading dims of x.
 
     Not by view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place.
     """
-    out: Tensor = torch.ops.aten._unsafe_view(y, [*_leading(x.shape, split), y.shape[-1]])
+    return _with_leading(y, x.shape)
+
+
+def _with_leading(y: Tensor, shape: Sequence[int], split: Split | None = None) -> Tensor:
+    out: Tensor = torch.ops.aten._unsafe_view(y, [*_leading(shape, split), y.shape[-1]])
     return out
 
 
@@ -141,7 +99,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         parts = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:parts], weights_and_biases[parts:]
-        outputs, x_wgrad = forward(x, weights, biases, call, state, keeps_input)
+        outputs, x_wgrad = forward(x.reshape(-1, x.shape[-1]), x.shape, weights, biases, call, state, keeps_input)
         ctx.call, ctx.state, ctx.x_shape = call, state, x.shape
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
@@ -170,31 +128,38 @@ class Needed(NamedTuple):
     weights: Sequence[bool]
     biases: Sequence[bool]
 
+    def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> Wanted:
+        """What is wanted of the gradient of one weight's output."""
+        return Wanted(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
+
 
 def forward(
-    x: Tensor,
+    source: Tensor | Source,
+    x_shape: Sequence[int],
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     call: Call,
     state: LinearState,
     keeps_input: bool,
 ) -> tuple[list[Tensor], WgradOperand]:
-    """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`."""
+    """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`.
+
+    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape.
+    """
     if call.repeated:
         context.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
-    tokens = x.reshape(-1, x.shape[-1])
-    x_fprop, x_wgrad = _both_ways(tokens, TensorRole.INPUT, call, state, need_second=keeps_input)
+    read = both_ways(source, TensorRole.INPUT, call, state, Wanted(True, keeps_input))
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        w = _weight_operand(weight, part, call, state)
-        y = backend.matmul(x_fprop, w, x.dtype, transpose_b=True, bias=None if partial else bias)
-        y = shaped_as(y, x, split)
+        w = weight_operand(weight, part, call, state)
+        y = backend.matmul(read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias)
+        y = _with_leading(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
         outputs.append(y)
-    return outputs, x_wgrad
+    return outputs, read.second
 
 
 def backward(
@@ -209,34 +174,52 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
 
-    `grads`: those of the outputs. What several weights add to the gradient of the input is summed in float32.
+    `grads`: those of the outputs.
+    """
+    ways = (
+        both_ways(
+            grad.reshape(-1, weight.shape[0]), TensorRole.GRAD_OUTPUT, call, state, needed.of_gradient(part, bias), part
+        )
+        for part, (grad, weight, bias) in enumerate(zip(grads, weights, bias_dtypes, strict=True))
+    )
+    return gradients(ways, weights, x_wgrad, call, state, x_shape, grads[0].dtype, bias_dtypes, needed)
+
+
+def gradients(
+    ways: Iterable[Ways],
+    weights: Sequence[Tensor],
+    x_wgrad: WgradOperand,
+    call: Call,
+    state: LinearState,
+    x_shape: Sequence[int],
+    x_dtype: torch.dtype,
+    bias_dtypes: Sequence[torch.dtype | None],
+    needed: Needed,
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """The same from the gradients of the outputs as the GEMMs read them, one for each weight.
+
+    What several weights add to the gradient of the input is summed in float32.
     """
     dxs: list[Tensor] = []
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
-    x_dtype, split = grads[0].dtype, state.split(TensorRole.GRAD_OUTPUT)
+    split = state.split(TensorRole.GRAD_OUTPUT)
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
-    for part, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-        need_w = needed.weights[part]
-        dy = grad.reshape(-1, weight.shape[0])
-        dy_dgrad, dy_wgrad = _both_ways(
-            dy, TensorRole.GRAD_OUTPUT, call, state, part, need_first=needed.x, need_second=need_w
-        )
-        # codes saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step
-        poison = torch.where(torch.isfinite(dy).all(), 0.0, torch.nan).to(dy.dtype)
-        if needed.x:
-            w = _weight_operand(weight, part, call, state)
-            dxs.append(backend.matmul(dy_dgrad, w, x_dtype if len(grads) == 1 else torch.float32) + poison)
-        dw = db = None
-        if need_w:
-            dw = backend.matmul(
-                dy_wgrad.operand, x_wgrad.operand, weight.dtype,
-                transpose_a=not dy_wgrad.transposed, transpose_b=x_wgrad.transposed,
-            ) + poison.to(weight.dtype)  # fmt: skip
+    for part, (found, weight) in enumerate(zip(ways, weights, strict=True)):
         bias_dtype = bias_dtypes[part]
-        if needed.biases[part] and bias_dtype is not None:
-            db = dy.float().sum(0)
+        if needed.x:
+            w = weight_operand(weight, part, call, state)
+            out_dtype = x_dtype if len(weights) == 1 else torch.float32
+            dxs.append(backend.matmul(found.first, w, out_dtype, poison=found.poison, precision=x_dtype))
+        dw = db = None
+        if needed.weights[part]:
+            dw = backend.matmul(
+                found.second.operand, x_wgrad.operand, weight.dtype, poison=found.poison, precision=x_dtype,
+                transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,
+            )  # fmt: skip
+        if found.sums is not None and bias_dtype is not None:
+            db = found.sums
             db = (db if split is None or split.dim == 1 else parallel.reduce(db, state.tp)).to(bias_dtype)
         dws.append(dw)
         dbs.append(db)
@@ -251,173 +234,6 @@ def _total(terms: list[Tensor]) -> Tensor:
     for term in others:
         total = total + term
     return total
-
-
-@dataclass
-class WgradOperand:
-    """An operand of wgrad: [tokens, features], or its transpose where it had to be quantized along tokens.
-
-    `split`: this rank has a piece, cut along tokens, which `whole` gathers; only that is kept for backward. `cell`,
-    `words`: the piece is in high precision still, since it can be quantized as a part of the whole only.
-    """
-
-    operand: Operand
-    transposed: bool
-    split: Split | None = None
-    cell: Cell | None = None
-    words: backend.WordsOf | None = None
-
-    def whole(self) -> WgradOperand:
-        """This operand with the pieces of all ranks: a collective call if it is split."""
-        if self.split is None:
-            return self
-        if isinstance(self.operand, QuantizedStorage):
-            return WgradOperand(backend.gather(self.operand, self.split), self.transposed)
-        if self.cell is None:
-            return WgradOperand(backend.gather_values(self.operand, self.split), self.transposed)
-        whole = backend.quantize_and_gather(self.operand, self.cell, self.split, words=self.words)
-        return WgradOperand(whole, self.transposed)
-
-
-def _both_ways(
-    values: Tensor,
-    role: TensorRole,
-    call: Call,
-    state: LinearState,
-    part: int = 0,
-    *,
-    need_first: bool = True,
-    need_second: bool = True,
-) -> tuple[Operand, WgradOperand]:
-    """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
-
-    `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
-    input whose tokens are spread over ranks is not gathered for wgrad yet.
-    """
-    first = call.recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD)
-    second = call.recipe.cell(role, Gemm.WGRAD)
-    amax = _delayed_amax(values, role, first or second, call, state)
-    words = _Words(state.weights[part], state.tp.group if state.data_group is None else state.data_group)
-    shared, split = serves_both(first, second), state.split(role)
-    spread = split if split is not None and split.dim == 0 else None
-    piece: Operand = values
-    if first is not None and (need_first or shared):
-        piece = _quantized(values, first, split, amax, words.of(DGRAD_STREAM))
-    as_is = piece
-    if spread is not None and (need_first or (shared and role is not TensorRole.INPUT)):
-        as_is = _gathered(piece, spread)
-    if not need_second:
-        return as_is, WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all of them alive
-    if second is None or shared:
-        kept = WgradOperand(piece if shared else values, False, spread)
-    else:
-        kept = _turned(values.t(), second, split, amax, words.of(WGRAD_STREAM))
-    return as_is, kept if role is TensorRole.INPUT else kept.whole()
-
-
-def _quantized(
-    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.WordsOf
-) -> QuantizedStorage:
-    """This rank's piece of an operand."""
-    shape = (values.shape[0], values.shape[1])
-    drawn = words(backend.shard_of(shape, cell, split)) if cell.scaling.stochastic_rounding else None
-    return backend.quantize(values, cell, amax=amax, words=drawn, split=split)
-
-
-def _gathered(piece: Operand, split: Split) -> Operand:
-    return backend.gather_values(piece, split) if isinstance(piece, Tensor) else backend.gather(piece, split)
-
-
-def _turned(
-    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: backend.WordsOf
-) -> WgradOperand:
-    """An operand of wgrad from the transposed values [features, tokens], of which `split` says how they were cut."""
-    if split is None or split.dim == 1:  # features stay apart
-        return WgradOperand(_quantized(values, cell, split and split.transposed, amax, words), True)
-    tokens = split.transposed
-    if not backend.gathers_codes(cell, (values.shape[0], values.shape[1]), tokens):
-        return WgradOperand(values, True, tokens, cell, words)
-    return WgradOperand(_quantized(values, cell, tokens, amax, words), True, tokens)
-
-
-def serves_both(first: Cell | None, second: Cell | None) -> bool:
-    """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
-    return first == second and first is not None and first.format.transposable
-
-
-class _Words:
-    """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
-
-    Ranks that work on different data have streams of their own; those of one group, a tensor-parallel one, share the
-    words of the tensor that they hold pieces of, by global index.
-    """
-
-    def __init__(self, weight: dict[str, Tensor], group: Groups) -> None:
-        self.weight, self.group, self.draw = weight, group, -1
-
-    def of(self, stream: int) -> backend.WordsOf:
-        """Words of one of the uses of a gradient, for any rectangle of it."""
-
-        def words(shard: Shard) -> Words:
-            if self.draw < 0:
-                draws = self.weight[DRAWS]
-                self.draw = int(draws)
-                draws.add_(1)
-            base = parallel.stream_base(self.group) * STREAMS_PER_RANK
-            key = int(self.weight[KEY])
-            return Words(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
-
-        return words
-
-
-def _identity(state: LinearState, role: TensorRole, part: int) -> int:
-    """A number for one history that is equal on all ranks: they agree on the weights' keys."""
-    return int(state.weights[part][KEY]) * len(TensorRole) + list(TensorRole).index(role)
-
-
-def _delayed_amax(
-    values: Tensor, role: TensorRole, cell: Cell | None, call: Call, state: LinearState, part: int = 0
-) -> Tensor | None:
-    """Under delayed scaling: the amax of the history to scale by; the tensor's own is noted for later.
-
-    Of an input or a weight both are done once for a call: its backward and its recomputation scale by the same amax.
-    All output gradients of a layer share one history, as one GEMM's would.
-    """
-    if cell is None or not cell.scaling.history:
-        return None
-    if (role, part) in call.amaxes:
-        return call.amaxes[role, part]
-    history = {
-        TensorRole.INPUT: state.input_history,
-        TensorRole.GRAD_OUTPUT: state.grad_output_history,
-        TensorRole.WEIGHT: state.weights[part].get(AMAX_HISTORY),
-    }[role]
-    assert history is not None
-    if state.record:
-        backward = role is TensorRole.GRAD_OUTPUT
-        pending = context.backward_amaxes if backward else context.forward_amaxes
-        if backward:
-            context.flush_after_backward()
-        amax = compute.block_amax(values, (ALL, ALL)).view(())
-        group = call.group if state.amax_group is None else state.amax_group
-        if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
-            group = including(group, state.tp.group)
-        pending.note(_identity(state, role, part), history, amax, group)
-    amax = history_amax(history, cell.scaling.most_recent)
-    if role is not TensorRole.GRAD_OUTPUT:
-        call.amaxes[role, part] = amax
-    return amax
-
-
-def _weight_operand(weight: Tensor, part: int, call: Call, state: LinearState) -> Operand:
-    """A weight for the GEMM: as it is stored, or quantized now from high precision."""
-    if isinstance(weight, QuantizedTensor):
-        return weight._storage
-    cell = call.recipe.weight
-    if cell is None:
-        return weight
-    amax = _delayed_amax(weight.detach(), TensorRole.WEIGHT, cell, call, state, part)
-    return backend.quantize(weight, cell, amax=amax, split=state.weight_split)
 
 
 def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

@@ -17,7 +17,7 @@ from quantshard import storage as storages
 from quantshard.errors import ConfigurationError
 from quantshard.modules import experts, functional, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule
-from quantshard.modules.functional import LinearState
+from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import Parallelism
 from quantshard.recipe import Recipe
 

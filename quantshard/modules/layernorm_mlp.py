@@ -8,7 +8,8 @@ halves of one: so each is cut by tensor parallelism as its own, and has its own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from quantshard import private_torch
+from quantshard import compute, kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule
 from quantshard.modules.meshes import Parallelism
 from quantshard.modules.norm import Normalization
+
+if kernels.USABLE:
+    from quantshard.kernels import activation as activation_kernel
+    from quantshard.kernels import results
 
 _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
 
@@ -59,8 +64,24 @@ def is_gated(activation: str) -> bool:
 
 def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     """Apply one of `ACTIVATIONS` to x [...], of its dtype; if it is gated multiply by `up`, of the same shape."""
-    out: Tensor = _Activation.apply(x, up, _CURVES[_GATED.get(activation, activation)])
-    return out
+    alike = up is None or (up.shape == x.shape and up.dtype == x.dtype)
+    if alike and compute.has_float_kernels(x, up):
+        out = _KernelActivation.apply(x, up, activation)
+    else:
+        out = _Activation.apply(x, up, _curve(activation))
+    return cast(Tensor, out)
+
+
+def _curve(activation: str) -> Curve:
+    return _CURVES[_GATED.get(activation, activation)]
+
+
+def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, curve: Curve) -> tuple[Tensor, Tensor | None]:
+    """Of x, and of up."""
+    dy, high = dy.float(), x.float()
+    if up is None:
+        return curve.gradient(dy, high).to(x.dtype), None
+    return curve.gradient(dy * up.float(), high).to(x.dtype), (dy * curve.value(high)).to(up.dtype)
 
 
 class _Activation(torch.autograd.Function):
@@ -74,11 +95,31 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, up = ctx.saved_tensors
-        dy, high = grads[0].float(), x.float()
-        if up is None:
-            return ctx.curve.gradient(dy, high).to(x.dtype), None, None
-        dup = (dy * ctx.curve.value(high)).to(up.dtype)
-        return ctx.curve.gradient(dy * up.float(), high).to(x.dtype), dup, None
+        return *_gradients(grads[0], x, up, ctx.curve), None
+
+
+class _KernelActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(x, up)
+        ctx.activation = activation
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        gate, other = results.matrix(x), None if up is None else results.matrix(up)
+        outputs = results.Outputs(high=results.matrix(out))
+        activation_kernel.activate_and_quantize(gate, activation, other, outputs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: kernels have no derivative
+            return *_gradients(grads[0], x, up, _curve(ctx.activation)), None
+        dh, gate, other = results.matrix(grads[0]), results.matrix(x), None if up is None else results.matrix(up)
+        dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        into_x, into_up = results.Outputs(high=dx), None if dup is None else results.Outputs(high=dup)
+        activation_kernel.activate_backward_and_quantize(dh, gate, ctx.activation, other, into_x, into_up)
+        return dx.view(x.shape), None if dup is None else dup.view(x.shape), None
 
 
 class LayerNormMLP(QuantizedModule):
@@ -164,19 +205,34 @@ class LayerNormMLP(QuantizedModule):
             mode="row" if set_parallel_mode else None
         )  # fmt: skip
 
-    def forward(self, inp: Tensor, **others: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(
+        self, inp: Tensor, *, residual: Tensor | None = None, **others: Any
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """Input [..., hidden_size] -> the same shape and dtype.
 
-        With `return_bias` or `return_layernorm_output` a tuple: output, then fc2_bias, then normalized input.
+        With `return_bias`, `return_layernorm_output` or `residual` a tuple: output, then fc2_bias, then normalized
+        input, then residual + inp.
+
+        Args:
+            inp: the input.
+            residual: of the input's shape; added to it before the normalization, in whose kernel.
+            **others: TransformerEngine's other arguments; see `unsupported`.
         """
         unsupported.refuse("LayerNormMLP.forward", others)
-        normed = self._normalized(self.normalization, inp, "layer_norm_")
+        total = None
+        if residual is None:
+            normed = self._normalized(self.normalization, inp, "layer_norm_")
+        else:
+            added = partial(self.normalization.with_residual, residual=residual)
+            normed, total = self._normalized(added, inp, "layer_norm_")
         first, *up = self._project(normed, self._fc1)
         hidden = activate(first, self.activation, *up)
         (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias)
         more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2),) if self.return_bias else ()
         if self.return_layernorm_output:
             more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
+        if residual is not None:
+            more += (total,)
         return (out, *more) if more else out
 
     def extra_repr(self) -> str:

@@ -5,39 +5,72 @@
 
 over the last dim, in float32 whatever the dtypes, rounded once to the dtype of x. With `zero_centered_gamma` the stored
 weight is gamma - 1, so that it starts at 0 and weight decay pulls gamma towards 1. Weights and biases are never
-quantized. For backward only the input is kept; its statistics, two sums a row, are taken again.
+quantized. For backward only the input is kept, and by kernels its statistics, two numbers a row, which plain PyTorch
+takes again.
+
+A second derivative is always that of the formulas in PyTorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import private_torch
+from quantshard import compute, kernels, private_torch
 from quantshard.amax import world
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base import QuantizedModule
 from quantshard.modules.meshes import Parallelism
 
+if kernels.USABLE:
+    from quantshard.kernels import norm as norm_kernel
+    from quantshard.kernels import results
+
 KINDS = ("LayerNorm", "RMSNorm")
+
+
+class Rule(NamedTuple):
+    """Which normalization: with centering LayerNorm, without it RMSNorm; gamma is the weight plus `offset`."""
+
+    eps: float
+    centered: bool
+    offset: float
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
     """LayerNorm over the last dim of x [..., size]; weight and bias are [size]."""
-    out: Tensor = _Norm.apply(x, weight, bias, eps, True, float(zero_centered_gamma))
-    return out
+    return _normalize(x, weight, bias, Rule(eps, True, float(zero_centered_gamma)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
     """RMSNorm over the last dim of x [..., size]; weight is [size]."""
-    out: Tensor = _Norm.apply(x, weight, None, eps, False, float(zero_centered_gamma))
-    return out
+    return _normalize(x, weight, None, Rule(eps, False, float(zero_centered_gamma)))
+
+
+def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
+    if compute.has_float_kernels(x, weight, bias):
+        out, _ = _KernelNorm.apply(x, None, weight, bias, rule)
+    else:
+        out = _Norm.apply(x, weight, bias, *rule)
+    return cast(Tensor, out)
+
+
+def _add_and_normalize(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """The normalized sum, and the sum."""
+    alike = x.shape == residual.shape and x.dtype == residual.dtype
+    if alike and compute.has_float_kernels(x, residual, weight, bias):
+        out, total = _KernelNorm.apply(x, residual, weight, bias, rule)
+        return out, total
+    total = residual + x
+    return _normalize(total, weight, bias, rule), total
 
 
 def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
@@ -48,13 +81,44 @@ def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     return x * scale, scale
 
 
+class Needed(NamedTuple):
+    """Of which inputs gradients are needed."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of x, weight and bias."""
+
+
+def _gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype | None, rule: Rule, needed: Needed
+) -> Gradients:
+    unit, scale = _unit(x.float(), rule.eps, rule.centered)
+    dy = dy.float()
+    dx = dweight = dbias = None
+    if needed.x:
+        dunit = dy * (weight.float() + rule.offset)
+        dx = dunit - unit * (dunit * unit).mean(-1, keepdim=True)
+        if rule.centered:
+            dx = dx - dunit.mean(-1, keepdim=True)
+        dx = (dx * scale).to(x.dtype)
+    if needed.weight:
+        dweight = (dy * unit).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    if needed.bias and bias_dtype is not None:
+        dbias = dy.reshape(-1, x.shape[-1]).sum(0).to(bias_dtype)
+    return dx, dweight, dbias
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, offset: float
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.centered, ctx.offset = eps, centered, offset
+        ctx.rule = Rule(eps, centered, offset)
         ctx.bias_dtype = None if bias is None else bias.dtype
         out = _unit(x.float(), eps, centered)[0] * (weight.float() + offset)
         if bias is not None:
@@ -64,21 +128,60 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        unit, scale = _unit(x.float(), ctx.eps, ctx.centered)
-        dy = grads[0].float()
-        dx = dweight = dbias = None
-        if need_x:
-            dunit = dy * (weight.float() + ctx.offset)
-            dx = dunit - unit * (dunit * unit).mean(-1, keepdim=True)
-            if ctx.centered:
-                dx = dx - dunit.mean(-1, keepdim=True)
-            dx = (dx * scale).to(x.dtype)
-        if need_weight:
-            dweight = (dy * unit).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        if need_bias and ctx.bias_dtype is not None:
-            dbias = dy.reshape(-1, x.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return dx, dweight, dbias, None, None, None
+        found = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, Needed(*ctx.needs_input_grad[:3]))
+        return *found, None, None, None
+
+
+def _parameters(weight: Tensor, bias: Tensor | None, rule: Rule) -> norm_kernel.Parameters:
+    return norm_kernel.Parameters(weight.contiguous(), None if bias is None else bias.contiguous(), rule.offset)
+
+
+class _KernelNorm(torch.autograd.Function):
+    """The same by kernels: x, or x + residual, normalized; and that sum, or None.
+
+    The gradient of the sum, which a residual connection reads again, is added in the kernel of backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, rule: Rule
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        rows = results.matrix(x)
+        other = None if residual is None else results.matrix(residual)
+        statistics, total = norm_kernel.norm_statistics(rows, rule.eps, rule.centered, residual=other)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        outputs = results.Outputs(high=results.matrix(out))
+        norm_kernel.normalize_and_quantize(total, statistics, _parameters(weight, bias, rule), outputs)
+        total = x if residual is None else total.view(x.shape)
+        ctx.save_for_backward(total, weight, bias, *statistics)
+        ctx.rule = rule
+        return out, None if residual is None else total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, of_sum = grads
+        z, weight, bias, *statistics = ctx.saved_tensors
+        needed = Needed(any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4])
+        bias_dtype = None if bias is None else bias.dtype
+        if dy is None:
+            dx, dweight, dbias = of_sum, None, None
+        elif torch.is_grad_enabled():  # create_graph=True: kernels have no derivative
+            dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, ctx.rule, needed)
+            dx = dx if dx is None or of_sum is None else dx + of_sum
+        else:
+            dx, dweight, dbias = norm_kernel.norm_backward(
+                results.matrix(dy),
+                results.matrix(z),
+                norm_kernel.Statistics(*statistics),
+                _parameters(weight, bias, ctx.rule),
+                residual_gradient=None if of_sum is None else results.matrix(of_sum),
+                for_parameters=needed.weight or needed.bias,
+            )
+            dx = dx.view(z.shape)
+            dweight = None if dweight is None else dweight.to(weight.dtype)
+            dbias = None if dbias is None else dbias.to(bias_dtype)
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 
 @dataclass(frozen=True)
@@ -108,14 +211,24 @@ class Normalization:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., size] normalized, in its dtype."""
+        self._check(x)
+        return _normalize(x, weight, bias, self._rule)
+
+    def with_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """residual + x [..., size], normalized; and that sum."""
+        self._check(x)
+        return _add_and_normalize(x, residual, weight, bias, self._rule)
+
+    @property
+    def _rule(self) -> Rule:
+        return Rule(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
+
+    def _check(self, x: Tensor) -> None:
         if x.shape[-1] != self.size:  # else a last dim of 1 would be broadcast
             raise ConfigurationError(
                 f"{self.kind} of {self.size} elements got an input of shape {tuple(x.shape)}; its last dim must be "
                 f"{self.size}"
             )
-        if self.kind == "RMSNorm":
-            return rms_norm(x, weight, self.eps, self.zero_centered_gamma)
-        return layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
 
     def __str__(self) -> str:
         centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""

@@ -31,8 +31,8 @@ from torch import Tensor
 from quantshard import amax, numerics, private_torch
 from quantshard import storage as storages
 from quantshard.amax import Group, Groups
-from quantshard.backend import Split
 from quantshard.errors import ConfigurationError
+from quantshard.operands import Split
 
 _SEED_GROUP_ALIKE = (
     "bring torch's CPU generator into one state on the ranks of a tensor-parallel group (torch.manual_seed)"
@@ -74,7 +74,7 @@ class TensorParallel:
         return cls(group, dist.get_world_size(group), rank, mode, sequence_parallel)
 
     def split(self, dim: int) -> Split:
-        """A matrix that is cut along `dim` over this group, for `backend.quantize` and `backend.gather`."""
+        """A matrix that is cut along `dim` over this group, for `operands.quantize` and `operands.gather`."""
         return Split(dim, self.group)
 
 

@@ -10,13 +10,20 @@ meta device, where a buffer would hold whatever lay in memory.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from quantshard import compute, kernels
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
+
+if kernels.USABLE:
+    from quantshard.kernels import rotary as rotary_kernel
+
+RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
+"""The angles of queries and keys, or of each."""
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -96,7 +103,60 @@ def apply_rotary_pos_emb(
     unsupported.refuse("apply_rotary_pos_emb", others)
     if tensor_format not in ("sbhd", "bshd"):
         raise ConfigurationError(f"apply_rotary_pos_emb(tensor_format={tensor_format!r}): use 'sbhd' or 'bshd'")
-    length, rotated = t.shape[tensor_format.index("s")], freqs.shape[-1]
+    layout = Layout(tensor_format, interleaved)
+    return _rotate(t, _table(t, freqs, layout), layout)
+
+
+class Layout(NamedTuple):
+    """Of queries or keys: "sbhd" or "bshd", and which features make a plane."""
+
+    tensor_format: str
+    interleaved: bool
+
+    def length(self, t: Tensor) -> int:
+        """Positions of queries or keys."""
+        return t.shape[self.tensor_format.index("s")]
+
+
+def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout: Layout) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb` of both, whose cosines and sines are taken once if their angles are the same."""
+    for_q, for_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
+    table = _table(q, for_q, layout)
+    shared = for_k is for_q and layout.length(k) == layout.length(q)
+    return _rotate(q, table, layout), _rotate(k, table if shared else _table(k, for_k, layout), layout)
+
+
+def rotate_projection(
+    qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, of which the first two are rotated, of one tensor that holds all their heads.
+
+    By kernels they are views of a new one, so that nobody keeps the given one, and its gradient is written in place.
+
+    Args:
+        qkv: [s, b, heads + 2 * groups, d], or [b, s, ...] in "bshd": all queries, then all keys, then all values.
+        heads: of the queries.
+        groups: heads of the keys, and of the values.
+        freqs: the angles of queries and keys.
+        layout: of `qkv` and `freqs`.
+    """
+    table = _table(qkv, freqs, layout)
+    if _has_kernel(qkv, table):
+        q, k, v = _KernelRotateProjection.apply(qkv, *table, layout, heads, groups)
+        return q, k, v
+    q, k, v = qkv.split((heads, groups, groups), dim=-2)
+    return _rotate(q, table, layout), _rotate(k, table, layout), v
+
+
+class Table(NamedTuple):
+    """Cosines and sines of each position and feature, float32 [s, 1, 1, rotated], or [1, s, ...] in "bshd"."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def _table(t: Tensor, freqs: Tensor, layout: Layout) -> Table:
+    length, rotated = layout.length(t), freqs.shape[-1]
     if freqs.shape[0] < length or rotated > t.shape[-1]:
         raise ConfigurationError(
             f"apply_rotary_pos_emb: freqs {tuple(freqs.shape)} are for {freqs.shape[0]} positions and {rotated} "
@@ -104,11 +164,75 @@ def apply_rotary_pos_emb(
             "RotaryPositionEmbedding(features)(positions)"
         )
     freqs = freqs[:length].to(device=t.device, dtype=torch.float32)
-    if tensor_format == "bshd":
+    if layout.tensor_format == "bshd":
         freqs = freqs.transpose(0, 1)
+    return Table(freqs.cos(), freqs.sin())
+
+
+def _has_kernel(t: Tensor, table: Table) -> bool:
+    """Kernels take angles for constants."""
+    return compute.has_float_kernels(t) and not table.cos.requires_grad
+
+
+def _rotate(t: Tensor, table: Table, layout: Layout) -> Tensor:
+    if _has_kernel(t, table):
+        return cast(Tensor, _KernelRotate.apply(t, *table, layout, False))
+    rotated = table.cos.shape[-1]
     x = t[..., :rotated].float()
-    turned = (x * freqs.cos() + _quarter_turn(x, interleaved) * freqs.sin()).to(t.dtype)
+    turned = (x * table.cos + _quarter_turn(x, layout.interleaved) * table.sin).to(t.dtype)
     return turned if rotated == t.shape[-1] else torch.cat((turned, t[..., rotated:]), dim=-1)
+
+
+def _launch(t: Tensor, table: Table, layout: Layout, backward: bool, out: Tensor | None = None) -> Tensor:
+    cos, sin = (part.reshape(-1, part.shape[-1]) for part in table)
+    return rotary_kernel.rotate(
+        t, cos, sin, layout.tensor_format, interleaved=layout.interleaved, backward=backward, out=out
+    )
+
+
+class _KernelRotate(torch.autograd.Function):
+    """A rotation is linear, and its gradient that by the negative angles: so is any further one."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, layout: Layout, backward: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout, ctx.backward = layout, backward
+        return _launch(t, Table(cos, sin), layout, backward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _KernelRotate.apply(grads[0], cos, sin, ctx.layout, not ctx.backward), None, None, None, None
+
+
+class _KernelRotateProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int, groups: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        rotated = heads + groups
+        _launch(qkv[..., :rotated, :], Table(cos, sin), layout, False, out[..., :rotated, :])
+        out[..., rotated:, :].copy_(qkv[..., rotated:, :])
+        q, k, v = out.split((heads, groups, groups), dim=-2)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        dq, dk, dv = grads
+        table = Table(*ctx.saved_tensors)
+        if torch.is_grad_enabled():  # create_graph=True
+            dq, dk = (_KernelRotate.apply(grad, *table, ctx.layout, True) for grad in (dq, dk))
+            return torch.cat((dq, dk, dv), dim=-2), None, None, None, None, None
+        sizes = [grad.shape[-2] for grad in grads]
+        out = torch.empty((*dq.shape[:-2], sum(sizes), dq.shape[-1]), dtype=dq.dtype, device=dq.device)
+        into_q, into_k, into_v = out.split(sizes, dim=-2)
+        _launch(dq, table, ctx.layout, True, into_q)
+        _launch(dk, table, ctx.layout, True, into_k)
+        into_v.copy_(dv)
+        return out, None, None, None, None, None
 
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:

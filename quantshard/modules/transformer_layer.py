@@ -160,15 +160,19 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
             checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,
         )  # fmt: skip
         if self.parallel_attention_mlp:
-            return self._add(attended + self.layernorm_mlp(hidden_states), hidden_states)
-        hidden_states = self._add(attended, hidden_states)
-        out = self._add(self.layernorm_mlp(hidden_states), hidden_states)
+            return hidden_states + self._dropped(attended + self.layernorm_mlp(hidden_states))
+        if isinstance(self.layernorm_mlp, LayerNormMLP):
+            block, hidden_states = self.layernorm_mlp(self._dropped(attended), residual=hidden_states)
+        else:  # another module in its place
+            hidden_states = hidden_states + self._dropped(attended)
+            block = self.layernorm_mlp(hidden_states)
+        out = hidden_states + self._dropped(block)
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _add(self, block: Tensor, residual: Tensor) -> Tensor:
+    def _dropped(self, block: Tensor) -> Tensor:
         if not self.training or self.hidden_dropout == 0:
-            return residual + block
-        return residual + parallel.dropout(block, self.hidden_dropout, self.layernorm_mlp._tensor_parallel(None))
+            return block
+        return parallel.dropout(block, self.hidden_dropout, self.layernorm_mlp._tensor_parallel(None))
 
     def extra_repr(self) -> str:
         number = f"layer_number={self.layer_number}, " if self.layer_number is not None else ""

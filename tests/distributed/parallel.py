@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantshard import backend, numerics, recipe, sharding
-from quantshard.backend import Split
+from quantshard import numerics, operands, recipe, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
 from quantshard.modules import parallel
 from quantshard.modules.parallel import TensorParallel
+from quantshard.operands import Split
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
 from quantshard.storage import DGRAD_STREAM, STREAMS_PER_RANK, QuantizedStorage
@@ -87,7 +87,7 @@ class Piece:
         return values if self.dim == 0 else values.t().contiguous().t()  # as wgrad turns an activation
 
     def separable(self, ranks: int) -> bool:
-        """What `backend.gathers_codes` must say, written down once more."""
+        """What `operands.gathers_codes` must say, written down once more."""
         cols = self.shape[1]
         four_bits = self.cell.format.components[0].encoding.bits == 4
         mixed = (self.cell.scaling.random_hadamard and cols % 16 > 0) or (four_bits and cols % 2 > 0)
@@ -142,7 +142,7 @@ def one_operand(case: Piece, checks: Checks) -> None:
     amax = torch.tensor(3.0, device=case.device) if cell.scaling.history else None
     expected = oracle(values, cell, amax)
     separable = case.separable(ranks)
-    checks.that(backend.gathers_codes(cell, case.shape, split) == separable, case, "gathers_codes")
+    checks.that(operands.gathers_codes(cell, case.shape, split) == separable, case, "gathers_codes")
 
     def draw(shard: Shard) -> Tensor:
         checks.that(cell.scaling.stochastic_rounding, case, "words are asked for in vain")
@@ -150,25 +150,25 @@ def one_operand(case: Piece, checks: Checks) -> None:
 
     rounds = cell.scaling.stochastic_rounding
     if separable:
-        words = draw(backend.shard_of(case.shape, cell, split)) if rounds else None
+        words = draw(operands.shard_of(case.shape, cell, split)) if rounds else None
         with Wire() as measuring:
-            local = backend.quantize(piece, cell, amax=amax, words=words, split=split)
+            local = operands.quantize(piece, cell, amax=amax, words=words, split=split)
         of_whole = expected if ranks == 1 else expected.piece(dim, rank * chunk, chunk).map(Tensor.contiguous)
         checks.equal(local, of_whole, case, "piece")
         with Wire() as gathering:
-            checks.equal(backend.gather(local, split), expected, case, "gathered")
+            checks.equal(operands.gather(local, split), expected, case, "gathered")
         check_wire(case, local, measuring, gathering, checks)
     else:
         with Wire() as wire:
             try:
-                backend.quantize(piece, cell, split=split)
+                operands.quantize(piece, cell, split=split)
             except ConfigurationError as error:
                 checks.that(f"the {case.shape[1]} columns a multiple of" in str(error), case, error)
             else:
                 checks.that(False, case, "is not refused")
         checks.that(not wire.calls, case, wire.calls)
     with Wire() as both:
-        found = backend.quantize_and_gather(piece, cell, split, amax=amax, words=draw)
+        found = operands.quantize_and_gather(piece, cell, split, amax=amax, words=draw)
     checks.equal(found, expected, case, "quantize_and_gather")
     if separable:
         checks.that(both.calls == measuring.calls + gathering.calls, case, both.calls)
@@ -199,7 +199,7 @@ def check_wire(case: Piece, local: QuantizedStorage, measuring: Wire, gathering:
 def wire_of(cell: Cell, shape: tuple[int, int], dim: int) -> list[tuple[str, int]]:
     """What `quantize_and_gather` of a bfloat16 piece communicates."""
     with Wire() as wire:
-        backend.quantize_and_gather(
+        operands.quantize_and_gather(
             torch.randn(shape, dtype=torch.bfloat16), cell, Split(dim, dist.group.WORLD), words=words_of
         )
     return wire.calls
@@ -215,7 +215,7 @@ def rounded_by_group(cell: Cell) -> dict[str, Any]:
     split = Split(0, mesh.get_group("tp"))
     base = parallel.stream_base(mesh.get_group("tp"))
     rows = gradient_of(data)
-    found = backend.quantize_and_gather(
+    found = operands.quantize_and_gather(
         rows.chunk(2)[split.rank], cell, split, words=lambda shard: words_of(shard, stream_of(base))
     )
     return {

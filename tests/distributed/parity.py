@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import quantshard as qs
-from quantshard import amax, backend
+from quantshard import amax, backend, operands
 from quantshard.storage import QuantizedStorage
 from tests.distributed.models import RECIPES
 
@@ -81,31 +81,34 @@ class Run:
 
 
 def exact_matmul(
-    a: backend.Operand,
-    b: backend.Operand,
+    a: operands.Operand,
+    b: operands.Operand,
     out_dtype: torch.dtype,
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
     bias: Tensor | None = None,
+    poison: Tensor | None = None,
+    precision: torch.dtype | None = None,
 ) -> Tensor:
     """`backend.matmul` in float64."""
     left = _double(a, backend.Copy.COLUMNWISE if transpose_a else backend.Copy.ROWWISE)
     right = _double(b, backend.Copy.ROWWISE if transpose_b else backend.Copy.COLUMNWISE)
     out = torch.matmul(left.t() if transpose_a else left, right.t() if transpose_b else right)
-    return out if bias is None else out + bias
+    out = out if bias is None else out + bias
+    return out if poison is None else out + poison
 
 
-def _double(operand: backend.Operand, wanted: backend.Copy) -> Tensor:
+def _double(operand: operands.Operand, wanted: backend.Copy) -> Tensor:
     return operand if isinstance(operand, Tensor) else backend._values(operand, wanted).double()
 
 
 def amaxes_of_all_ranks(
     storage: QuantizedStorage, values: Tensor, given: Tensor | None, split: Any
 ) -> dict[str, Tensor]:
-    """`backend._amaxes`, of the activations of all data-parallel ranks together."""
+    """`operands._amaxes`, of the activations of all data-parallel ranks together."""
     if given is not None:
-        return {name: given.view(1, 1) for name in backend.scale_names(storage.cell)}
+        return {name: given.view(1, 1) for name in operands.scale_names(storage.cell)}
     found, reduction = storage.measure(values), amax.FlatMax()
     for grid in found.values():
         reduction.add(grid, amax.world())
@@ -122,7 +125,7 @@ def as_asked(case: Case) -> Iterator[None]:
         if case.exact:
             stack.enter_context(patch.object(backend, "matmul", exact_matmul))
         if case.global_amaxes:
-            stack.enter_context(patch.object(backend, "_amaxes", amaxes_of_all_ranks))
+            stack.enter_context(patch.object(operands, "_amaxes", amaxes_of_all_ranks))
         yield
 
 

@@ -1,0 +1,43 @@
+"""Scales from amaxes, where these are known before values are quantized: `numerics.scales` and `encode_scales`.
+
+(stored scale, multiplier of values) = rule(amax)               (`language.scales`)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.formats import QuantizedCopy, Scaling
+from quantshard.kernels import language as ql
+
+SIZE = 1024
+
+
+@triton.jit
+def scales_kernel(amax_ptr, stored_ptr, multiplier_ptr, numel, R: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    valued = at < numel
+    stored, multiplier = ql.scales(tl.load(amax_ptr + at, mask=valued, other=0.0), 0.0, R)
+    tl.store(stored_ptr + at, stored, mask=valued)
+    tl.store(multiplier_ptr + at, multiplier, mask=valued)
+
+
+def scales(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What is stored, and what values of `dtype` are multiplied by (float32), both of the shape of the grid `amax`.
+
+    For copies with one scale: of those with two, the multiplier depends on the amax of the whole tensor too.
+    """
+    assert copy.amax is None, "a scale under a second one"
+    amax = amax.contiguous()
+    stored = torch.empty(amax.shape, dtype=copy.scale.encoding.storage, device=amax.device)
+    multiplier = torch.empty_like(amax)
+    if amax.numel() > 0:
+        rule = ql.rule(copy, scaling, dtype, amax.device)
+        with ql.on(amax.device):
+            scales_kernel[(triton.cdiv(amax.numel(), SIZE),)](
+                amax, stored, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False
+            )
+    return stored, multiplier

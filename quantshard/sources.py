@@ -1,0 +1,318 @@
+"""What operands of GEMMs are quantized from where kernels run: values that are there, or that a kernel makes.
+
+A normalization or an activation in front of a linear layer is such a source: one kernel computes a tile of its result,
+quantizes it along both dims and notes amaxes, and the result itself is never written. `Both` asks a source for
+the codes, scales and sums that a linear layer needs, and puts them together as storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantshard import compute, sharding
+from quantshard.formats import ALL, Copy, QuantizedCopy, Scaling
+from quantshard.kernels import activation as activation_kernels
+from quantshard.kernels import amax as amax_kernels
+from quantshard.kernels import norm as norm_kernels
+from quantshard.kernels import quantize as quantize_kernels
+from quantshard.kernels import scales as scale_kernels
+from quantshard.kernels.quantize import Request, Target
+from quantshard.kernels.results import Outputs, Targets
+from quantshard.numerics import Pair, Words
+from quantshard.recipe import Cell
+from quantshard.storage import QuantizedStorage
+
+WordsOf = Callable[[Pair], Words]
+"""Gives the random words of a whole matrix by its shape."""
+
+
+class Source(Protocol):
+    """A matrix [R, C] of one of the dtypes of kernels."""
+
+    @property
+    def shape(self) -> Pair:
+        """Rows and columns."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values, to which a kernel rounds what it computes before it quantizes it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
+    def emit(self, outputs: Outputs) -> Targets:
+        """What is asked for, by one kernel."""
+        ...
+
+    def measured(self) -> Given:
+        """The same with the values at hand, as far as amaxes are needed before they are quantized."""
+        ...
+
+
+@dataclass
+class Given:
+    """Values [R, C] that are there; `amax`: of all of them, float32 [1, 1], if it is known."""
+
+    values: Tensor
+    amax: Tensor | None = None
+
+    @property
+    def shape(self) -> Pair:
+        """Rows and columns."""
+        return (self.values.shape[0], self.values.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.values.device
+
+    def emit(self, outputs: Outputs) -> Targets:
+        """What is asked for, by one kernel."""
+        if outputs.poison is None and outputs.sums is None and outputs.high is None:
+            if outputs.request is not None:
+                return quantize_kernels.quantize(self.values, outputs.request, outputs.other, outputs.amax)
+            if outputs.other is not None and outputs.amax is None:
+                return None, quantize_kernels.quantize(self.values.t(), outputs.other)[0]
+        return activation_kernels.quantize_gradient(self.values, outputs)
+
+    def measured(self) -> Given:
+        """Itself."""
+        return self
+
+    def amaxes(self, covers: Pair, turned: bool, hadamard: bool) -> Tensor:
+        """Of blocks of the values, or of their transpose."""
+        whole = covers == (ALL, ALL) and not hadamard
+        if whole and self.amax is not None:
+            return self.amax
+        found = amax_kernels.block_amax(self.values.t() if turned else self.values, covers, hadamard=hadamard)
+        if whole:
+            self.amax = found
+        return found
+
+
+@dataclass
+class Normalized:
+    """Rows x [R, C] through a normalization; `statistics`, `parameters`: as in `kernels.norm`."""
+
+    x: Tensor
+    statistics: norm_kernels.Statistics
+    parameters: norm_kernels.Parameters
+
+    @property
+    def shape(self) -> Pair:
+        """Rows and columns."""
+        return (self.x.shape[0], self.x.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of x and of the result."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.x.device
+
+    def emit(self, outputs: Outputs) -> Targets:
+        """What is asked for, by one kernel."""
+        return norm_kernels.normalize_and_quantize(self.x, self.statistics, self.parameters, outputs)
+
+    def measured(self) -> Given:
+        """The result, and its amax from the same pass."""
+        return _written(self, self.x)
+
+
+@dataclass
+class Activated:
+    """An activation of `gate` [R, C], times `up` of the same shape if it is gated; as in `kernels.activation`."""
+
+    gate: Tensor
+    activation: str
+    up: Tensor | None
+
+    @property
+    def shape(self) -> Pair:
+        """Rows and columns."""
+        return (self.gate.shape[0], self.gate.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the inputs and of the result."""
+        return self.gate.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.gate.device
+
+    def emit(self, outputs: Outputs) -> Targets:
+        """What is asked for, by one kernel."""
+        return activation_kernels.activate_and_quantize(self.gate, self.activation, self.up, outputs)
+
+    def measured(self) -> Given:
+        """The result, and its amax from the same pass."""
+        return _written(self, self.gate)
+
+
+def _written(source: Source, like: Tensor) -> Given:
+    values, amax = torch.empty(source.shape, dtype=source.dtype, device=like.device), zero(like.device)
+    source.emit(Outputs(high=values, amax=amax))
+    return Given(values, amax.view(1, 1))
+
+
+def zero(device: torch.device) -> Tensor:
+    """A float32 scalar for an amax or a poison."""
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+@dataclass
+class Sinks:
+    """What is wanted of the values besides codes; see `results.Outputs`."""
+
+    amax: Tensor | None = None
+    poison: Tensor | None = None
+    sums: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a matrix, or its transpose, is quantized: by a cell, under delayed scaling by an amax [1, 1] that is known.
+
+    `words`: for stochastic rounding.
+    """
+
+    cell: Cell
+    amax: Tensor | None = None
+    words: WordsOf | None = None
+
+    @property
+    def copy(self) -> QuantizedCopy:
+        """The copy that operands have."""
+        return self.cell.format.copies[Copy.ROWWISE]
+
+    @property
+    def measures(self) -> bool:
+        """True if an amax must be known before values are quantized, and is not."""
+        return self.amax is None and (ALL in self.copy.block or self.copy.amax is not None)
+
+
+def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
+    """True if kernels quantize whole matrices of this dtype by these cells."""
+    if dtype not in compute.KERNEL_DTYPES:
+        return False
+    formats = [cell.format for cell in cells if cell is not None]
+    return all(len(f.copies) == 1 and f.copies[Copy.ROWWISE].codes.encoding.bits <= 8 for f in formats)
+
+
+@dataclass
+class Both:
+    """A matrix [R, C] that is to be quantized by `first`, and its transpose [C, R] by `second`, each if it is there.
+
+    `shared`: one quantization serves both, which `first` names and is to be transposed too.
+    """
+
+    first: Way | None
+    second: Way | None
+    shared: bool
+    sinks: Sinks
+
+    @property
+    def measures(self) -> bool:
+        """True if an amax must be known before values are quantized, and is not."""
+        return any(way is not None and way.measures for way in (self.first, self.second))
+
+    def of(self, source: Source) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
+        """Both, by one kernel, or two where `measures`."""
+        given = source.measured() if self.measures else None
+        source = source if given is None else given
+        ready = self.prepared(source.shape, source.dtype, given)
+        return ready.finish(source.emit(ready.outputs))
+
+    def prepared(self, shape: Pair, dtype: torch.dtype, given: Given | None = None) -> Prepared:
+        """What a kernel is to be asked for, of a matrix of this shape and dtype; `given`: that, where `measures`."""
+        one = None if self.first is None else _Asked.of(self.first, shape, dtype, given, False)
+        two = None if self.second is None else _Asked.of(self.second, shape[::-1], dtype, given, True)
+        request = None if one is None else replace(one.request, turned=self.shared)
+        sinks = self.sinks
+        outputs = Outputs(request, None if two is None else two.request, None, sinks.amax, sinks.poison, sinks.sums)
+        return Prepared(outputs, one, two)
+
+
+@dataclass
+class Prepared:
+    """`outputs`: what a kernel is asked for. `finish` makes storages of what it gives."""
+
+    outputs: Outputs
+    one: _Asked | None
+    two: _Asked | None
+
+    def finish(self, targets: Targets) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
+        """A matrix, and its transpose."""
+        target, other = targets
+        found = None if self.one is None or target is None else self.one.storage(target)
+        if found is not None and target is not None and target.turned is not None:
+            return found, _transposed(found, target.turned)
+        return found, None if self.two is None or other is None else self.two.storage(other)
+
+
+@dataclass
+class _Asked:
+    """A way with what is known before the kernel runs: stored scales, if they are not taken from the values."""
+
+    way: Way
+    shape: Pair
+    request: Request
+    stored: Tensor | None
+
+    @staticmethod
+    def of(way: Way, shape: Pair, dtype: torch.dtype, given: Given | None, turned: bool) -> _Asked:
+        copy, scaling = way.copy, way.cell.scaling
+        hadamard, stored, multipliers, second = scaling.random_hadamard, None, None, None
+        if ALL in copy.block:
+            amax = way.amax
+            if amax is None:
+                assert given is not None, "an amax is needed first"
+                amax = given.amaxes(copy.block, turned, hadamard)
+            stored, multipliers = scale_kernels.scales(amax, copy, scaling, dtype)
+        elif copy.amax is not None:
+            assert given is not None, "an amax is needed first"
+            second = given.amaxes(copy.amax.covers, turned, hadamard)
+        plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
+        shape = padded(shape, way.cell)
+        words = None if way.words is None or not scaling.stochastic_rounding else way.words(shape)
+        return _Asked(way, shape, Request(copy, plain, (0, 0), multipliers, second, words), stored)
+
+    def storage(self, target: Target) -> QuantizedStorage:
+        copy = self.way.copy
+        scale = self.stored if self.stored is not None else target.scale
+        assert scale is not None
+        components = {copy.codes.name: target.codes, copy.scale.name: scale}
+        if copy.amax is not None and self.request.second_amax is not None:
+            components[copy.amax.name] = self.request.second_amax
+        return QuantizedStorage(self.way.cell, sharding.whole(self.shape), components)
+
+
+def _transposed(storage: QuantizedStorage, turned: Tensor) -> QuantizedStorage:
+    codes = storage.cell.format.copies[Copy.ROWWISE].codes.name
+    components = {name: turned if name == codes else part.t() for name, part in storage.components.items()}
+    rows, cols = storage.shard.shape
+    return QuantizedStorage(storage.cell, sharding.whole((cols, rows)), components)
+
+
+def padded(shape: Pair, cell: Cell) -> Pair:
+    """The shape of the codes for values of `shape`: rows that are transformed are filled up to a multiple of 16."""
+    return (shape[0], shape[1] + (-shape[1] % 16 if cell.scaling.random_hadamard else 0))
