@@ -214,7 +214,6 @@ class FusedAdam(torch.optim.Optimizer):
         if master is not None:
             assign(master, guards.initial_master(param))
             states[MASTER] = master
-        self._kernels.forget()
         self._states[param], self._weights[param] = states, make_weight(param)
         self._versions[param] = guards.weight_version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}

@@ -1,7 +1,7 @@
 """A step of FusedAdam in the kernels over many tensors, for parameters where kernels run.
 
 A plan for each device holds the addresses of what a step reads and writes, and lasts until one of them changes; it also
-holds the tensors, so no address is given to another tensor meanwhile. What no kernel takes is left to `step.Work`:
+holds the tensors, so that no address is given to another tensor meanwhile. What no kernel takes is left to `step.Work`:
 parameters or gradients of other dtypes than float32, bfloat16 and float16, tensors that are not contiguous, pieces of
 more than two dims that are cut along another than the first.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class _Planned:
 
     plan: Plan
     places: list[int]
-    shared: dict[int, list[tuple[Tensor, Groups]]] = field(default_factory=dict)
+    shared: dict[int, list[tuple[Tensor, Groups]]]
 
 
 class OnKernels:
@@ -54,11 +54,6 @@ class OnKernels:
         self._captured: list[Plan] = []  # CUDA graphs hold the addresses of their tables
         self._work: Sequence[Work] = ()
         self._left: set[int] = set()
-
-    def forget(self) -> None:
-        """Plan anew in the next step."""
-        self._captured += [planned.plan for planned in self._planned if planned.plan.is_captured]
-        self._planned, self._signature = [], []
 
     def take(self, work: Sequence[Work], hyperparameters: Sequence[Hyperparameters], seed: int | None) -> bool:
         """Begin a step: True if kernels run where any of its parameters is, and so on every rank.
@@ -73,8 +68,8 @@ class OnKernels:
             return False
         signature = _signature(work)
         if signature != self._signature:
-            self.forget()
-            self._plan(work, len(hyperparameters))
+            self._captured += [planned.plan for planned in self._planned if planned.plan.is_captured]
+            self._planned = self._plans(work, len(hyperparameters))
             self._signature = signature
         self._work, self._left = work, set(range(len(work)))
         for planned in self._planned:
@@ -89,23 +84,21 @@ class OnKernels:
             planned.plan.take(grads, hyperparameters, seed, draws)
         return True
 
-    def _plan(self, work: Sequence[Work], groups: int) -> None:
+    @staticmethod
+    def _plans(work: Sequence[Work], groups: int) -> list[_Planned]:
         found: dict[torch.device, list[tuple[int, Parameter]]] = {}
         for place, item in enumerate(work):
             local = private_torch.local_tensor(item.param)
             parameter = _parameter(item) if compute.has_kernels(local) else None
             if parameter is not None:
                 found.setdefault(local.device, []).append((place, parameter))
+        planned = []
         for device, pairs in found.items():
-            planned = _Planned(
-                Plan([parameter for _, parameter in pairs], groups, device), [place for place, _ in pairs]
-            )
-            grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in planned.plan.amaxes}
-            for number, place in enumerate(planned.places):
-                shared = list(_shared(work[place], number, grids))
-                if shared:
-                    planned.shared[place] = shared
-            self._planned.append(planned)
+            plan, places = Plan([parameter for _, parameter in pairs], groups, device), [place for place, _ in pairs]
+            grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
+            shared = {place: list(_shared(work[place], number, grids)) for number, place in enumerate(places)}
+            planned.append(_Planned(plan, places, {place: amaxes for place, amaxes in shared.items() if amaxes}))
+        return planned
 
     def exceeding(self) -> Tensor:
         """Float32 [parameters of the step]: 1 for gradients that are not finite, else 0."""

@@ -271,6 +271,18 @@ def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[adam_
     assert not differing(*results)
 
 
+def test_a_plan_that_a_graph_holds_is_kept(plans: list[adam_plan.Plan]) -> None:
+    params, optimizer = build("current")
+    with kernels_on(DEVICE):
+        for step in range(3):
+            replaced(params, optimizer)
+            set_grads(params, step)
+            optimizer.step()
+            if step == 0:
+                plans[0]._captured.append(torch.zeros(1))
+    assert optimizer._kernels._captured == [plans[0]]
+
+
 def test_steps_in_a_row_that_are_skipped_raise() -> None:
     params, optimizer = build("current", max_skipped_in_a_row=2)
     before = everything(params, optimizer)
