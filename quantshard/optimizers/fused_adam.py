@@ -56,6 +56,8 @@ class FusedAdam(torch.optim.Optimizer):
     A step whose gradients are not all finite is skipped on all ranks: no weight, moment, scale or history changes, and
     `skipped_steps` counts it.
 
+    On GPUs a step runs in kernels over all parameters, with the same bits (`on_kernels`).
+
     Args:
         params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device.
         lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
@@ -65,7 +67,8 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it
             in `step`, so that a CUDA graph can hold one. The bits are those of `capturable=False`. A bad step is then
             found out late: reading `skipped_steps` or `state_dict()` raises what `step` would have raised. Set the
-            rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters.
+            rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters. Run a step
+            before one is captured, and replace no tensor after it.
         master_weights: False keeps no masters: weights, quantized ones too, are read, updated and rounded
             stochastically into their own format. Their scales are chosen as always, so what a scale clips is lost: an
             element that has the largest code of its FP4 block grows only by steps of 3% or more, since that block's
