@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import private_torch, sharding
+from quantshard import compute, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.compute import RandomWords
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
@@ -259,7 +259,9 @@ def record_amax_(history: Tensor, amax: Tensor) -> None:
 
 
 def record_amaxes_(histories: Sequence[Tensor], amaxes: Tensor) -> None:
-    """The same for n histories and amaxes [n], float32: those of one length by a few operations together."""
+    """The same for n different histories and amaxes [n], float32: together where kernels run, or by length."""
+    if compute.record_amaxes(histories, amaxes):
+        return
     keep = torch.isfinite(amaxes) & (amaxes > 0)
     alike: dict[tuple[int, torch.device], list[int]] = {}
     for index, history in enumerate(histories):

@@ -18,6 +18,7 @@ from quantshard.numerics import Grids, Pair, Words
 if kernels.USABLE:
     from quantshard.kernels import amax as amax_kernel
     from quantshard.kernels import dequantize as dequantize_kernel
+    from quantshard.kernels import history as history_kernel
     from quantshard.kernels import multi_tensor
     from quantshard.kernels import quantize as quantize_kernel
     from quantshard.kernels import transpose as transpose_kernel
@@ -126,3 +127,11 @@ def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
     if len(devices) == 1 and all(has_kernels(x) and x.dtype in KERNEL_DTYPES for x in tensors):
         return multi_tensor.exceeding(tensors, largest)
     return torch.stack([numerics.exceeds(x, largest).to(tensors[0].device) for x in tensors])
+
+
+def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
+    """Append amaxes [n] to n histories by a kernel; False, and nothing done, where none runs."""
+    if not has_kernels(amaxes) or any(h.device != amaxes.device or not h.is_contiguous() for h in histories):
+        return False
+    history_kernel.record(histories, amaxes.contiguous())
+    return True

@@ -184,7 +184,6 @@ class Sinks:
     """What is wanted of the values besides codes; see `results.Outputs`."""
 
     amax: Tensor | None = None
-    poison: Tensor | None = None
     sums: Tensor | None = None
 
 
@@ -222,43 +221,42 @@ def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
 class Both:
     """A matrix [R, C] that is to be quantized by `first`, and its transpose [C, R] by `second`, each if it is there.
 
-    `shared`: one quantization serves both, which `first` names and is to be transposed too.
+    `shared`: one quantization serves both, which `first` names and is to be transposed too. `poisons`: it must be found
+    out if not all values are finite.
     """
 
     first: Way | None
     second: Way | None
     shared: bool
+    poisons: bool
     sinks: Sinks
 
-    @property
-    def measures(self) -> bool:
-        """True if an amax must be known before values are quantized, and is not."""
-        return any(way is not None and way.measures for way in (self.first, self.second))
-
-    def of(self, source: Source) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
-        """Both, by one kernel, or two where `measures`."""
-        given = source.measured() if self.measures else None
-        source = source if given is None else given
-        ready = self.prepared(source.shape, source.dtype, given)
-        return ready.finish(source.emit(ready.outputs))
-
-    def prepared(self, shape: Pair, dtype: torch.dtype, given: Given | None = None) -> Prepared:
-        """What a kernel is to be asked for, of a matrix of this shape and dtype; `given`: that, where `measures`."""
+    def prepared(self, like: Source, given: Given | None = None) -> Prepared:
+        """What a kernel is to be asked for, of a source of the shape of `like`; `given`: that, if it is at hand."""
+        shape, dtype = like.shape, like.dtype
         one = None if self.first is None else _Asked.of(self.first, shape, dtype, given, False)
         two = None if self.second is None else _Asked.of(self.second, shape[::-1], dtype, given, True)
         request = None if one is None else replace(one.request, turned=self.shared)
-        sinks = self.sinks
-        outputs = Outputs(request, None if two is None else two.request, None, sinks.amax, sinks.poison, sinks.sums)
-        return Prepared(outputs, one, two)
+        poison = zero(like.device) if self.poisons else None
+        into = poison
+        if self.poisons and self.shared and one is not None and one.is_scalar:  # a scale of NaN is poison enough
+            assert one.stored is not None
+            poison, into = None, one.stored.view(())
+        outputs = Outputs(request, None if two is None else two.request, None, self.sinks.amax, into, self.sinks.sums)
+        return Prepared(outputs, one, two, poison)
 
 
 @dataclass
 class Prepared:
-    """`outputs`: what a kernel is asked for. `finish` makes storages of what it gives."""
+    """`outputs`: what a kernel is asked for. `finish` makes storages of what it gives.
+
+    `poison`: float32 scalar, which the kernel makes NaN if not all values are finite; None if it is in the scale.
+    """
 
     outputs: Outputs
     one: _Asked | None
     two: _Asked | None
+    poison: Tensor | None
 
     def finish(self, targets: Targets) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
         """A matrix, and its transpose."""
@@ -295,6 +293,11 @@ class _Asked:
         shape = padded(shape, way.cell)
         words = None if way.words is None or not scaling.stochastic_rounding else way.words(shape)
         return _Asked(way, shape, Request(copy, plain, (0, 0), multipliers, second, words), stored)
+
+    @property
+    def is_scalar(self) -> bool:
+        """True if there is one scale, in float32."""
+        return self.stored is not None and self.stored.numel() == 1 and self.stored.dtype is torch.float32
 
     def storage(self, target: Target) -> QuantizedStorage:
         copy = self.way.copy

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantshard import amax, requantize_
+from quantshard import amax, compute, requantize_
 from quantshard.amax import (
     FlatMax,
     PendingAmaxes,
@@ -65,7 +65,13 @@ def test_the_newest_are_kept_in_order(length):
     assert kept.tolist() == [0, 1, 5, 2, 4][-length:]
 
 
-def test_histories_of_several_lengths_are_recorded_together():
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_histories_of_several_lengths_are_recorded_together(by_kernel, monkeypatch):
+    if by_kernel:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cpu"})
+        if torch.cuda.is_available():
+            pytest.skip("kernels are compiled, and these tensors are on the CPU")
     kept = [history(1, 2), history(3, 4, 5), history(6, 7), history(8)]
     addresses = [each.data_ptr() for each in kept]
     record_amaxes_(kept, torch.tensor([10.0, 11.0, NAN, 12.0]))

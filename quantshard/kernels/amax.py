@@ -26,8 +26,8 @@ def amax_kernel(
     values = tl.load(x_ptr + at, mask=valued, other=0.0)
     x = ql.widen(values)
     if H.hadamard:
-        signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
-        x = ql.widen(ql.narrow(ql.hadamard16(x, signs, H.rows, H.cols), values.dtype))
+        signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
+        x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols, 1), values.dtype)
     found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
     entries, inside = grid_of_tile(row, col, where, grid_stride, grid_rows, grid_cols, H)
     if H.row_all or H.col_all:  # several tiles share an entry; bits of numbers that are not negative are in their order

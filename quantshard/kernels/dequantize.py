@@ -21,7 +21,7 @@ from quantshard.kernels.quantize import WARPS, How, Where, grid_of_tile, tile_of
 
 @triton.jit
 def dequantize_kernel(
-    codes_ptr, codes_stride, scale_ptr, amax_ptr, grid_stride, grid_rows, grid_cols, out_ptr, out_stride, where,
+    codes_ptr, codes_stride, codes_cols, scale_ptr, amax_ptr, grid_stride, grid_rows, grid_cols, out_ptr, out_stride, where,
     H: tl.constexpr,
 ):  # fmt: skip
     rule: tl.constexpr = H.rule
@@ -29,8 +29,9 @@ def dequantize_kernel(
     stored: tl.constexpr = rule.stored
     row, col, i, j, inside = tile_of(where, H)
     if element.bits == 4:
-        half = (col - where.col_origin) // 2 + tl.arange(0, H.cols // 2)
-        valid = ((i >= 0) & (i < where.rows))[:, None] & ((half >= 0) & (half < (where.cols + 1) // 2))[None, :]
+        # as many as a thread has values: what it reads is what it decodes
+        half = tl.max_contiguous((col - where.col_origin) // 2 + tl.arange(0, H.cols // 2), 4)
+        valid = ((i >= 0) & (i < where.rows))[:, None] & ((half >= 0) & (half < codes_cols))[None, :]
         packed = tl.load(codes_ptr + i.to(tl.int64)[:, None] * codes_stride + half[None, :], mask=valid, other=0)
         codes = ql.unpack(packed, H.rows, H.cols)
     else:
@@ -65,7 +66,7 @@ def dequantize(
     where = Where(*shape, shape[1], *origin)
     with ql.on(codes.device):
         dequantize_kernel[tiles(where, how)](
-            codes, codes.stride(0), scale, parts[copy.amax.name] if copy.amax is not None else None,
+            codes, codes.stride(0), codes.shape[1], scale, parts[copy.amax.name] if copy.amax is not None else None,
             scale.stride(0), *scale.shape, out, out.stride(0), where,
             H=how, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -81,48 +81,102 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode(x, E: tl.constexpr):
-    """Float32 tile -> codes, int32, one for each element, rounded to nearest even: `numerics.encode`."""
-    x = saturate(x, E.max)
-    if E.cast == 1:
-        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-        return tl.where(x != x, 0x7F, codes)
+    """Float32 tile of products -> codes, one for each element, rounded to nearest even: `numerics.encode`.
+
+    Codes are uint8 or int32; those of 4 bits are the highest bits of a uint32, for `pack`. These, and those that an
+    instruction makes, are right for NaN because a GPU's product that is NaN is positive.
+    """
+    if E.cast == 1:  # the instruction saturates
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif E.cast == 2:
-        codes = x.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
-        return tl.where(x != x, 0x7F, codes)
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        in_gaps, exponent = in_gaps_of(x, E)
-        # adding 1.5 * 2**23 leaves no bits for a fraction: the sum is rounded to the nearest even integer
-        steps = ((in_gaps + 12582912.0) - 12582912.0).to(tl.int32)
-        return assemble(x, steps, exponent, E)
+        # the last place of a sum with this power is the gap of x's binade, in units of which it ends with |x| rounded
+        x, magnitude, power = parts_of(x, E)
+        if E.bits == 4:
+            # ... and with 6 more; twice its exponent, which is the binade's number + 149, makes the code and a multiple
+            # of 8
+            gaps = tl.fma(power, 4194307.0, magnitude).to(tl.int32, bitcast=True)
+            return with_sign(x, gaps * ((1 << 28) + (1 << 6)))
+        else:
+            gaps = tl.fma(power, 8388608.0 * 0.5**E.mantissa, magnitude).to(tl.int32, bitcast=True)
+            return assemble(x, gaps, power, E)
 
 
 @triton.jit
 def encode_stochastic(x, words, E: tl.constexpr):
-    """Float32 tile and uint32 words -> codes, int32, rounded stochastically: `numerics.encode_stochastic`."""
-    x = saturate(x, E.max)
-    in_gaps, exponent = in_gaps_of(x, E)
+    """Float32 tile and uint32 words -> codes as of `encode`, rounded stochastically: `numerics.encode_stochastic`."""
+    x, magnitude, power = parts_of(x, E)
+    inverse = ((127 + E.mantissa) << 23) - (power.to(tl.int32, bitcast=True) - (127 << 23))
+    in_gaps = magnitude * inverse.to(tl.float32, bitcast=True)
     below = tl.floor(in_gaps)
-    fraction = (in_gaps - below) * 4294967296.0  # exact
-    whole = fraction.to(tl.int64)
-    word = words.to(tl.int64)  # word < fraction; not by tl.ceil, which takes subnormal numbers for zero
-    up = (word < whole) | ((word == whole) & (whole.to(tl.float32) < fraction))
-    return assemble(x, below.to(tl.int32) + up.to(tl.int32), exponent, E)
+    up = is_below(words, (in_gaps - below) * 4294967296.0)  # exact
+    gaps = (below + tl.where(up, 8388609.0, 8388608.0)).to(tl.int32, bitcast=True)
+    if E.bits == 4:
+        return with_sign(x, (gaps << 28) + ((power.to(tl.int32, bitcast=True) - (127 << 23)) << 6))
+    else:
+        return assemble(x, gaps, power, E)
 
 
 @triton.jit
-def in_gaps_of(x, E: tl.constexpr):
-    """Of a saturated tile: |x| in units of the gap between its neighbours, and its exponent; see `numerics._round`."""
-    magnitude = tl.where(x != x, 0.0, tl.abs(x))
-    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, E.lowest)
-    return magnitude * ((127 + E.mantissa - exponent) << 23).to(tl.float32, bitcast=True), exponent
+def is_below(words, bound):
+    """Uint32 < float32, exactly.
+
+    Words are rounded towards zero, to the largest float r <= word. If word < bound, r < bound. If r < bound, the next
+    float after r is at most bound, and larger than word.
+    """
+    if INTERPRETED:
+        return words.to(tl.float64) < bound.to(tl.float64)
+    else:
+        towards_zero: tl.constexpr = "cvt.rz.f32.u32 $0, $1;"
+        return tl.inline_asm_elementwise(towards_zero, "=f,r", [words], tl.float32, is_pure=True, pack=1) < bound
 
 
 @triton.jit
-def assemble(x, steps, exponent, E: tl.constexpr):
-    """Signs of x and whole gaps of each binade -> codes, int32; NaN becomes the largest positive code."""
-    code = steps + ((exponent - E.lowest) << E.mantissa)
-    code |= (x.to(tl.int32, bitcast=True) >> 31) & (1 << (E.bits - 1))
-    return tl.where(x != x, (1 << (E.bits - 1)) - 1, code)
+def parts_of(x, E: tl.constexpr):
+    """x, NaN of 4 bits as what it becomes; |x|, at most E.max; and the power of two of its binade: `numerics._round`.
+
+    Numbers smaller than normal ones are in the lowest binade. The gap between neighbours is this power * 2**-mantissa.
+    """
+    if E.bits == 4 and INTERPRETED:  # a GPU's minimum of NaN and a number is the number
+        x = tl.where(x != x, E.max, x)
+    magnitude = tl.minimum(tl.abs(x), E.max)
+    bits = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
+    return x, magnitude, tl.maximum(bits, (127 + E.lowest) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def assemble(x, gaps, power, E: tl.constexpr):
+    """Sign of x, whole gaps in the low 23 bits, and the power of the binade -> codes of 8 or 16 bits, int32.
+
+    A code is the gaps and, times 2**mantissa, the binade's number. NaN becomes the largest positive code.
+    """
+    SIGN: tl.constexpr = 1 << (E.bits - 1)
+    binade = power.to(tl.int32, bitcast=True) - ((127 + E.lowest) << 23)
+    code = (gaps & 0x7FFFFF) + (binade >> (23 - E.mantissa))
+    code |= (x.to(tl.int32, bitcast=True) >> 31) & SIGN
+    return tl.where(x != x, SIGN - 1, code)
+
+
+@triton.jit
+def with_sign(x, code):
+    """Codes of 4 bits: that of |x| in the highest bits but one -> uint32."""
+    bits = x.to(tl.int32, bitcast=True)
+    if INTERPRETED:
+        return ((code & 0x7FFFFFFF) | (bits & -0x80000000)).to(tl.uint32, bitcast=True)
+    else:  # one instruction, of which the compiler makes two
+        merge: tl.constexpr = "lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xE4;"
+        return tl.inline_asm_elementwise(merge, "=r,r,r", [code, bits], tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Float32 -> float32, rounded to dtype between."""
+    if INTERPRETED or dtype != tl.bfloat16:
+        return widen(narrow(x, dtype))
+    else:  # two at once, which the compiler does for values that it stores alone
+        pair: tl.constexpr = "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}"
+        return tl.inline_asm_elementwise(pair, "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -134,19 +188,18 @@ def decode(codes, E: tl.constexpr):
         return codes.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
         code = codes.to(tl.int32)
-        magnitude = code & ((1 << (E.bits - 1)) - 1)
-        exponent = magnitude >> E.mantissa
-        mantissa = (magnitude & ((1 << E.mantissa) - 1)) + tl.where(exponent > 0, 1 << E.mantissa, 0)
-        gap = ((tl.maximum(exponent, 1) + E.lowest - 1 - E.mantissa + 127) << 23).to(tl.float32, bitcast=True)
-        value = mantissa.to(tl.float32) * gap
+        sign = (code << (32 - E.bits)) & -0x80000000
+        bits = ((code << (23 - E.mantissa)) & (((1 << (E.bits - 1)) - 1) << (23 - E.mantissa))) | sign
+        value = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + E.lowest)  # from the lowest binades of float32
         if E.bits == 8:
+            magnitude = code & 0x7F
             if E.mantissa == 3:  # NaN is the largest magnitude alone
                 value = tl.where(magnitude == 0x7F, float("nan"), value)
             else:  # infinity and NaN as in IEEE 754
-                value = tl.where(magnitude == 0x7C, float("inf"), value)
+                infinite = (0x7F800000 | sign).to(tl.float32, bitcast=True)
+                value = tl.where(magnitude == 0x7C, infinite, value)
                 value = tl.where(magnitude > 0x7C, float("nan"), value)
-        sign = (code >> (E.bits - 1)) << 31  # not by a minus, which makes of zero what 0 - 0 is
-        return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return value
 
 
 # -------------------------------------------------------------------------------------------------------------- scales
@@ -241,31 +294,62 @@ def tensor_encode_scale(amax, R: tl.constexpr):
 
 
 @triton.jit
-def block_amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins."""
-    bits = tl.abs(x).to(tl.int32, bitcast=True)
-    blocks = tl.reshape(bits, (ROWS // BLOCK_ROWS, BLOCK_ROWS, COLS // BLOCK_COLS, BLOCK_COLS))
-    return tl.max(tl.max(blocks, 3), 1).to(tl.float32, bitcast=True)
+def held(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
+    """The rows of a tile in the order in which it holds them: so many neighbours lie as far apart as they can.
+
+    A layout gives the elements of a row to neighbouring threads, then rows to others, and then more rows, far from the
+    first, to each thread: in this order they are neighbours, whose codes lie together in the transpose.
+    """
+    if TOGETHER == 1:
+        return tl.arange(0, SIZE)
+    else:
+        at = tl.arange(0, SIZE)
+        return (at % (SIZE // TOGETHER)) * TOGETHER + at // (SIZE // TOGETHER)
 
 
 @triton.jit
-def expand(grid, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def block_amax(
+    x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    TOGETHER: tl.constexpr = 1,
+):  # fmt: skip
+    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins."""
+    NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
+    FAR: tl.constexpr = BLOCK_ROWS // NEAR
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    if BLOCK_COLS > 1:
+        bits = tl.max(tl.reshape(bits, (ROWS, COLS // BLOCK_COLS, BLOCK_COLS)), 2)
+    if BLOCK_ROWS > 1:
+        shape: tl.constexpr = (TOGETHER // NEAR, NEAR, ROWS // TOGETHER // FAR, FAR, COLS // BLOCK_COLS)
+        bits = tl.max(tl.max(tl.reshape(bits, shape), 1), 2)
+    return tl.reshape(bits, (ROWS // BLOCK_ROWS, COLS // BLOCK_COLS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def expand(
+    grid, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    TOGETHER: tl.constexpr = 1,
+):  # fmt: skip
     """Inverse in shape of `block_amax`: the entry of each element's block."""
-    shape: tl.constexpr = (ROWS // BLOCK_ROWS, BLOCK_ROWS, COLS // BLOCK_COLS, BLOCK_COLS)
-    return tl.reshape(tl.broadcast_to(grid[:, None, :, None], shape), (ROWS, COLS))
+    NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
+    FAR: tl.constexpr = BLOCK_ROWS // NEAR
+    shape: tl.constexpr = (
+        TOGETHER // NEAR, NEAR, ROWS // TOGETHER // FAR, FAR, COLS // BLOCK_COLS, BLOCK_COLS,
+    )  # fmt: skip
+    blocks = tl.reshape(grid, (TOGETHER // NEAR, 1, ROWS // TOGETHER // FAR, 1, COLS // BLOCK_COLS, 1))
+    return tl.reshape(tl.broadcast_to(blocks, shape), (ROWS, COLS))
 
 
 # ------------------------------------------------------------------------------------------------------ along the rows
 
 
 @triton.jit
-def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Float32 [ROWS, COLS] with SIGNS [COLS] -> each 16 of a row transformed, not rounded: `numerics.hadamard16`."""
+def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr):
+    """Float32 [ROWS, COLS], times SIGNS -> each 16 elements, so far apart, transformed: `numerics.hadamard16`."""
     x = x * SIGNS
-    x = _butterflies(x, 1, ROWS, COLS)
-    x = _butterflies(x, 2, ROWS, COLS)
-    x = _butterflies(x, 4, ROWS, COLS)
-    return _butterflies(x, 8, ROWS, COLS) * 0.25
+    x = _butterflies(x, STEP, ROWS, COLS)
+    x = _butterflies(x, 2 * STEP, ROWS, COLS)
+    x = _butterflies(x, 4 * STEP, ROWS, COLS)
+    return _butterflies(x, 8 * STEP, ROWS, COLS) * 0.25
 
 
 @triton.jit
@@ -287,9 +371,15 @@ def hadamard_signs(columns):
 
 @triton.jit
 def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Codes of 4 bits [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
+    """Codes of 4 bits, as of `encode`, [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
     low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-    return low | (high << 4)
+    bytes = (low >> 4) + high  # no bits but the highest and few of the lowest are set
+    if INTERPRETED:
+        return (bytes >> 24).to(tl.uint8)
+    else:
+        four: tl.constexpr = """{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0073; prmt.b32 b, $3, $4, 0x0073;
+                                prmt.b32 $0, a, b, 0x5410;}"""
+        return tl.inline_asm_elementwise(four, "=r,r,r,r,r", [bytes], tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -305,39 +395,79 @@ def unpack(stored, ROWS: tl.constexpr, COLS: tl.constexpr):
 def philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10 of uint32 tiles: `numerics.philox`."""
     for _ in tl.static_range(10):
-        high0 = tl.umulhi(c0, tl.zeros_like(c0) + 0xD2511F53)
-        low0 = c0 * 0xD2511F53
-        high1 = tl.umulhi(c2, tl.zeros_like(c2) + 0xCD9E8D57)
-        low1 = c2 * 0xCD9E8D57
-        c0 = high1 ^ c1 ^ k0
-        c2 = high0 ^ c3 ^ k1
-        c1 = low1
-        c3 = low0
+        product0 = c0.to(tl.uint64) * 0xD2511F53  # one instruction for both halves
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = product1.to(tl.uint32)
+        c3 = product0.to(tl.uint32)
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0, c1, c2, c3
 
 
 @triton.jit
-def words_of_tile(row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr):
+def words_of_tile(
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr = 1,
+    INDEX: tl.constexpr = tl.int64,
+):  # fmt: skip
     """Random words, uint32 [ROWS, COLS], of the tile at a global row and column: `numerics.random_words`.
 
-    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4.
+    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4. INDEX: a type
+    that holds the number of elements of that matrix.
     """
-    k0, k1, draw, stream, width = words
-    rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * width
-    if BY_FOUR:  # each call of Philox gives the words of four neighbours
-        element_index = rows + (col + 4 * tl.arange(0, COLS // 4))[None, :]
-    else:
-        element_index = rows + (col + tl.arange(0, COLS))[None, :]
-    call = element_index >> 2
-    zero = tl.zeros_like(call).to(tl.uint32)
-    w0, w1, w2, w3 = philox(
-        call.to(tl.uint32), (call >> 32).to(tl.uint32), zero + draw.to(tl.uint32), zero + stream.to(tl.uint32),
-        k0.to(tl.uint32), k1.to(tl.uint32),
-    )  # fmt: skip
+    width = words[4]
+    rows = (row + held(ROWS, TOGETHER)).to(INDEX)[:, None]
     if BY_FOUR:
-        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
+        calls = rows * (width // 4) + (col // 4 + tl.arange(0, COLS // 4))[None, :]
+        return tl.reshape(_four_words(calls, words), (ROWS, COLS))
     else:
-        which = element_index & 3
-        return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+        return _one_word(rows * width + (col + tl.arange(0, COLS))[None, :], words)
+
+
+@triton.jit
+def words_of_turned_tile(
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """The same of a tile that is held as its transpose, uint32 [COLS, ROWS]."""
+    width = words[4]
+    if BY_FOUR:
+        tl.static_assert(TOGETHER % 4 == 0)
+        # calls in an order in which each thread makes those of its elements: of 4 neighbours of ROWS, in turn
+        LANES: tl.constexpr = min(ROWS // 4, 32)
+        shape: tl.constexpr = (TOGETHER // 4, ROWS // (4 * LANES), 4, COLS // TOGETHER, LANES, 4)
+        at = tl.arange(0, ROWS // LANES * (COLS // 4))
+        four = at % shape[3] * (TOGETHER // 4) + at // (shape[3] * 4 * shape[1])
+        line = at // shape[3] % 4 + at // (shape[3] * 4) % shape[1] * (4 * LANES)
+        lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
+        drawn = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
+        return tl.reshape(tl.permute(tl.reshape(drawn, shape), (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
+    else:
+        rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
+        return _one_word(rows + (col + held(COLS, TOGETHER))[:, None], words)
+
+
+@triton.jit
+def _philox_at(call, words):
+    k0, k1, draw, stream, _ = words
+    zero = tl.zeros_like(call).to(tl.uint32)
+    high = zero if call.dtype == tl.uint32 else (call >> 32).to(tl.uint32)
+    return philox(
+        call.to(tl.uint32), high, zero + draw.to(tl.uint32), zero + stream.to(tl.uint32), k0.to(tl.uint32),
+        k1.to(tl.uint32),
+    )  # fmt: skip
+
+
+@triton.jit
+def _four_words(call, words):
+    """Each call of Philox gives the words of four neighbours: one dim of 4 more, as two of 2."""
+    w0, w1, w2, w3 = _philox_at(call, words)
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit
+def _one_word(element_index, words):
+    w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
+    which = element_index & 3
+    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))

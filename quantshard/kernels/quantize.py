@@ -13,7 +13,8 @@ Kernels that compute the values themselves (`norm`, `activation`) hand their til
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -25,8 +26,19 @@ from quantshard.kernels import language as ql
 from quantshard.numerics import Words
 
 
+class Tile(NamedTuple):
+    """Rows and columns that a program works on, and how they are held (see `ql.held`); a constant of a kernel."""
+
+    rows: int
+    cols: int
+    together: int = 1
+
+
 class How(NamedTuple):
-    """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done."""
+    """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
+
+    `turned`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
+    """
 
     rows: int
     cols: int
@@ -35,9 +47,12 @@ class How(NamedTuple):
     row_all: bool
     col_all: bool
     rule: ql.Rule
+    together: int = 1
+    turned: bool = False
     hadamard: bool = False
     stochastic: bool = False
     by_four: bool = False
+    short_index: bool = False
     draw_loaded: bool = False
 
 
@@ -49,6 +64,7 @@ class Out(NamedTuple):
 
     codes: Any
     codes_stride: int
+    codes_cols: int
     scale: Any
     given: Any
     grid_stride: int
@@ -57,6 +73,7 @@ class Out(NamedTuple):
     second: Any
     turned: Any
     turned_stride: int
+    turned_cols: int
     next_amax: Any
 
 
@@ -78,87 +95,165 @@ def tile_of(where, H: tl.constexpr):
     """Row and column of this program's tile in the global matrix, its local indices, and which have a value."""
     row = (where.row_origin // H.rows + tl.program_id(0)) * H.rows
     col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
-    i = row - where.row_origin + tl.arange(0, H.rows)
+    i = row - where.row_origin + ql.held(H.rows, H.together)
     j = col - where.col_origin + tl.arange(0, H.cols)
+    if H.together == 16:  # a thread then has 16 rows of 4 columns, not 8 of 8
+        j = tl.max_contiguous(j, 4)
     valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
     return row, col, i, j, valued
 
 
 @triton.jit
-def emit(values, row, col, where, out, words, H: tl.constexpr):
-    """Quantize a tile of values of any floating dtype, zero where there is none, and store what is asked for."""
-    x = ql.widen(values)
+def emit(
+    values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """Quantize a tile of values of any floating dtype, zero where there is none, and store what is asked for.
+
+    H: of the tile itself. T: of its transpose, with scales of its own; either may be None.
+    """
+    if H is not None:
+        if out.next_amax is not None:
+            bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
+            tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+        x = _transformed(values, H)
+        amax = _amaxes(x, out, H)
+        if T is None or T.hadamard:
+            _emit(x, amax, row, col, where, out, words, H)
+    if T is not None:
+        y = _transformed(values, T)
+        other_amax = _amaxes(y, other_out, T)
+        if H is not None and not T.hadamard:
+            # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
+            _emit(x, amax, row, col, where, out, words, H)
+        _emit(y, other_amax, col, row, other_where, other_out, other_words, T)
+
+
+@triton.jit
+def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
+    """Codes of a tile at a row and column of the matrix that is quantized; it is held as the transpose if H.turned."""
     element: tl.constexpr = H.rule.element
-    if out.next_amax is not None:
-        tl.atomic_max(out.next_amax, tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0), sem="relaxed")
-    if H.hadamard:
-        signs = ql.hadamard_signs(col + tl.arange(0, H.cols))[None, :]
-        x = ql.widen(ql.narrow(ql.hadamard16(x, signs, H.rows, H.cols), values.dtype))
-    multiplier = _multipliers(x, row, col, where, out, H)
-    scaled = x * ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols)
+    scaled = x * _multipliers(amax, row, col, where, out, H)
     if H.stochastic:
         k0, k1, draw, stream, width = words
         number = tl.load(draw) if H.draw_loaded else draw
-        drawn = ql.words_of_tile(row, col, (k0, k1, number, stream, width), H.rows, H.cols, H.by_four)
+        key = (k0, k1, number, stream, width)
+        index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
+        if H.turned:
+            drawn = ql.words_of_turned_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
+        else:
+            drawn = ql.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         codes = ql.encode_stochastic(scaled, drawn, element)
     else:
         codes = ql.encode(scaled, element)
     at_row, at_col = row - where.row_origin, col - where.col_origin
-    codes = codes.to(tl.uint8)
-    _store(out.codes, out.codes_stride, codes, at_row, at_col, where.rows, where.cols, H.rows, H.cols, H)
+    own = (out.codes, out.codes_stride, where.rows, out.codes_cols)
+    if H.turned:
+        _store_across(codes, at_row, at_col, own, H.cols, H.rows, H)
+    else:
+        _store(codes, at_row, at_col, own, H)
     if out.turned is not None:
-        turned = tl.trans(codes)
-        _store(out.turned, out.turned_stride, turned, at_col, at_row, where.cols, where.rows, H.cols, H.rows, H)
+        across = (out.turned, out.turned_stride, where.cols, out.turned_cols)
+        if H.turned:
+            _store(codes, at_col, at_row, across, H)
+        else:
+            _store_across(codes, at_col, at_row, across, H.rows, H.cols, H)
+
+
+@triton.jit
+def _transformed(values, H: tl.constexpr):
+    """Float32; if asked for after `numerics.hadamard16` of the rows of the matrix, which are columns if H.turned."""
+    x = ql.widen(values)
+    if H.hadamard:
+        if H.turned:
+            tl.static_assert(H.together == 16)
+            signs = ql.hadamard_signs(ql.held(H.cols, H.together))[:, None]  # tiles start at multiples of 16
+            x = ql.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
+        else:
+            signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
+            x = ql.hadamard16(x, signs, H.rows, H.cols, 1)
+        x = ql.rounded(x, values.dtype)
+    return x
+
+
+@triton.jit
+def _amaxes(x, out, H: tl.constexpr):
+    """Of the blocks of a tile as held; 0 if their scales are given (Triton 3.6 returns no None)."""
+    if out.given is not None:
+        return 0.0
+    elif H.turned:
+        return ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    else:
+        return ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
 
 
 @triton.jit
 def grid_of_tile(row, col, where, stride, rows, cols, H: tl.constexpr):
-    """Where the entries of a tile's blocks lie in the touched grid [rows, cols], and which of them there are."""
+    """Where the entries of a tile's blocks lie in the touched grid [rows, cols], as held, and which of them there are."""
     first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
     first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
-    i = first_row + tl.arange(0, H.rows // H.block_rows)
-    j = first_col + tl.arange(0, H.cols // H.block_cols)
-    inside = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
-    return i[:, None] * stride + j[None, :], inside
+    BLOCK: tl.constexpr = H.block_cols if H.turned else H.block_rows
+    TOGETHER: tl.constexpr = H.together // BLOCK if BLOCK < H.together else 1
+    if H.turned:
+        i = first_row + tl.arange(0, H.rows // H.block_rows)[None, :]
+        j = first_col + ql.held(H.cols // H.block_cols, TOGETHER)[:, None]
+    else:
+        i = first_row + ql.held(H.rows // H.block_rows, TOGETHER)[:, None]
+        j = first_col + tl.arange(0, H.cols // H.block_cols)[None, :]
+    return i * stride + j, (i >= 0) & (i < rows) & (j >= 0) & (j < cols)
 
 
 @triton.jit
-def _multipliers(x, row, col, where, out, H: tl.constexpr):
-    """Those of the tile's blocks: as given, or from their amaxes, and then the scales are stored."""
+def _multipliers(amax, row, col, where, out, H: tl.constexpr):
+    """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
+    rule: tl.constexpr = H.rule
+    ENTRIES: tl.constexpr = H.rows // H.block_rows * (H.cols // H.block_cols)
     at, inside = grid_of_tile(row, col, where, out.grid_stride, out.grid_rows, out.grid_cols, H)
     if out.given is not None:
-        return tl.load(out.given + at, mask=inside, other=0.0)
+        multiplier = tl.load(out.given + at, mask=inside, other=0.0)
     else:
-        rule: tl.constexpr = H.rule
         second = tl.load(out.second) if out.second is not None else 0.0
-        amax = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
-        stored, multiplier = ql.scales(amax, second, rule)
-        tl.store(out.scale + at, stored, mask=inside)
-        return multiplier
+        if ENTRIES >= 32:
+            # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
+            order = tl.arange(0, ENTRIES)
+            stored, flat = ql.scales(tl.gather(tl.reshape(amax, (ENTRIES,)), order, 0), second, rule)
+            tl.store(out.scale + tl.reshape(at, (ENTRIES,)), stored, mask=tl.reshape(inside, (ENTRIES,)))
+            multiplier = tl.reshape(tl.gather(flat, order, 0), amax.shape)
+        else:
+            stored, multiplier = ql.scales(amax, second, rule)
+            tl.store(out.scale + at, stored, mask=inside)
+    if H.turned:
+        return ql.expand(multiplier, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    else:
+        return ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
 
 
 @triton.jit
-def _store(ptr, stride, codes, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
-    """Codes [ROWS, COLS] of the tile at a local row and column of [rows, cols]; packed, if of 4 bits."""
+def _store(codes, row, col, to, H: tl.constexpr):
+    """Codes as held at a local row and column of `to`: pointer, stride, rows and stored columns."""
+    ROWS: tl.constexpr = H.cols if H.turned else H.rows
+    COLS: tl.constexpr = H.rows if H.turned else H.cols
+    _store_at(codes, row + ql.held(ROWS, H.together), col, to, ROWS, COLS, H)
+
+
+@triton.jit
+def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
+    """The transpose [COLS, ROWS] of codes as held, in the order of their rows."""
+    shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
+    turned = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
+    _store_at(turned, row + tl.arange(0, COLS), col, to, COLS, ROWS, H)
+
+
+@triton.jit
+def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
+    """Codes [ROWS, COLS] at local rows i and from a local column on; packed, if of 4 bits."""
+    ptr, stride, rows, cols = to
     if H.rule.element.bits == 4:
         codes = ql.pack(codes, ROWS, COLS)
         j = col // 2 + tl.arange(0, COLS // 2)
-        cols = (cols + 1) // 2
     else:
         j = col + tl.arange(0, COLS)
-    i = row + tl.arange(0, ROWS)
     mask = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
-    tl.store(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], codes, mask=mask)
-
-
-@triton.jit
-def emit_both(
-    values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, T: tl.constexpr
-):
-    """`emit`, and of the transposed tile too, which has scales of its own, if it is asked for."""
-    emit(values, row, col, where, out, words, H)
-    if T is not None:
-        emit(tl.trans(values), col, row, other_where, other_out, other_words, T)
+    tl.store(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
@@ -171,7 +266,7 @@ def quantize_kernel(
     values = tl.load(x_ptr + at, mask=valued, other=0.0)
     words = (k0, k1, draw, stream, width)
     other_words = (k0, k1, draw, other_stream, other_width)
-    emit_both(values, row, col, where, out, words, other_where, other_out, other_words, H, T)
+    emit(values, row, col, where, out, words, other_where, other_out, other_words, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -236,13 +331,15 @@ def tiles(where: Where, how: How) -> tuple[int, int]:
     )
 
 
-def tile(request: Request, other: Request | None = None) -> tuple[int, int]:
-    """Rows and columns of the tile of a program: whole blocks; higher, where columns are written out as rows."""
-    rows, cols = (64, 128) if request.turned or other is not None else (32, 256)
+def tile(request: Request, other: Request | None = None) -> Tile:
+    """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together."""
     block_rows, block_cols = request.block
     if other is not None:
         block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
-    return max(rows, block_rows), max(cols // 2 if block_rows > 32 else cols, block_cols)
+    if not request.turned and other is None:
+        return Tile(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
+    together = 16 if other is not None and other.scaling.random_hadamard else 4
+    return Tile(max(128, block_rows), max(128, block_cols), together)
 
 
 def target(
@@ -250,11 +347,12 @@ def target(
     dtype: torch.dtype,
     device: torch.device,
     request: Request,
-    tile: tuple[int, int],
+    tile: Tile,
     next_amax: Tensor | None = None,
+    held_turned: bool = False,
 ) -> Target:
-    """Allocate what quantizing values of `shape` [R, C] and `dtype` gives."""
-    copy, origin, words = request.copy, request.origin, request.words or Words(0, 0, 0, (1, 1))
+    """Allocate what quantizing values of `shape` [R, C] and `dtype` gives; `held_turned`: from tiles of the transpose."""
+    copy, origin, words = request.copy, request.origin, request.words or NO_WORDS
     rows, cols = shape[0], shape[1] + (-shape[1] % 16 if request.scaling.random_hadamard else 0)
     packed = 8 // copy.codes.encoding.bits
     codes = torch.empty((rows, -(cols // -packed)), dtype=torch.uint8, device=device)
@@ -265,17 +363,42 @@ def target(
         spans = [touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True)]
         grid = scale = torch.empty(spans, dtype=copy.scale.encoding.storage, device=device)
     out = Out(
-        codes, codes.stride(0), scale, request.multipliers, grid.stride(0), grid.shape[0], grid.shape[1],
-        request.second_amax,
-        turned, 0 if turned is None else turned.stride(0), None if next_amax is None else next_amax.view(torch.int32),
+        codes, codes.stride(0), codes.shape[1], scale, request.multipliers, grid.stride(0), *grid.shape,
+        request.second_amax, turned, *((0, 0) if turned is None else (turned.stride(0), turned.shape[1])),
+        None if next_amax is None else next_amax.view(torch.int32),
     )  # fmt: skip
-    how = tiling(copy.block, tile, ql.rule(copy, request.scaling, dtype, device))._replace(
-        hadamard=request.scaling.random_hadamard,
-        stochastic=request.words is not None,
-        by_four=words.global_shape[1] % 4 == 0,
-        draw_loaded=isinstance(words.draw, Tensor),
-    )
+    how = how_of(
+        copy, request.scaling, dtype, device, tile, held_turned, request.words is not None,
+        words.global_shape[1] % 4 == 0, words.global_shape[0] * words.global_shape[1] < 1 << 32,
+        isinstance(words.draw, Tensor),
+    )  # fmt: skip
     return Target(codes, scale, turned, Where(rows, cols, shape[1], *origin), out, how, words)
+
+
+@lru_cache
+def how_of(
+    copy: QuantizedCopy,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    device: torch.device,
+    tile: Tile,
+    turned: bool,
+    stochastic: bool,
+    by_four: bool,
+    short_index: bool,
+    draw_loaded: bool,
+) -> How:
+    """Constants of a kernel that quantizes tiles, or their transposes."""
+    rule = ql.rule(copy, scaling, dtype, device)
+    return tiling(copy.block, (tile.cols, tile.rows) if turned else (tile.rows, tile.cols), rule)._replace(
+        together=tile.together,
+        turned=turned,
+        hadamard=scaling.random_hadamard,
+        stochastic=stochastic,
+        by_four=by_four,
+        short_index=short_index,
+        draw_loaded=draw_loaded,
+    )
 
 
 def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.Rule) -> How:
@@ -297,6 +420,7 @@ def touched(origin: int, size: int, covers: int) -> int:
 
 
 WARPS = 8
+NO_WORDS: Final = Words(0, 0, 0, (1, 1))
 
 
 def quantize(
@@ -309,7 +433,7 @@ def quantize(
     rows, cols = x.shape
     shared = tile(request, other)
     one = target((rows, cols), x.dtype, x.device, request, shared, next_amax)
-    two = None if other is None else target((cols, rows), x.dtype, x.device, other, (shared[1], shared[0]))
+    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_turned=True)
     drawn = one.words if two is None or request.words is not None else two.words
     if x.numel() > 0:
         with ql.on(x.device):

@@ -24,14 +24,7 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels import quantize
-from quantshard.kernels.quantize import How, Out, Request, Target, Where, emit
-
-
-class Tile(NamedTuple):
-    """Rows and columns that a program works on; a constant of a kernel."""
-
-    rows: int
-    cols: int
+from quantshard.kernels.quantize import NO_WORDS, How, Out, Request, Target, Tile, Where, emit
 
 
 class Sink(NamedTuple):
@@ -76,11 +69,9 @@ def deliver(
     if sink.sums is not None:
         at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
         tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
-    if H is not None:
-        emit(result, row, col, where, out, (k0, k1, draw, stream, width), H)
-    if T is not None:
-        other_words = (k0, k1, draw, other_stream, other_width)
-        emit(tl.trans(result), col, row, other_where, other_out, other_words, T)
+    words = (k0, k1, draw, stream, width)
+    other_words = (k0, k1, draw, other_stream, other_width)
+    emit(result, row, col, where, out, words, other_where, other_out, other_words, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -112,22 +103,22 @@ class Outputs:
         return self.request is not None or self.other is not None
 
     @property
-    def tile(self) -> tuple[int, int]:
-        """The smallest that has whole blocks of both directions; (1, 1) if there are none."""
+    def tile(self) -> Tile:
+        """The smallest that has whole blocks of both directions; of one element if there are none."""
         first = self.request or self.other
-        return (1, 1) if first is None else quantize.tile(first, self.other)
+        return Tile(1, 1) if first is None else quantize.tile(first, self.other)
 
     def extent(self, rows: int, cols: int) -> Where:
         """Of the results in the global matrix."""
         origin = self.request.origin if self.request else self.other.origin[::-1] if self.other else (0, 0)
         return Where(rows, cols + _padding(cols, self.request), cols, *origin)
 
-    def programs(self, rows: int, cols: int, tile: tuple[int, int]) -> tuple[int, int]:
+    def programs(self, rows: int, cols: int, tile: Tile) -> tuple[int, int]:
         """Tiles along both dims; either direction may pad."""
         where = self.extent(rows, cols)
         return (
-            quantize.touched(where.row_origin, rows + _padding(rows, self.other), tile[0]),
-            quantize.touched(where.col_origin, where.cols, tile[1]),
+            quantize.touched(where.row_origin, rows + _padding(rows, self.other), tile.rows),
+            quantize.touched(where.col_origin, where.cols, tile.cols),
         )
 
 
@@ -138,7 +129,7 @@ def _padding(size: int, request: Request | None) -> int:
 Targets = tuple[Target | None, Target | None]
 """Codes and scales of a matrix and of its transpose, as far as asked for."""
 
-TILE: Final = (32, 256)
+TILE: Final = Tile(32, 256)
 """Of a kernel that quantizes nothing."""
 
 
@@ -184,29 +175,26 @@ class Plan:
         return self.targets
 
 
-NO_WORDS = quantize.Words(0, 0, 0, (1, 1))
-
-
 def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
     """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
     (rows, cols), beside = like.shape, beside or outputs
-    height, width = TILE
+    tile = TILE
     if outputs.quantizes or beside.quantizes:
-        height, width = (max(sizes) for sizes in zip(outputs.tile, beside.tile, strict=True))
+        tile = Tile(*map(max, outputs.tile, beside.tile))
     one = two = None
     if outputs.request is not None:
-        one = quantize.target((rows, cols), like.dtype, like.device, outputs.request, (height, width))
+        one = quantize.target((rows, cols), like.dtype, like.device, outputs.request, tile)
     if outputs.other is not None:
-        two = quantize.target((cols, rows), like.dtype, like.device, outputs.other, (width, height))
+        two = quantize.target((cols, rows), like.dtype, like.device, outputs.other, tile, held_turned=True)
     leader = outputs if outputs.quantizes else beside
-    programs = leader.programs(rows, cols, (height, width))
+    programs = leader.programs(rows, cols, tile)
     high, sums = outputs.high, None
     assert high is None or high.shape == like.shape, "high must have the shape of the results"
     if outputs.sums is not None:
         sums = torch.zeros((programs[0], cols), dtype=torch.float32, device=like.device)
     amax = None if outputs.amax is None else outputs.amax.view(torch.int32)
     sink = Sink(high, 0 if high is None else high.stride(0), amax, outputs.poison, sums, cols)
-    return Plan(outputs, (one, two), Tile(height, width), leader.extent(rows, cols), sink, programs)
+    return Plan(outputs, (one, two), tile, leader.extent(rows, cols), sink, programs)
 
 
 def matrix(x: Tensor) -> Tensor:

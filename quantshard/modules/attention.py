@@ -1,7 +1,7 @@
 """Attention: the core (`DotProductAttention`) and with its projections (`MultiheadAttention`).
 
 The core is PyTorch's scaled_dot_product_attention in high precision, whichever the recipe; what a recipe quantizes are
-the projections. `CompositeModule` is what modules made of modules share.
+the projections.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from quantshard.amax import Group
 from quantshard.errors import ConfigurationError
-from quantshard.modules import rotary, unsupported
+from quantshard.modules import attention_backends, rotary, unsupported
+from quantshard.modules.attention_backends import AUTO, BACKENDS
 from quantshard.modules.base import InitMethod
+from quantshard.modules.composite import CompositeModule, child_name
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
 from quantshard.modules.meshes import check_meshes, mesh_of_group
@@ -31,31 +32,6 @@ MASK_TYPES = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_ca
 _TAKES_MASK = ("padding", "padding_causal", "arbitrary")
 
 Window = tuple[int, int]
-
-
-class CompositeModule(nn.Module):
-    """A module whose parameters all belong to its children."""
-
-    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
-        """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
-        for child in self._cut():
-            child.set_device_mesh(tp_mesh, weight_mesh)
-
-    def set_tensor_parallel_group(self, tp_group: Group) -> None:
-        """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
-        for child in self._cut():
-            child.set_tensor_parallel_group(tp_group)
-
-    def _cut(self) -> Iterable[Any]:
-        """The children that tensor parallelism is for."""
-        return self.children()
-
-    def reset_parameters(self) -> None:
-        """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
-        for child in self.children():
-            reset = getattr(child, "reset_parameters", None)
-            if reset is not None:
-                reset()
 
 
 def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -100,6 +76,8 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         layer_number: shown in printed tables.
         attention_type: only "self"; queries and keys may nevertheless differ in length.
         softmax_scale: default 1 / sqrt(kv_channels).
+        attention_backend: "auto", "flash", "cudnn", "efficient" or "math": which implementation of PyTorch's runs, see
+            `attention_backends`. TransformerEngine has no such argument.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
     """
@@ -122,6 +100,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
+        attention_backend: str = AUTO,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -131,6 +110,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         check_window(owner, window_size)
         check_choice(owner, "qkv_format", qkv_format, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", attn_mask_type, MASK_TYPES)
+        check_choice(owner, "attention_backend", attention_backend, BACKENDS)
         if not isinstance(kv_channels, int):
             raise ConfigurationError(f"{owner}(kv_channels={kv_channels}): keys and values have heads of one size here")
         super().__init__()
@@ -138,6 +118,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
         self.softmax_scale, self.layer_number, self.name = softmax_scale, layer_number, name
+        self.attention_backend = attention_backend
         self.sequence_parallel, self.tp_size = sequence_parallel, tp_size
         self._check_heads()
         if tp_group is not None:
@@ -202,23 +183,36 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
         q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
+        plain = visible is None and self._dropout == 0
+        backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, plain)
         if checkpoint_core_attention:
-            out = checkpoint(self._attend, q, k, v, visible, kind, use_reentrant=False)
+            out = checkpoint(self._attend, q, k, v, visible, kind, backends, use_reentrant=False)
         else:
-            out = self._attend(q, k, v, visible, kind)
+            out = self._attend(q, k, v, visible, kind, backends)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(-2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, kind: str) -> Tensor:
-        return F.scaled_dot_product_attention(
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, kind: str, backends: attention_backends.Order
+    ) -> Tensor:
+        return attention_backends.attend(
+            backends,
             q,
             k,
             v,
             attn_mask=visible,
-            dropout_p=self.attention_dropout if self.training else 0.0,
+            dropout_p=self._dropout,
             is_causal=visible is None and kind != "no_mask",
             scale=self.softmax_scale,
             enable_gqa=self.num_gqa_groups != self.num_attention_heads,
         )
+
+    @property
+    def _dropout(self) -> float:
+        return self.attention_dropout if self.training else 0.0
+
+    def describe_backend(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Which backend would run on a device, without mask and dropout; for `explain`."""
+        return attention_backends.described(self.attention_backend, device, dtype, self.kv_channels)
 
     def _check_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
@@ -235,7 +229,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         return (
             f"heads={self.num_attention_heads}, kv_channels={self.kv_channels}, groups={self.num_gqa_groups}, "
             f"dropout={self.attention_dropout}, qkv_format={self.qkv_format!r}, "
-            f"attn_mask_type={self.attn_mask_type!r}"
+            f"attn_mask_type={self.attn_mask_type!r}, attention_backend={self.attention_backend!r}"
         )
 
 
@@ -293,6 +287,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
+        attention_backend: see `DotProductAttention`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
     """
@@ -330,6 +325,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
+        attention_backend: str = AUTO,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -373,6 +369,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         self.core_attention = DotProductAttention(
             num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
             window_size, layer_number=layer_number, name=child_name(name, "core_attention"),
+            attention_backend=attention_backend,
             **(tp if set_parallel_mode else {}),
         )  # fmt: skip
         self.proj = Linear(
@@ -467,11 +464,6 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             return by_head.split((heads, groups, groups), dim=-2)
         by_group = by_head.unflatten(-2, (groups, -1)).split((heads // groups, 1, 1), dim=-2)
         return [part.flatten(-3, -2) for part in by_group]
-
-
-def child_name(parent: str | None, child: str) -> str | None:
-    """The name of a child of a module that was given a name."""
-    return None if parent is None else f"{parent}.{child}"
 
 
 def _check_attention_type(owner: str, attention_type: str) -> None:

@@ -291,30 +291,49 @@ class QuantizedModule(OnMesh, Saved):
 
     # Use -------------------------------------------------------------------------------------------------------------
 
-    def _project(self, x: Tensor, layer: Projection, *, with_bias: bool = True) -> Sequence[Tensor]:
-        """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force."""
+    def _project(
+        self, x: Tensor, layer: Projection, *, with_bias: bool = True, ready: functional.Ready | None = None
+    ) -> Sequence[Tensor]:
+        """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force.
+
+        `ready`: what `_ready` has given for this call already.
+        """
+        self._refuse_dtensor(x)
+        if torch.compiler.is_compiling():
+            if self.tp_size > 1:
+                raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
+            tensors = [getattr(self, weight) for weight in layer.weights]
+            biases = self._biases(layer, with_bias)
+            return compiled.linear(x, tensors, biases, self._handle, layer.weights, layer.prefix, self.training)
+        return functional.linear(x, ready or self._ready(layer, x.shape, x.device, with_bias=with_bias))
+
+    def _refuse_dtensor(self, x: Tensor) -> None:
         if isinstance(x, DTensor):
             raise ConfigurationError(
                 f"{type(self).__name__}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
                 "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
             )
+
+    def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:
+        return [self._local(bias) if with_bias else None for bias in layer.biases]
+
+    def _ready(
+        self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
+    ) -> functional.Ready:
+        """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward."""
         tensors = [getattr(self, weight) for weight in layer.weights]
-        biases = [self._local(bias) if with_bias else None for bias in layer.biases]
-        if torch.compiler.is_compiling():
-            if self.tp_size > 1:
-                raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
-            return compiled.linear(x, tensors, biases, self._handle, layer.weights, layer.prefix, self.training)
         quantized = any(components.quantized(tensor) is not None for tensor in tensors)
         call = recompute.call((id(self), ",".join(layer.weights)), quantized)
-        checked = [self._operand(weight, call, x.device) for weight in layer.weights]
-        if x.shape[-1] != checked[0].shape[1]:
+        checked = [self._operand(weight, call, device) for weight in layer.weights]
+        if x_shape[-1] != checked[0].shape[1]:
             part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
             raise ConfigurationError(
-                f"{type(self).__name__}.{layer.weights[0]} got an input {list(x.shape)}, but its last dim must have "
+                f"{type(self).__name__}.{layer.weights[0]} got an input {list(x_shape)}, but its last dim must have "
                 f"the {checked[0].shape[1]} features that the weight takes here{part}"
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
-        return functional.linear(x, checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
+        biases = self._biases(layer, with_bias)
+        return functional.Ready(checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""

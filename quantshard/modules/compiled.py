@@ -315,7 +315,11 @@ def _backward(*arguments: Any) -> list[Tensor]:
         x_wgrad = WgradOperand(QuantizedStorage(kept, shard, dict(zip(names, saved, strict=True))), transposed)
     weights = layer.weights_of(module, given)
     needed = needed._replace(biases=needed.biases or [False] * parts)
-    dx, dws, dbs = functional.backward(grads, weights, x_wgrad, call, state, x_shape, [bias_dtype] * parts, needed)
+    bias_dtypes = [bias_dtype] * parts
+    ways = functional.quantized(grads, call, state, bias_dtypes, needed)
+    dx, dws, dbs = functional.gradients(
+        ways, weights, x_wgrad, call, state, x_shape, grads[0].dtype, bias_dtypes, needed
+    )
     return [each.contiguous() for each in (dx, *dws, *dbs) if each is not None]
 
 

@@ -12,7 +12,8 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +34,84 @@ if kernels.USABLE:
     from quantshard.sources import Source
 
 
-def linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: Call, state: LinearState
-) -> tuple[Tensor, ...]:
+class Ready(NamedTuple):
+    """A linear layer that is about to be called: its weights and biases, how it is computed, and what it carries."""
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    call: Call
+    state: LinearState
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weights and biases, whose gradients `Saved.backward` gives in this order."""
+        return (*self.weights, *self.biases)
+
+    def saved(self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype) -> tuple[Saved, list[Tensor]]:
+        """What backward needs of a forward that has kept this of its input: besides tensors, and these."""
+        rebuild, x_tensors = _to_saved(kept)
+        bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
+        saved = Saved(self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype)
+        return saved, [*self.weights, *x_tensors]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A linear layer in backward, without its tensors."""
+
+    call: Call
+    state: LinearState
+    rebuild: tuple[Any, ...]
+    parts: int
+    bias_dtypes: Sequence[torch.dtype | None]
+    x_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> int:
+        """How many gradients `backward` gives besides that of the input: of weights and biases."""
+        return 2 * self.parts
+
+    def needed(self, x: bool, tensors: Sequence[bool]) -> Needed:
+        """From whether each of `Ready.tensors` needs a gradient."""
+        return Needed(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
+
+    def filled(self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the outputs, zeros where one was not used; none if none was."""
+        first = next((grad for grad in grads if grad is not None), None)
+        if first is None:
+            return []
+        sizes = [weight.shape[0] for weight in tensors[: self.parts]]
+        return [
+            first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
+            for grad, size in zip(grads, sizes, strict=True)
+        ]
+
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], needed: Needed
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of the input, and of weights and biases, from those of the outputs."""
+        ways = quantized(grads, self.call, self.state, self.bias_dtypes, needed)
+        return self.gradients(ways, tensors, needed)
+
+    def gradients(
+        self, ways: Iterable[Ways], tensors: Sequence[Tensor], needed: Needed
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The same from the gradients of the outputs as the GEMMs read them."""
+        weights, x_wgrad = tensors[: self.parts], _from_saved(self.rebuild, tensors[self.parts :])
+        dx, dws, dbs = gradients(
+            ways, weights, x_wgrad, self.call, self.state, self.x_shape, self.dtype, self.bias_dtypes, needed
+        )
+        return dx, [*dws, *dbs]
+
+
+def linear(x: Tensor, layer: Ready) -> tuple[Tensor, ...]:
     """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype."""
+    weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         return _plain_linears(x, weights, biases, state.tp)
     keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    outputs: tuple[Tensor, ...] = _Linear.apply(x, call, state, keeps_input, *weights, *biases)
+    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input, *layer.tensors)
     return outputs
 
 
@@ -94,31 +165,20 @@ def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, call: Call, state: LinearState, keeps_input: bool, *weights_and_biases: Any
-    ) -> tuple[Tensor, ...]:
-        parts = len(weights_and_biases) // 2
-        weights, biases = weights_and_biases[:parts], weights_and_biases[parts:]
-        outputs, x_wgrad = forward(x.reshape(-1, x.shape[-1]), x.shape, weights, biases, call, state, keeps_input)
-        ctx.call, ctx.state, ctx.x_shape = call, state, x.shape
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
-        ctx.x_rebuild, x_tensors = _to_saved(x_wgrad)
-        ctx.save_for_backward(*weights, *x_tensors)
+    def forward(ctx: Any, x: Tensor, layer: Ready, keeps_input: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        outputs, x_wgrad = forward(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps_input)
+        ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype)
+        ctx.save_for_backward(*saved)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
-        parts, saved = len(grads), ctx.saved_tensors
-        weights, x_tensors = saved[:parts], saved[parts:]
-        x_wgrad = _from_saved(ctx.x_rebuild, x_tensors)
-        needs = ctx.needs_input_grad
-        needed = Needed(needs[0], needs[4 : 4 + parts], needs[4 + parts :])
-        dx, dws, dbs = backward(
-            grads, weights, x_wgrad, ctx.call, ctx.state, ctx.x_shape, ctx.bias_dtypes, needed
-        )  # fmt: skip
-        return dx, None, None, None, *dws, *dbs
+        layer: Saved = ctx.layer
+        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[3:])
+        dx, of_tensors = layer.backward(grads, ctx.saved_tensors, needed)
+        return dx, None, None, *of_tensors
 
 
 class Needed(NamedTuple):
@@ -162,27 +222,13 @@ def forward(
     return outputs, read.second
 
 
-def backward(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    x_wgrad: WgradOperand,
-    call: Call,
-    state: LinearState,
-    x_shape: Sequence[int],
-    bias_dtypes: Sequence[torch.dtype | None],
-    needed: Needed,
-) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
-
-    `grads`: those of the outputs.
-    """
-    ways = (
-        both_ways(
-            grad.reshape(-1, weight.shape[0]), TensorRole.GRAD_OUTPUT, call, state, needed.of_gradient(part, bias), part
-        )
-        for part, (grad, weight, bias) in enumerate(zip(grads, weights, bias_dtypes, strict=True))
-    )
-    return gradients(ways, weights, x_wgrad, call, state, x_shape, grads[0].dtype, bias_dtypes, needed)
+def quantized(
+    grads: Sequence[Tensor], call: Call, state: LinearState, bias_dtypes: Sequence[torch.dtype | None], needed: Needed
+) -> Iterator[Ways]:
+    """Gradients of the outputs [..., out_features] as the GEMMs of `needed` read them, one at a time."""
+    for part, (grad, bias) in enumerate(zip(grads, bias_dtypes, strict=True)):
+        wanted = needed.of_gradient(part, bias)
+        yield both_ways(grad.reshape(-1, grad.shape[-1]), TensorRole.GRAD_OUTPUT, call, state, wanted, part)
 
 
 def gradients(
@@ -196,9 +242,10 @@ def gradients(
     bias_dtypes: Sequence[torch.dtype | None],
     needed: Needed,
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """The same from the gradients of the outputs as the GEMMs read them, one for each weight.
+    """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
 
-    What several weights add to the gradient of the input is summed in float32.
+    `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. What each weight adds to the
+    gradient of the input is rounded to `x_dtype`; the sum is taken in float32 and rounded once more.
     """
     dxs: list[Tensor] = []
     dws: list[Tensor | None] = []
@@ -210,8 +257,7 @@ def gradients(
         bias_dtype = bias_dtypes[part]
         if needed.x:
             w = weight_operand(weight, part, call, state)
-            out_dtype = x_dtype if len(weights) == 1 else torch.float32
-            dxs.append(backend.matmul(found.first, w, out_dtype, poison=found.poison, precision=x_dtype))
+            dxs.append(backend.matmul(found.first, w, x_dtype, poison=found.poison))
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
@@ -225,15 +271,19 @@ def gradients(
         dbs.append(db)
     if not dxs:
         return None, dws, dbs
-    dx = _total(dxs).to(x_dtype).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    dx = _total(dxs).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 
 def _total(terms: list[Tensor]) -> Tensor:
-    total, *others = terms
+    """Their sum in their dtype, taken in float32."""
+    if len(terms) < 3:
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]  # rounded once
+    first, *others = terms
+    total = first.float()
     for term in others:
-        total = total + term
-    return total
+        total += term
+    return total.to(first.dtype)
 
 
 def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

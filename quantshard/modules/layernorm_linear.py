@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import unsupported
+from quantshard.modules import fused, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
 from quantshard.modules.meshes import Parallelism
 from quantshard.modules.norm import Normalization
@@ -91,11 +91,19 @@ class LayerNormLinear(QuantizedModule):
         With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
         """
         unsupported.refuse("LayerNormLinear.forward", others)
-        normed = self._normalized(self.normalization, inp, "layer_norm_")
-        outputs = self._project(normed, self._layer, with_bias=not self.return_bias)
+        self._refuse_dtensor(inp)
+        front, layer, normed = fused.front(self, self.normalization, inp), None, None
+        if not torch.compiler.is_compiling():
+            layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
+        if layer and not self.return_layernorm_output and fused.fits(front, layer):
+            outputs: Sequence[Tensor] = fused.norm_linear(front, layer)[0]
+        else:
+            normed, _ = front.normalized()
+            outputs = self._project(normed, self._layer, with_bias=not self.return_bias, ready=layer)
         out = outputs if self.separate_outputs else joined(outputs)
         more: tuple[Tensor | None, ...] = (self._joined_bias(self._layer),) if self.return_bias else ()
         if self.return_layernorm_output:
+            assert normed is not None
             more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
         return (out, *more) if more else out
 

@@ -8,7 +8,6 @@ halves of one: so each is cut by tensor parallelism as its own, and has its own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from quantshard import compute, kernels, private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules import unsupported
+from quantshard.modules import fused, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule
 from quantshard.modules.meshes import Parallelism
 from quantshard.modules.norm import Normalization
@@ -219,17 +218,23 @@ class LayerNormMLP(QuantizedModule):
             **others: TransformerEngine's other arguments; see `unsupported`.
         """
         unsupported.refuse("LayerNormMLP.forward", others)
-        total = None
-        if residual is None:
-            normed = self._normalized(self.normalization, inp, "layer_norm_")
+        self._refuse_dtensor(inp)
+        front, fc1, fc2 = fused.front(self, self.normalization, inp, residual), None, None
+        if not torch.compiler.is_compiling():
+            fc1 = self._ready(self._fc1, inp.shape, inp.device)
+            hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
+            fc2 = self._ready(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
+        normed = None
+        if fc1 and fc2 and not self.return_layernorm_output and fused.fits(front, fc1, fc2):
+            out, total = fused.mlp(front, fc1, self.activation, fc2)
         else:
-            added = partial(self.normalization.with_residual, residual=residual)
-            normed, total = self._normalized(added, inp, "layer_norm_")
-        first, *up = self._project(normed, self._fc1)
-        hidden = activate(first, self.activation, *up)
-        (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias)
+            normed, total = front.normalized()
+            first, *up = self._project(normed, self._fc1, ready=fc1)
+            hidden = activate(first, self.activation, *up)
+            (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2)
         more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2),) if self.return_bias else ()
         if self.return_layernorm_output:
+            assert normed is not None
             more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
         if residual is not None:
             more += (total,)

@@ -185,39 +185,34 @@ class Asked:
 
     def of(self, source: sources.Source) -> Ways:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        if self.reads_values:
-            source = source.measured()
-        both = self.both(source.shape[1], source.device)
-        return self.taken(both, both.of(source), source)
+        given = source.measured() if self.reads_values else None
+        source = source if given is None else given
+        ready = self.both(source.shape[1], source.device).prepared(source, given)
+        return self.taken(ready, source.emit(ready.outputs), None if given is None else given.values)
 
     def both(self, features: int, device: torch.device) -> sources.Both:
         """The same as a kernel is told it."""
         delayed, wanted = self.delayed, self.wanted
         sinks = Sinks(
             sources.zero(device) if delayed is not None and delayed.notes else None,
-            sources.zero(device) if wanted.poison else None,
             torch.empty(features, dtype=torch.float32, device=device) if wanted.sums else None,
         )
-        return sources.Both(*self.ways, self.shared, sinks)
+        return sources.Both(*self.ways, self.shared, wanted.poison, sinks)
 
-    def taken(
-        self, both: sources.Both, pair: tuple[QuantizedStorage | None, QuantizedStorage | None], source: sources.Source
-    ) -> Ways:
-        """What the kernel has made of the source, which is read where a GEMM takes it as it is."""
-        as_is, turned = pair
-        if self.delayed is not None and both.sinks.amax is not None:
-            self.delayed.note(both.sinks.amax)
-        nothing = torch.empty(0, dtype=source.dtype, device=source.device)
-        first: Operand = as_is if as_is is not None else _values(source) if self.wanted.first else nothing
-        second = WgradOperand(nothing, False)
-        if self.wanted.second:
-            second = WgradOperand(_values(source), False) if turned is None else WgradOperand(turned, True)
-        return Ways(first, second, both.sinks.sums, both.sinks.poison)
-
-
-def _values(source: sources.Source) -> Tensor:
-    assert isinstance(source, Given), "values that no GEMM was to read"
-    return source.values
+    def taken(self, ready: sources.Prepared, targets: sources.Targets, values: Tensor | None = None) -> Ways:
+        """What a kernel has made of a source; `values`: its own, where a GEMM takes them as they are."""
+        as_is, turned = ready.finish(targets)
+        outputs = ready.outputs
+        if self.delayed is not None and outputs.amax is not None:
+            self.delayed.note(outputs.amax)
+        first, second = as_is if as_is is not None else values, turned if turned is not None else values
+        nothing = torch.empty(0)
+        return Ways(
+            nothing if first is None else first,
+            WgradOperand(nothing if second is None or not self.wanted.second else second, turned is not None),
+            outputs.sums,
+            ready.poison,
+        )
 
 
 def _in_pieces(
@@ -363,7 +358,8 @@ class _Delayed:
             group = call.group if state.amax_group is None else state.amax_group
             if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
                 group = including(group, state.tp.group)
-            pending.note(_identity(state, role, part), history, seen, group)
+            # all output gradients have one history: of the largest of their amaxes
+            pending.note(_identity(state, role, 0 if backward else part), history, seen, group)
 
         return _Delayed(amax, known is None and state.record, note)
 

@@ -132,7 +132,8 @@ class _Norm(torch.autograd.Function):
         return *found, None, None, None
 
 
-def _parameters(weight: Tensor, bias: Tensor | None, rule: Rule) -> norm_kernel.Parameters:
+def parameters_of(weight: Tensor, bias: Tensor | None, rule: Rule) -> norm_kernel.Parameters:
+    """The parameters of a normalization as its kernels take them."""
     return norm_kernel.Parameters(weight.contiguous(), None if bias is None else bias.contiguous(), rule.offset)
 
 
@@ -152,7 +153,7 @@ class _KernelNorm(torch.autograd.Function):
         statistics, total = norm_kernel.norm_statistics(rows, rule.eps, rule.centered, residual=other)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outputs = results.Outputs(high=results.matrix(out))
-        norm_kernel.normalize_and_quantize(total, statistics, _parameters(weight, bias, rule), outputs)
+        norm_kernel.normalize_and_quantize(total, statistics, parameters_of(weight, bias, rule), outputs)
         total = x if residual is None else total.view(x.shape)
         ctx.save_for_backward(total, weight, bias, *statistics)
         ctx.rule = rule
@@ -174,7 +175,7 @@ class _KernelNorm(torch.autograd.Function):
                 results.matrix(dy),
                 results.matrix(z),
                 norm_kernel.Statistics(*statistics),
-                _parameters(weight, bias, ctx.rule),
+                parameters_of(weight, bias, ctx.rule),
                 residual_gradient=None if of_sum is None else results.matrix(of_sum),
                 for_parameters=needed.weight or needed.bias,
             )
@@ -211,19 +212,21 @@ class Normalization:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., size] normalized, in its dtype."""
-        self._check(x)
-        return _normalize(x, weight, bias, self._rule)
+        self.check(x)
+        return _normalize(x, weight, bias, self.rule)
 
     def with_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """residual + x [..., size], normalized; and that sum."""
-        self._check(x)
-        return _add_and_normalize(x, residual, weight, bias, self._rule)
+        self.check(x)
+        return _add_and_normalize(x, residual, weight, bias, self.rule)
 
     @property
-    def _rule(self) -> Rule:
+    def rule(self) -> Rule:
+        """The numbers that it is computed by."""
         return Rule(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
 
-    def _check(self, x: Tensor) -> None:
+    def check(self, x: Tensor) -> None:
+        """Raise ConfigurationError if the rows of x are not of `size` elements."""
         if x.shape[-1] != self.size:  # else a last dim of 1 would be broadcast
             raise ConfigurationError(
                 f"{self.kind} of {self.size} elements got an input of shape {tuple(x.shape)}; its last dim must be "

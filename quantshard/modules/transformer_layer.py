@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.errors import ConfigurationError
 from quantshard.modules import parallel, unsupported
-from quantshard.modules.attention import CompositeModule, MultiheadAttention, RotaryEmbedding, Window, child_name
+from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
+from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.base import InitMethod
+from quantshard.modules.composite import CompositeModule, child_name
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
 
@@ -55,6 +57,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
+        attention_backend: see `DotProductAttention`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
     """
@@ -94,6 +97,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
+        attention_backend: str = AUTO,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -123,7 +127,8 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
             output_layer_init_method, layer_number, self_attn_mask_type, window_size, num_gqa_groups=num_gqa_groups,
             input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params,
             qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved,
-            qkv_format=attn_input_format, name=child_name(name, "self_attention"), **common,
+            qkv_format=attn_input_format, attention_backend=attention_backend,
+            name=child_name(name, "self_attention"), **common,
         )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method, activation=activation,

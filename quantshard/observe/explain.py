@@ -2,7 +2,8 @@
 
 Nothing falls back in silence: for each parameter `explain` says how it is stored and in how many bytes, what this rank
 sends to the all-gathers of one step, how its GEMMs run and why, in which formats the optimizer keeps its state, and how
-it is sharded. The figures beside BF16 are those of the same model, on the same mesh, with BF16 weights, float32 masters
+it is sharded; and by which of PyTorch's backends attention runs, on the device and in the dtype of the first parameter.
+The figures beside BF16 are those of the same model, on the same mesh, with BF16 weights, float32 masters
 and float32 moments.
 
 Nothing here communicates or reads a value, so it works on the meta device, before the first step and after it, and on
@@ -59,8 +60,11 @@ def explain(
     chosen = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
     states = _States(optimizer)
-    rows, seen, optimized = [], set(), 0
+    rows, seen, optimized, attention = [], set(), 0, []
+    some = next(model.parameters(), None)
     for prefix, module in model.named_modules():
+        if some is not None and hasattr(module, "describe_backend"):
+            attention.append((prefix, f"attention by {module.describe_backend(_device(some), some.dtype)}"))
         for leaf, registered in module.named_parameters(recurse=False):
             found = gathers.get((id(module), leaf))
             param = registered if found is None else found.param  # FSDP2 may have registered the gathered one
@@ -69,7 +73,7 @@ def explain(
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 rows.append(_row(name, leaf, module, param, found, states, chosen))
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
-    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))
     return report

@@ -114,14 +114,17 @@ class Report:
 
     rows: tuple[Row, ...]
     totals: Totals
+    attention: tuple[str, ...] = ()
+    """Which backend attention would run by, without mask and dropout, each with the modules that it is about."""
 
     @classmethod
-    def of(cls, rows: list[Row], bf16_optimizer_bytes: int) -> Report:
-        """The report of these rows."""
+    def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
+        """The report of these rows, and of these modules' backends of attention."""
         names = [f.name for f in fields(Totals) if f.name in Row.__annotations__]
         summed = {name: sum(getattr(row, name) for row in rows) for name in names}
         count = sum(math.prod(row.shape) for row in rows)
-        return cls(tuple(rows), Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed))
+        totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
+        return cls(tuple(rows), totals, tuple(_merged(attention)))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -137,10 +140,8 @@ class Report:
         """The rows and totals as JSON."""
         rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
-        return json.dumps(
-            {"rows": rows, "totals": totals, "fallbacks": list(self.fallbacks), "warnings": list(self.warnings)},
-            indent=2,
-        )
+        told = {name: list(getattr(self, name)) for name in ("attention", "fallbacks", "warnings")}
+        return json.dumps({"rows": rows, "totals": totals, **told}, indent=2)
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -163,7 +164,7 @@ def _render(report: Report) -> Group:
     parts: list[Any] = [table, _totals_table(report.totals)]
     told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
     told += [(row.name, text) for row in report.rows for text in row.notes]
-    parts += [Text(text) for text in _merged(told)]
+    parts += [Text(text) for text in (*_merged(told), *report.attention)]
     parts += [Text(f"fallback: {text}") for text in report.fallbacks]
     parts += [Text(f"warning: {text}", style="bold") for text in report.warnings]
     return Group(*parts)

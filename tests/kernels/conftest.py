@@ -1,7 +1,9 @@
 """Triton's interpreter, faster."""
 
 import pytest
+import torch
 
+from quantshard import compute
 from tests.interpreter import prepared_once
 
 
@@ -9,3 +11,10 @@ from tests.interpreter import prepared_once
 def _prepare_once():
     with prepared_once():
         yield
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU kernels run on the CPU, interpreted."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cpu"})

@@ -74,7 +74,7 @@ def quantized(one: Request, other: Request | None = None, next_amax: bool = Fals
     x = torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     tile = quantize.tile(one, other)
     first = quantize.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
-    second = other and quantize.target((COLS, ROWS), x.dtype, x.device, other, tile[::-1])
+    second = other and quantize.target((COLS, ROWS), x.dtype, x.device, other, tile, held_turned=True)
     return quantize.quantize_kernel.warmup(
         x, COLS, 1, first.where, first.out, second and second.where, second and second.out,
         *quantize.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
@@ -97,7 +97,7 @@ def dequantized(name: str) -> Any:
     codes, scale = torch.empty(ROWS, COLS, dtype=torch.uint8), torch.empty(128, 128, dtype=torch.uint8)
     how, out = dequantize.tiles_of(copy, codes.device), torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     return dequantize.dequantize_kernel.warmup(
-        codes, COLS, scale, None, 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how, grid=(1,),
+        codes, COLS, COLS, scale, None, 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how, grid=(1,),
         num_warps=quantize.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

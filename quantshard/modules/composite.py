@@ -1,0 +1,41 @@
+"""Modules made of modules, which have no parameters of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from quantshard.amax import Group
+
+
+class CompositeModule(nn.Module):
+    """A module whose parameters all belong to its children."""
+
+    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+        """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
+        for child in self._cut():
+            child.set_device_mesh(tp_mesh, weight_mesh)
+
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
+        """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
+        for child in self._cut():
+            child.set_tensor_parallel_group(tp_group)
+
+    def _cut(self) -> Iterable[Any]:
+        """The children that tensor parallelism is for."""
+        return self.children()
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
+        for child in self.children():
+            reset = getattr(child, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+
+def child_name(parent: str | None, child: str) -> str | None:
+    """The name of a child of a module that was given a name."""
+    return None if parent is None else f"{parent}.{child}"

@@ -1,0 +1,190 @@
+"""A normalization, linear layers and an activation as one step of autograd have the bits of the steps one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quantshard as qs
+from quantshard.errors import UnsupportedOperationError
+from quantshard.modules import context, fused
+from quantshard.recipe import resolve
+from quantshard.tensor import QuantizedTensor
+from tests.distributed import models
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # NumPy's, in the interpreter
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),  # Dynamo's
+]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TOKENS, SIZE, FFN = 21, 40, 70  # one tile, since the interpreter is slow
+RECIPES = {name: resolve(recipe) for name, recipe in models.RECIPES.items()}
+
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "norm and linear": lambda **o: qs.LayerNormLinear(SIZE, FFN, bias=False, normalization="RMSNorm", **o),
+    "norm and three linears": lambda **o: qs.LayerNormLinear(
+        SIZE, FFN, bias=True, parameters_split={"a": 30, "b": 24, "c": 16}, separate_outputs=True, **o
+    ),
+    "mlp": lambda **o: qs.LayerNormMLP(SIZE, FFN, bias=True, **o),
+    "gated mlp": lambda **o: qs.LayerNormMLP(
+        SIZE, FFN, bias=False, normalization="RMSNorm", activation="swiglu", **o
+    ),
+}  # fmt: skip
+
+
+def build(name: str, recipe: qs.recipe.Recipe, quantize: bool, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(3)
+    with qs.quantized_model_init(enabled=quantize, recipe=recipe):
+        module = MODULES[name](params_dtype=dtype, device="cpu")
+    with torch.no_grad():
+        module.layer_norm_weight.copy_(torch.linspace(0.5, 1.5, SIZE))
+    return module.to(DEVICE)
+
+
+def trained(module: nn.Module, recipe: qs.recipe.Recipe, residual: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of two steps: outputs, all gradients, and the histories at the end."""
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, other = (torch.randn(3, 7, SIZE, generator=generator).to(DEVICE, dtype).requires_grad_() for _ in "xr")
+        with qs.autocast(recipe=recipe):
+            out = module(x, residual=other) if residual else module(x)
+        outputs = out if isinstance(out, tuple | list) else (out,)
+        # an output that nobody uses, at times
+        sum((step + 1) * y.float().sin().sum() for y in outputs[step == 1 and len(outputs) > 1 :]).backward()
+        found |= {f"y{step}.{i}": y.detach() for i, y in enumerate(outputs)}
+        grads = {"x": x.grad, "residual": other.grad, **{name: p.grad for name, p in module.named_parameters()}}
+        found |= {f"d{name}{step}": grad for name, grad in grads.items() if grad is not None}
+        module.zero_grad()
+    return found | {name: t.clone() for name, t in module.state_dict().items() if "history" in name}
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> Callable[..., tuple[Any, Any]]:
+    """Runs a function fused, and one by one; it asserts that the first was."""
+
+    def run(function: Callable[[], Any]) -> tuple[Any, Any]:
+        used: list[bool] = []
+        real = fused.fits
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "fits", lambda *args: used.append(real(*args)) or used[-1])
+            one = function()
+            assert used and all(used)
+            patch.setattr(fused, "fits", lambda *args: False)
+            return one, function()
+
+    return run
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of what differs; a bias gradient by more than the order of a sum of TOKENS terms explains."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    room = {name: TOKENS * torch.finfo(torch.float32).eps if "bias" in name else 0.0 for name in one}
+    return [
+        name
+        for name in one
+        if not torch.allclose(one[name], other[name], rtol=room[name], atol=room[name], equal_nan=True)
+    ]
+
+
+CASES = [(m, r) for m, r in itertools.product(MODULES, RECIPES) if ON_GPU or m == "gated mlp" or r == "delayed"]
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_bits(name: str, recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
+    for quantize, residual in ((True, "mlp" in name), (False, False))[: 2 if ON_GPU or recipe == "block" else 1]:
+        dtype = torch.bfloat16 if quantize else torch.float32
+
+        steps = partial(trained, recipe=RECIPES[recipe], residual=residual, dtype=dtype)
+        one, other = both(lambda: steps(build(name, RECIPES[recipe], quantize, dtype)))  # noqa: B023
+        assert not differing(one, other), (quantize, residual)
+        assert any(name.startswith("d") for name in one)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"][: 4 if ON_GPU else 2])
+def test_frozen_weights_no_gradients_and_recomputation(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
+    chosen = RECIPES[recipe]
+
+    def frozen(which: str) -> dict[str, Tensor]:
+        module = build("gated mlp", chosen, True)
+        for key, param in module.named_parameters():
+            param.requires_grad_(which not in key)
+        return trained(module, chosen, True, torch.bfloat16)
+
+    for which in ("fc1", "fc2", "weight", "layer_norm") if ON_GPU else ("fc1", "fc2"):
+        one, other = both(lambda which=which: frozen(which))
+        assert not differing(one, other), which
+
+    def recomputed() -> dict[str, Tensor]:
+        module = build("gated mlp", chosen, True)
+        forward = module.forward
+        module.forward = lambda *args, **options: qs.checkpoint(forward, *args, **options)  # type: ignore[method-assign]
+        return trained(module, chosen, False, torch.bfloat16)
+
+    one, other = both(recomputed)
+    assert not differing(one, other)
+    plain, _ = both(lambda: trained(build("gated mlp", chosen, True), chosen, False, torch.bfloat16))
+    assert not differing(one, plain), "recomputation changes nothing"
+
+    def evaluated() -> dict[str, Tensor]:
+        module = build("gated mlp", chosen, True).eval()
+        with torch.no_grad(), qs.autocast(recipe=chosen):
+            return {"y": module(torch.ones(5, SIZE, device=DEVICE, dtype=torch.bfloat16))}
+
+    one, other = both(evaluated)
+    assert not differing(one, other)
+    assert not context.forward_amaxes
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_a_gradient_that_is_not_finite_spreads(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
+    """Codes saturate; yet every gradient is NaN somewhere, so that the step is skipped."""
+
+    def run() -> dict[str, Tensor]:
+        module = build("gated mlp", RECIPES[recipe], True)
+        x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+        with qs.autocast(recipe=RECIPES[recipe]):
+            y = module(x.requires_grad_())
+        grad = torch.ones_like(y)
+        grad[3, 5] = float("inf")
+        y.backward(grad)
+        return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+
+    for found in both(run):
+        assert all(grad.isnan().any() for grad in found.values())
+
+
+def test_what_is_kept_for_backward(kernels_on_cpu: None) -> None:
+    """z, the two outputs of fc1, statistics, and the codes of both inputs in 8 bits."""
+    module = build("gated mlp", RECIPES["current"], True)
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if not isinstance(t, QuantizedTensor):
+            storage = t.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    x = torch.randn(1024, SIZE, device=DEVICE).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qs.autocast(recipe="current"):
+        module(x)
+    activations = sum(kept.values())
+    expected = 1024 * (2 * SIZE + 2 * 2 * FFN + SIZE + FFN)
+    assert expected <= activations <= expected + 1024 * 4 + 4096, (activations, expected)
+
+
+def test_second_derivatives_are_refused(kernels_on_cpu: None) -> None:
+    module = build("gated mlp", RECIPES["current"], True)
+    x = torch.randn(4, SIZE, device=DEVICE).bfloat16().requires_grad_()
+    with qs.autocast(recipe="current"):
+        y = module(x)
+    with pytest.raises(UnsupportedOperationError, match="create_graph"):
+        torch.autograd.grad(y.float().sum(), x, create_graph=True)
