@@ -19,6 +19,7 @@ if kernels.USABLE:
     from quantshard.kernels import amax as amax_kernel
     from quantshard.kernels import dequantize as dequantize_kernel
     from quantshard.kernels import history as history_kernel
+    from quantshard.kernels import multi_tensor
     from quantshard.kernels import quantize as quantize_kernel
     from quantshard.kernels import transpose as transpose_kernel
 
@@ -118,6 +119,14 @@ def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
     if encoding.bits == 8 and has_kernels(codes):
         return transpose_kernel.transpose(codes)
     return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
+
+
+def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
+    """`numerics.exceeds` of each of some tensors: bool [tensors], on the device of the first."""
+    devices = {x.device for x in tensors}
+    if len(devices) == 1 and all(has_kernels(x) and x.dtype in KERNEL_DTYPES for x in tensors):
+        return multi_tensor.exceeding(tensors, largest)
+    return torch.stack([numerics.exceeds(x, largest).to(tensors[0].device) for x in tensors])
 
 
 def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:

@@ -55,6 +55,12 @@ def sqrt(x: Tensor) -> Tensor:
     return torch.sqrt(x.double()).float()
 
 
+def exceeds(x: Tensor, largest: float) -> Tensor:
+    """Whether any element is NaN, infinite or above `largest`, rounded to x's dtype, in magnitude: bool scalar."""
+    limit = min(largest, torch.finfo(x.dtype).max)  # beyond float16's range it would compare as infinite
+    return ~(x.abs() <= limit).all()  # NaN is not <= either
+
+
 # ---------------------------------------------------------------------------------------------------------- encodings
 
 

@@ -299,7 +299,7 @@ def _param_groups(state: Any) -> list[Any]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, without the autograd node that the public `to_local()` adds; else the tensor."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:

@@ -185,7 +185,7 @@ def how_of(p: Parameter, aligned: bool, measures: bool, writes_states: bool, wri
     rowwise = weight(Copy.ROWWISE)
     high = rowwise.kind == ks.SCALED.value and written and not rowwise.given and rowwise.block_rows > rowwise.rows
     assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
-    by_four = p.rectangle.global_shape[1] % 4 == 0 or tile[0] == 1
+    by_four = p.rectangle.global_shape[1] % 4 == 0 or p.rectangle.global_shape[0] == 1
     return ks.How(
         *tile, 1 if tile[0] == 1 else HEIGHT // tile[0], aligned, by_four, high,
         isinstance(p.master, Plain) and p.master.tensor.dtype is torch.float32,

@@ -1,7 +1,10 @@
 """Adam over many tensors: planned once, cheap to launch.
 
     plan = Plan(parameters, groups, device)
-    plan.update(gradients, hyperparameters, seed)    every step
+
+    plan.take(gradients, hyperparameters, seed)      every step
+    plan.exceeding(limit)                            which gradients are not finite, if that is asked
+    plan.update(skip)
     (reduce the tensors of plan.amaxes with MAX over the ranks that share them)
     plan.finish()
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -20,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Component, Copy
 from quantshard.kernels import adam as ka
 from quantshard.kernels import language as ql
@@ -133,6 +138,11 @@ class Plan:
 
     def __init__(self, parameters: Sequence[Parameter], groups: int, device: torch.device) -> None:
         self.parameters, self.groups, self.device = list(parameters), groups, device
+        if self._is_capturing:
+            raise UnsupportedOperationError(
+                "FusedAdam.step in a CUDA graph: its tables cannot be made while it is captured; run a step before, "
+                "and none of its tensors may be replaced between the two"
+            )
         self._ways = [way_of(p) for p in self.parameters]
         self._workspace = self._reserved()
         self._workspace.allocate(device)
@@ -143,6 +153,8 @@ class Plan:
         self._first, self._last = self._launches()
         self._scales = self._scale_tables()
         self._histories = self._history_tables()
+        numels = [p.rectangle.shape[0] * p.rectangle.shape[1] for p in self.parameters]
+        self._reading = km.Reading(numels, len(ks.GRADIENT), device)
         count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 3 + len(ks.SETTINGS) // 2)
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
         self._sent: list[int] | None = None
@@ -273,32 +285,43 @@ class Plan:
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def update(
+    def take(
         self,
         gradients: Sequence[Tensor | None],
         hyperparameters: Sequence[Hyperparameters],
         seed: int | None,
         draws: Sequence[int] | None = None,
-        skip: Tensor | None = None,
     ) -> None:
-        """The first part of a step: everything that needs no reduced amaxes.
+        """Bring what a step works with to the device.
 
         Args:
             gradients: of each parameter's rectangle; None leaves the parameter as it is.
             hyperparameters: of each group. If step and lr are tensors, nothing is read back from them.
             seed: of the optimizer's random words; None if nothing is rounded with them.
             draws: of each parameter, the number of the draw of its own words.
-            skip: bool scalar on the device; where it is true nothing changes, here and in `finish`.
+
+        Raises:
+            UnsupportedOperationError: it is captured in a CUDA graph, and no step has run since the last was.
         """
-        self._skip = None if skip is None else skip.view(torch.uint8)
         given = self._gradients(gradients)
         codes = [0 if grad is None else GRADIENT_DTYPES.index(grad.dtype) + 1 for grad in given]
         addresses = [0 if grad is None else grad.data_ptr() for grad in given]
         triples = zip(codes, addresses, draws or [0] * len(codes), strict=True)
         self._upload([value for triple in triples for value in triple] + _settings(hyperparameters, seed))
         self._present = codes
+        self._correct(hyperparameters)
+
+    def exceeding(self, largest: float) -> Tensor:
+        """Float32 [parameters]: 1 for gradients with an element that `numerics.exceeds` the largest, else 0."""
+        return self._reading.exceeding(self._parts[0], self._present, largest)
+
+    def update(self, skip: Tensor | None = None) -> None:
+        """The first part of a step: everything that needs no reduced amaxes.
+
+        `skip`: bool scalar on the device; where it is true nothing changes, here and in `finish`.
+        """
+        self._skip = None if skip is None else skip.view(torch.uint8)
         with ql.on(self.device):
-            self._correct(hyperparameters)
             self._workspace.flat.zero_()
             for most_recent, length, table in self._histories:
                 km.past_kernel[(len(table),)](table, most_recent, triton.next_power_of_2(length), num_warps=1)
@@ -307,7 +330,7 @@ class Plan:
 
     def finish(self) -> None:
         """The second part: what derives from `amaxes`."""
-        present, stride = self._parts()[0], len(ks.GRADIENT)
+        present, stride = self._parts[0], len(ks.GRADIENT)
         with ql.on(self.device):
             for most_recent, length, table in self._histories:
                 km.record_kernel[(len(table),)](
@@ -333,6 +356,7 @@ class Plan:
         self._held = [grad for grad in found if grad is not None]
         return found
 
+    @cached_property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The table of a step: gradients, groups, betas, whether the bias is corrected, settings."""
         sizes = (len(self.parameters) * len(ks.GRADIENT), self.groups * len(ks.GROUP), self.groups * 2, self.groups)
@@ -344,17 +368,18 @@ class Plan:
         steps = [h.step for h in hyperparameters if isinstance(h.step, Tensor)]
         if not steps:
             return
-        _, groups, betas, corrected, settings = self._parts()
+        _, groups, betas, corrected, settings = self._parts
         rates = [torch.as_tensor(h.lr, dtype=torch.float32, device=self.device) for h in hyperparameters]
-        km.corrections_kernel[(self.groups,)](
-            torch.stack(steps).to(self.device), torch.stack(rates), betas, corrected, groups, settings,
-            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        with ql.on(self.device):
+            km.corrections_kernel[(self.groups,)](
+                torch.stack(steps).to(self.device), torch.stack(rates), betas, corrected, groups, settings,
+                len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
+            )  # fmt: skip
 
     def _run(self, launch: _Launch) -> None:
         if launch.programs == 0:
             return
-        present, groups, _, _, settings = self._parts()
+        present, groups, _, _, settings = self._parts
         options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
         if (limit := _registers(launch.how)) is not None:
             options["maxnreg"] = limit
@@ -377,14 +402,24 @@ class Plan:
     def _is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def _is_capturing(self) -> bool:
+        return self._is_cuda and torch.cuda.is_current_stream_capturing()
+
+    @property
+    def is_captured(self) -> bool:
+        """True if a CUDA graph holds a step, and so the addresses of the tables."""
+        return bool(self._captured)
+
     def _upload(self, values: list[int]) -> None:
         """Bring the table of a step to the device, if it is not there; without waiting for it."""
-        capturing = self._is_cuda and torch.cuda.is_current_stream_capturing()
-        if values == self._sent and not capturing:
+        capturing = self._is_capturing
+        if values == self._sent and not capturing and not self.is_captured:  # a graph writes its own table
             return
         host = torch.tensor(values, dtype=torch.int64)
         if capturing:  # what a graph copies from must live as long as it does, and cannot be allocated now
-            assert self._spare is not None, "run a step between two captures"
+            if self._spare is None:
+                raise UnsupportedOperationError("FusedAdam.step in a CUDA graph: run a step between two captures")
             host, self._spare = self._spare.copy_(host), None
             self._captured.append(host)
         elif self._is_cuda:

@@ -7,7 +7,7 @@ Each takes a table on the device, int64, one row for each tensor, with addresses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final
@@ -51,25 +51,97 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------------------- amax
 
+AMAX_ROW: Final = ("number", "numel", "first")
+ADDRESS: Final = ("dtype", "address")
+
 
 @triton.jit
-def amax_kernel(table, entries, out, DTYPE: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr):
-    row = table + tl.load(entries + tl.program_id(0)) * 4
-    x = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
+def amax_kernel(
+    table, entries, addresses, out, limit, STRIDE: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr,
+    SIZE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Make out [tensors] the larger of itself and the bits of the amax; with a limit, 1.0 where the amax is above it.
+
+    `addresses`: int64 [tensors, STRIDE], the code of a dtype, of which only CODE counts, and the address of the tensor.
+    """
+    row = table + tl.load(entries + tl.program_id(0)) * 3
+    number = tl.load(row)
+    held = addresses + number * STRIDE
+    if tl.load(held) != CODE:
+        return
+    address = tl.load(held + 1)
     numel = tl.load(row + 1)
     start = (tl.program_id(0) - tl.load(row + 2)) * (SIZE * TILES)
     at = tl.arange(0, SIZE)
     top = tl.zeros((SIZE,), tl.int32)  # of bits: NaN has the most
-    if start + SIZE * TILES <= numel:  # without a mask, 16 bytes are read at once
+    if (start + SIZE * TILES <= numel) & (address % 16 == 0):  # without a mask, 16 bytes are read at once
+        x = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
         for tile in tl.static_range(TILES):
             values = tl.load(x + start + tile * SIZE + at).to(tl.float32)
             top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
     else:
+        x = address.to(tl.pointer_type(DTYPE))
         for tile in range(TILES):
             rest = numel - start - tile * SIZE
             values = tl.load(x + start + tile * SIZE + at, mask=at < rest, other=0.0).to(tl.float32)
             top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
-    tl.atomic_max(out + tl.load(row + 3), tl.max(top, 0), sem="relaxed")
+    amax = tl.max(top, 0)
+    if limit is None:
+        tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, amax, sem="relaxed")
+    elif amax > limit:
+        tl.store(out + number, 1.0)
+
+
+class Reading:
+    """Tensors of given sizes, of one device, to be read whole: planned once, launched with a table of their addresses.
+
+    `stride`: of that table, int64 [tensors, stride], whose first columns are `ADDRESS`. The code of a dtype is its
+    number in `TYPES` plus one; 0 stands for no tensor.
+    """
+
+    def __init__(self, numels: Sequence[int], stride: int, device: torch.device) -> None:
+        self.stride, self.device, self.count = stride, device, len(numels)
+        programs = tuple(-(numel // -(TILE * TILES_PER_PROGRAM)) for numel in numels)
+        firsts = (0, *accumulate(programs))
+        self._programs = firsts[-1]
+        self._table = rows_of([(n, *row) for n, row in enumerate(zip(numels, firsts, strict=False))], device)
+        self._entries = entry_of_program(programs, device)
+
+    def amaxes(self, addresses: Tensor, codes: Iterable[int]) -> Tensor:
+        """The largest |x| of each tensor, float32 [tensors]; 0 of an empty one, NaN where there is one."""
+        return self._run(addresses, codes, None)
+
+    def exceeding(self, addresses: Tensor, codes: Iterable[int], largest: float) -> Tensor:
+        """Float32 [tensors]: 1 for those with an element that `numerics.exceeds` the largest, else 0."""
+        return self._run(addresses, codes, largest)
+
+    def _run(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
+        out = torch.zeros(self.count, dtype=torch.float32, device=self.device)
+        with ql.on(self.device):
+            for code in sorted(set(codes) - {0} if self._programs else ()):
+                dtype = tuple(TYPES)[code - 1]
+                limit = None if largest is None else _bits_of_limit(largest, dtype)
+                amax_kernel[(self._programs,)](
+                    self._table, self._entries, addresses, out, limit, self.stride, TYPES[dtype], code, TILE,
+                    TILES_PER_PROGRAM, num_warps=8,
+                )  # fmt: skip
+        return out
+
+
+@lru_cache
+def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
+    """Of the limit in that dtype, in float32, where the order of bits is that of positive numbers."""
+    limit = torch.tensor(min(largest, torch.finfo(dtype).max), dtype=dtype)
+    return int(limit.float().view(torch.int32))
+
+
+def _read(tensors: Sequence[Tensor]) -> tuple[Reading, Tensor, list[int], list[Tensor]]:
+    """How to read these tensors, their addresses and codes, and what must live until they were read."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    held = [tensor.contiguous() for tensor in tensors]
+    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in held]
+    addresses = rows_of(list(zip(codes, [tensor.data_ptr() for tensor in held], strict=True)), device)
+    return Reading([tensor.numel() for tensor in held], len(ADDRESS), device), addresses, codes, held
 
 
 def amaxes(tensors: Sequence[Tensor]) -> Tensor:
@@ -77,35 +149,14 @@ def amaxes(tensors: Sequence[Tensor]) -> Tensor:
 
     Tensors: any shapes, of one device, float32, bfloat16 or float16.
     """
-    device = tensors[0].device if tensors else torch.device("cpu")
-    out = torch.zeros(len(tensors), dtype=torch.float32, device=device)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        chosen = [
-            (n, contiguous(tensor)) for n, tensor in enumerate(tensors) if tensor.dtype is dtype and tensor.numel()
-        ]
-        programs = tuple(-(tensor.numel() // -(TILE * TILES_PER_PROGRAM)) for _, tensor in chosen)
-        if not programs:
-            continue
-        firsts = (0, *accumulate(programs))
-        table = [
-            (tensor.data_ptr(), tensor.numel(), first, n) for (n, tensor), first in zip(chosen, firsts, strict=False)
-        ]
-        with ql.on(device):
-            amax_kernel[(firsts[-1],)](
-                rows_of(table, device), entry_of_program(programs, device), out.view(torch.int32), TYPES[dtype], TILE,
-                TILES_PER_PROGRAM, num_warps=8,
-            )  # fmt: skip
-    return out
+    reading, addresses, codes, _held = _read(tensors)
+    return reading.amaxes(addresses, codes)
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
-    """Which tensors have an element that is NaN or above `largest` in magnitude, bool [tensors].
-
-    Infinities count as above in every dtype.
-    """
-    limits = [min(largest, torch.finfo(tensor.dtype).max) for tensor in tensors]
-    found = amaxes(tensors)
-    return ~(found <= torch.tensor(limits, dtype=torch.float32).to(found.device))
+    """Which tensors have an element that `numerics.exceeds` the largest, bool [tensors]; tensors as for `amaxes`."""
+    reading, addresses, codes, _held = _read(tensors)
+    return reading.exceeding(addresses, codes, largest) != 0
 
 
 # --------------------------------------------------------------------------------------------------------------- scales

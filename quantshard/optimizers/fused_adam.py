@@ -15,7 +15,7 @@ from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import guards, loading
 from quantshard.optimizers.adam import Hyperparameters
-from quantshard.optimizers.rounding import Draw
+from quantshard.optimizers.on_kernels import OnKernels
 from quantshard.optimizers.state import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -56,6 +56,8 @@ class FusedAdam(torch.optim.Optimizer):
     A step whose gradients are not all finite is skipped on all ranks: no weight, moment, scale or history changes, and
     `skipped_steps` counts it.
 
+    On GPUs a step runs in kernels over all parameters, with the same bits (`on_kernels`).
+
     Args:
         params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device.
         lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
@@ -65,7 +67,8 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it
             in `step`, so that a CUDA graph can hold one. The bits are those of `capturable=False`. A bad step is then
             found out late: reading `skipped_steps` or `state_dict()` raises what `step` would have raised. Set the
-            rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters.
+            rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters. Run a step
+            before one is captured, and replace no tensor after it.
         master_weights: False keeps no masters: weights, quantized ones too, are read, updated and rounded
             stochastically into their own format. Their scales are chosen as always, so what a scale clips is lost: an
             element that has the largest code of its FP4 block grows only by steps of 3% or more, since that block's
@@ -128,6 +131,7 @@ class FusedAdam(torch.optim.Optimizer):
             **dict.fromkeys(COUNTERS, 0),
         }
         super().__init__(params, defaults)
+        self._kernels = OnKernels()
         self._states: dict[Tensor, dict[str, State]] = {}
         self._weights: dict[Tensor, State] = {}
         self._versions: dict[Tensor, int] = {}
@@ -320,28 +324,42 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reduction = FlatMax()
-        work = list(self._begin(reduction))
-        flags = guards.GradientFlags(((self._names[item.param], item.param, item.grad) for item in work), reduction)
-        reduction.reduce()
-        flags.gather()
+        hyperparameters = [self._hyperparameters(group) for group in self.param_groups]
+        work = list(self._begin(hyperparameters))
+        reduction, left = FlatMax(), work
+        if self._kernels.take(work, hyperparameters, self._seed):
+            flags = self._flags(work, reduction, self._kernels.exceeding())
+            left = self._kernels.update(flags.bad() if self._capturable else flags.send())
+        else:
+            for item in work:
+                item.measure(reduction)
+            flags = self._flags(work, reduction)
         if self._capturable:
-            self._finish_on_device(work, flags)
+            self._finish_on_device(left, flags)
+        elif not flags.skips(self.param_groups, self._max_skipped_in_a_row):
+            for item in left:
+                item.finish()
+            for group in self.param_groups:
+                group["step"] += 1
+        else:
             return loss
-        if flags.skips(self.param_groups, self._max_skipped_in_a_row):
-            return loss
-        for group in self.param_groups:
-            group["step"] += 1
+        self._kernels.finished()
         for item in work:
-            item.finish()
             self._versions[item.param] = guards.weight_version(item.param)
         return loss
 
-    def _begin(self, reduction: FlatMax) -> Iterator[Work]:
+    def _flags(self, work: list[Work], reduction: FlatMax, exceeding: Tensor | None = None) -> guards.GradientFlags:
+        """What all ranks know of the gradients, after all that was registered has been reduced."""
+        gradients = ((self._names[item.param], item.param, item.grad) for item in work)
+        flags = guards.GradientFlags(gradients, reduction, exceeding)
+        reduction.reduce()
+        flags.gather()
+        return flags
+
+    def _begin(self, hyperparameters: list[Hyperparameters]) -> Iterator[Work]:
         """The parameters with a state, checked to be as this optimizer left them."""
         seed = self._seed
-        for group in self.param_groups:
-            hyperparameters = self._hyperparameters(group)
+        for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 grad = self._grad_of(param)
                 if param not in self._states:
@@ -357,8 +375,8 @@ class FusedAdam(torch.optim.Optimizer):
                         f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
                         "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
                     )
-                draw = None if seed is None else Draw(seed, hyperparameters.step, self._streams[param])
-                yield Work(param, grad, states, self._weights[param], hyperparameters, draw, reduction)
+                of_group, stream = hyperparameters[number], self._streams[param]
+                yield Work(param, grad, states, self._weights[param], number, of_group, seed, stream)
 
     def _hyperparameters(self, group: dict[str, Any]) -> Hyperparameters:
         beta1, beta2 = group["betas"]
@@ -393,16 +411,15 @@ class FusedAdam(torch.optim.Optimizer):
             elif grad is not None:
                 grad.detach().zero_()
 
-    def _finish_on_device(self, work: list[Work], flags: guards.GradientFlags) -> None:
+    def _finish_on_device(self, left: list[Work], flags: guards.GradientFlags) -> None:
         """What `step` does after the reduction, with nothing read back: a bad step is undone, not left out."""
         bad, table = flags.bad(), flags.table
         if self._last_bad is None or self._last_bad.table.shape != table.shape:
             self._last_bad, flags.table = flags, torch.zeros_like(table)
         remembered = self._last_bad.table
         remembered.copy_(torch.where(bad, table, remembered))
-        for item in work:
+        for item in left:
             item.finish(skip=bad)
-            self._versions[item.param] = guards.weight_version(item.param)
         for group in self.param_groups:
             skipped = bad.to(group["step"].device).to(torch.int64)
             group["step"].add_(1 - skipped)

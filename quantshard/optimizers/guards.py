@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, private_torch
+from quantshard import amax, components, compute, private_torch
 from quantshard.amax import FlatMax, Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.storage import KEY
@@ -96,6 +97,8 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
     Raises:
         ConfigurationError: naming the parameter and the difference.
     """
+    if param.shape == other.shape and not (isinstance(param, DTensor) or isinstance(other, DTensor)):
+        return
     if kind(param) != kind(other):
         raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
     if isinstance(param, DTensor) and isinstance(other, DTensor):
@@ -117,23 +120,33 @@ class GradientFlags:
     """What all ranks must know of each gradient: is it there, is it missing, is it not finite.
 
     Float32 [3, parameters], registered with `reduction` at construction; call `gather` after its `reduce`. Only
-    `skips` and the checks read anything back from the device.
+    `skips` and the checks wait for the device.
 
     Args:
         gradients: name, parameter and gradient of all parameters that may have one.
+        exceeding: float32 [parameters], 1 for gradients that are not finite; found here if it is not given.
     """
 
-    def __init__(self, gradients: Iterable[tuple[str, Tensor, Tensor | None]], reduction: FlatMax) -> None:
-        members: dict[Groups, list[tuple[str, Tensor]]] = {}
-        ranks: dict[Groups, None] = {}
-        self._spread = False
-        for name, param, grad in gradients:
-            members.setdefault(amax.sharding_group(param), []).append((name, _flags_of(param, grad)))
-            ranks[amax.stepping_group(param)] = None
-            self._spread |= amax.is_spread(param)
-        self._ranks = amax.united(ranks)
-        self._names = [name for pairs in members.values() for name, _ in pairs]
-        self._parts = [torch.stack([flags for _, flags in pairs], dim=1) for pairs in members.values()]
+    def __init__(
+        self,
+        gradients: Iterable[tuple[str, Tensor, Tensor | None]],
+        reduction: FlatMax,
+        exceeding: Tensor | None = None,
+    ) -> None:
+        names, params, grads = zip(*found, strict=True) if (found := list(gradients)) else ((), (), ())
+        members: dict[Groups, list[int]] = {}
+        for at, param in enumerate(params):
+            members.setdefault(amax.sharding_group(param), []).append(at)
+        self._ranks = amax.united(dict.fromkeys(map(amax.stepping_group, params)))
+        self._spread = any(map(amax.is_spread, params))
+        self._names = [names[at] for chosen in members.values() for at in chosen]
+        self._parts: list[Tensor] = []
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None
+        if params:
+            flags = _flags_of(grads, private_torch.local_tensor(params[0]).device, exceeding)
+            columns = flags.unbind(1)
+            chosen_by_group = [[columns[at] for at in chosen] for chosen in members.values()]
+            self._parts = [flags] if len(members) == 1 else [torch.stack(c, dim=1) for c in chosen_by_group]
         for group, part in zip(members, self._parts, strict=True):
             reduction.add(part, group)
 
@@ -143,7 +156,7 @@ class GradientFlags:
         if not self._parts:
             self.table = torch.zeros(3, 0)
             return
-        self.table = torch.cat([part.to(self._parts[0].device) for part in self._parts], dim=1)
+        self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._spread:
             # a rank that is not in the group of a bad gradient must do as those that are: a column for all of them
             missing, non_finite = (self.table[0] * self.table[1]).amax(), self.table[2].amax()
@@ -158,13 +171,30 @@ class GradientFlags:
         """Bool scalar, on the device: is any gradient missing on some ranks only, or not finite?"""
         return (self.table[0] * self.table[1] + self.table[2]).any()
 
+    def send(self) -> Tensor:
+        """`bad`, on its way to the host, so that `skips` will not wait for what the device is given to do from now."""
+        bad = self.bad()
+        if bad.is_cuda:
+            arriving = torch.empty(bad.shape, dtype=bad.dtype, pin_memory=True).copy_(bad, non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(bad.device))
+            self._told = (arriving, arrival)
+        return bad
+
+    def _is_bad(self) -> bool:
+        if self._told is None:
+            return bool(self.bad())
+        arriving, arrival = self._told
+        arrival.synchronize()
+        return bool(arriving)
+
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int) -> bool:
         """Whether this step must be skipped since a gradient is not finite; counted in every group of an optimizer.
 
         Raises:
             RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`.
         """
-        bad = bool(self.bad())
+        bad = self._is_bad()
         if bad:
             self.check_missing()
         for group in groups:
@@ -206,12 +236,16 @@ class GradientFlags:
         return self._names[int(chosen.nonzero()[0])]
 
 
-def _flags_of(param: Tensor, grad: Tensor | None) -> Tensor:
-    flags = torch.zeros(3, device=private_torch.local_tensor(param).device)
-    if grad is None:
-        flags[1].fill_(1.0)
-        return flags
-    flags[0].fill_(1.0)
-    largest = min(LARGEST_GRADIENT, torch.finfo(grad.dtype).max)  # beyond float16's range it would compare as infinite
-    flags[2].copy_(~(private_torch.local_tensor(grad).abs() <= largest).all())  # NaN is not <= either
+def _flags_of(grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None) -> Tensor:
+    flags, at = torch.zeros(3, len(grads), device=device), 0
+    for there, run in groupby(grad is not None for grad in grads):
+        end = at + len(list(run))
+        flags[0 if there else 1, at:end].fill_(1.0)
+        at = end
+    if exceeding is None:
+        given = [private_torch.local_tensor(grad) for grad in grads if grad is not None]
+        found = iter(compute.exceeding(given, LARGEST_GRADIENT).to(device).unbind() if given else ())
+        no = torch.zeros((), dtype=torch.bool, device=device)
+        exceeding = torch.stack([no if grad is None else next(found) for grad in grads])
+    flags[2].copy_(exceeding)
     return flags

@@ -8,6 +8,7 @@ the parameter (`RemainderState`). A parameter itself is read and written in the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -23,7 +24,7 @@ from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import Draw, Place
 from quantshard.recipe import STATE_CELLS, Cell
 from quantshard.sharding import Shard
-from quantshard.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = ROLES = ("exp_avg", "exp_avg_sq", "master_param", "param")
 """What a step reads and writes of a parameter; all but the last are states, and the first part of their keys."""
@@ -58,6 +59,8 @@ def shard_of(param: Tensor) -> Shard:
 class State(ABC):
     """One state of one parameter, local to this rank, or the parameter itself: read and written in float32."""
 
+    owner: Tensor
+
     @property
     def storage(self) -> QuantizedStorage | None:
         """Where it is quantized, its components."""
@@ -66,7 +69,7 @@ class State(ABC):
     @property
     def shares_blocks(self) -> bool:
         """True if writing needs amaxes of other ranks."""
-        return False
+        return bool(self.shared)
 
     @property
     def rounds(self) -> bool:
@@ -80,6 +83,19 @@ class State(ABC):
     @abstractmethod
     def live(self) -> list[Tensor]:
         """Every local tensor that `write` changes."""
+
+    @property
+    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
+        """The components with amaxes of blocks that ranks share, each with these ranks."""
+        return {}
+
+    def signature(self) -> list[int]:
+        """What kernels are told of it once for many steps: where its tensors are."""
+        return [tensor.data_ptr() for tensor in self.live()]
+
+    def written(self, drawn: bool) -> None:
+        """Count that kernels gave the parameter new values; `drawn`: rounded stochastically."""
+        torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -193,13 +209,8 @@ class QuantizedState(State):
         return self._storage
 
     @cached_property
-    def shared(self) -> dict[str, tuple[dist.ProcessGroup, ...]]:
-        """The components with amaxes of blocks that ranks share, each with these ranks."""
+    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
         return amax.shared_scales(self.owner, self.storage)
-
-    @property
-    def shares_blocks(self) -> bool:
-        return bool(self.shared)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         by_name = self.storage.cell.format.by_name
@@ -238,6 +249,16 @@ class QuantizedWeight(QuantizedState):
     def live(self) -> list[Tensor]:
         history = self.storage.state.get(AMAX_HISTORY)
         return [*self.storage.components.values(), *([] if history is None else [history])]
+
+    def signature(self) -> list[int]:
+        return [*super().signature(), int(self.storage.state[KEY])]  # which a load writes in place
+
+    def written(self, drawn: bool) -> None:
+        super().written(drawn)
+        self.storage.high_precision = None
+        self.storage.version += 1
+        if drawn:
+            self.storage.state[DRAWS].add_(1)
 
     def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
         assert begun is not None

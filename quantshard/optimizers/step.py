@@ -29,10 +29,10 @@ def rounded_roles(targets: Mapping[str, State]) -> list[str]:
 
 
 class Work:
-    """One parameter's part of a step: measured at construction, finished after the reduction.
+    """One parameter's part of a step: `measure`d where ranks share blocks, and finished after the reduction.
 
-    `targets`: by role, what is written; a parameter whose master writes it is left out. `draw`: of the first role; the
-    others have the numbers that follow.
+    `targets`: by role, what is written; a parameter whose master writes it is left out. `group`: the number of its
+    group. `stream`: number of the random words of the first role, under the `seed`; those of the others follow.
     """
 
     def __init__(
@@ -41,25 +41,32 @@ class Work:
         grad: Tensor | None,
         states: Mapping[str, State],
         weight: State,
+        group: int,
         hyperparameters: Hyperparameters,
-        draw: Draw | None,
-        reduction: FlatMax,
+        seed: int | None,
+        stream: int,
     ) -> None:
         self.param = param
         self.grad = None if grad is None else private_torch.local_tensor(grad)
-        self.hyperparameters = hyperparameters
-        self.source = states.get(MASTER, weight)
+        self.group, self.hyperparameters = group, hyperparameters
+        self.seed, self.stream = seed, stream
+        self.weight, self.source = weight, states.get(MASTER, weight)
         self.targets = dict(states)
         if not isinstance(self.source, RemainderState):
             self.targets[WEIGHT] = weight
-        self.draws: dict[str, Draw] = {}
-        if draw is not None:
-            roles = rounded_roles(self.targets)
-            self.draws = {role: draw._replace(stream=draw.stream + ROLES.index(role)) for role in roles}
         self.begun: dict[str, Requantization | None] = {}
+
+    def measure(self, reduction: FlatMax) -> None:
+        """Register the amaxes of blocks that other ranks share."""
         if any(state.shares_blocks for state in self.targets.values()):
             # Without a gradient, zeros hold the place: all ranks must register the same shapes.
             self._begin(self._new_values(), reduction)
+
+    def _draws(self) -> dict[str, Draw]:
+        if self.seed is None:
+            return {}
+        step, stream = self.hyperparameters.step, self.stream
+        return {role: Draw(self.seed, step, stream + ROLES.index(role)) for role in rounded_roles(self.targets)}
 
     def _new_values(self) -> dict[str, Tensor]:
         master = self.source.read()
@@ -81,8 +88,9 @@ class Work:
         values = self._new_values()
         if not self.begun:
             self._begin(values, FlatMax())
+        draws = self._draws()
         for role, state in self.targets.items():
-            state.write(values[role], self.begun[role], self.draws.get(role))
+            state.write(values[role], self.begun[role], draws.get(role))
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
                 tensor.copy_(torch.where(skip, old, tensor))

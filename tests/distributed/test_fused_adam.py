@@ -48,13 +48,17 @@ CASES: list[Case] = [
 STEPS = 3
 
 
-def build(case: Case, seed: int = 7) -> tuple[nn.Sequential, FusedAdam]:
-    """Quantized and plain layers, matrices and vectors, some ranks without rows; sharded over all ranks."""
+def build(case: Case, seed: int = 7, sizes: tuple[int, int] = (70, 131)) -> tuple[nn.Sequential, FusedAdam]:
+    """Quantized and plain layers, matrices and vectors, some ranks without rows; sharded over all ranks.
+
+    `sizes`: what the first layer takes and gives.
+    """
+    into, out = sizes
     recipe, masters, moments, capturable = case
     torch.manual_seed(seed)
     with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
-        layers: list[nn.Module] = [qs.Linear(a, b, params_dtype=torch.bfloat16) for a, b in ((70, 131), (131, 1))]
-    layers += [nn.Linear(1, 7, dtype=torch.bfloat16), nn.Linear(7, 131, bias=False, dtype=torch.bfloat16)]
+        layers: list[nn.Module] = [qs.Linear(a, b, params_dtype=torch.bfloat16) for a, b in ((into, out), (out, 1))]
+    layers += [nn.Linear(1, 7, dtype=torch.bfloat16), nn.Linear(7, out, bias=False, dtype=torch.bfloat16)]
     model = nn.Sequential(*layers)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in model:

@@ -1,0 +1,115 @@
+"""FusedAdam in kernels on several ranks: the bits of one rank in plain PyTorch, where ranks share blocks too.
+
+Triton's interpreter runs the kernels in each rank; on GPUs `test_gpu.py` compares the two. No dimension divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from quantshard.errors import RankMismatchError
+from quantshard.optimizers import FusedAdam
+from tests.distributed.models import bits
+from tests.distributed.pool import run_ranks
+from tests.distributed.test_fused_adam import Case, build, cut_like, message_of
+from tests.interpreter import kernels_on, prepared_once
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks are on the CPU, where the interpreter runs then"),
+]
+
+CASES: list[Case] = [
+    ("delayed", "fp32", "fp32", False),
+    ("current", "remainder", "fp8", True),
+    ("block", "none", "bf16", False),
+    ("nvfp4", "fp32", "fp32", True),
+    ("mxfp8", "fp16", "fp16", False),
+    ("mxfp8 two copies", "bf16", "fp8", False),
+]
+
+SIZES = (18, 11)
+
+
+def step(model: nn.Module, optimizer: FusedAdam, number: int, changed: Callable[[int, Tensor], Tensor | None]) -> None:
+    for index, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * number + index)
+        whole = changed(index, torch.randn(param.shape, generator=generator))
+        param.grad = None if whole is None else cut_like(param, whole)
+    optimizer.step()
+
+
+def with_nan(index: int, grad: Tensor) -> Tensor:
+    """Of the last row of one weight, which is on one rank alone."""
+    if index == 0:
+        grad[-1, 3] = float("nan")
+    return grad
+
+
+def run(cases: list[Case], kernels: bool) -> list[dict[str, str]]:
+    """Bits after three steps: of the first one gradient is not finite, of the second one is missing; before the last
+    FSDP2 replaces the local tensors."""
+    found = []
+    for case in cases:
+        model, optimizer = build(case, sizes=SIZES)
+        with prepared_once(), kernels_on(*(["cpu"] if kernels else [])):
+            step(model, optimizer, 0, with_nan)
+            step(model, optimizer, 1, lambda index, grad: None if index == 2 else grad)
+        model.unshard()
+        model.reshard()
+        with prepared_once(), kernels_on(*(["cpu"] if kernels else [])):
+            step(model, optimizer, 2, lambda index, grad: grad)
+        assert bool(optimizer._kernels._planned) == kernels and not optimizer._kernels._left
+        assert optimizer.skipped_steps == 1
+        found.append(bits(model, optimizer))
+    return found
+
+
+def test_the_bits_of_one_rank_without_kernels() -> None:
+    [expected] = run_ranks(1, run, CASES, False)
+    for ranks, cases in ((1, CASES[:2]), (3, CASES)):
+        for found in run_ranks(ranks, run, cases, True):
+            assert [case for case, a, b in zip(cases, found, expected, strict=False) if a != b] == []
+
+
+def refused() -> tuple[str, bool]:
+    """What is told where a gradient is on one rank only, and whether all bits stayed."""
+    model, optimizer = build(("current", "fp32", "fp32", False), sizes=SIZES)
+    before = bits(model, optimizer)
+    mine = dist.get_rank() == 0
+    with prepared_once(), kernels_on("cpu"):
+        told = message_of(
+            lambda: step(model, optimizer, 0, lambda index, grad: grad if mine or index != 1 else None),
+            RankMismatchError,
+        )
+    return told, bits(model, optimizer) == before
+
+
+def test_a_gradient_on_some_ranks_only_is_an_error_and_changes_nothing() -> None:
+    for told, stayed in run_ranks(2, refused):
+        assert "0.bias has a gradient on some ranks only" in told and stayed
+
+
+def mixed() -> dict[str, str]:
+    """A rank where the oracle takes the first gradient, beside ranks where kernels take them all."""
+    model, optimizer = build(("current", "fp32", "fp32", False), sizes=SIZES)
+    optimizer._use_decoupled_grad = True
+    for index, param in enumerate(model.parameters()):
+        grad = cut_like(param, torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
+        param.decoupled_grad = grad.double() if dist.get_rank() == 1 and index == 0 else grad
+    with prepared_once(), kernels_on("cpu"):
+        optimizer.step()
+    assert bool(optimizer._kernels._left) == (dist.get_rank() == 1)
+    return bits(model, optimizer)
+
+
+def test_ranks_of_which_one_has_no_kernels_for_its_gradients() -> None:
+    [expected] = run_ranks(1, mixed)
+    assert run_ranks(3, mixed) == [expected] * 3

@@ -1,0 +1,325 @@
+"""A FusedAdam whose steps run in kernels has the bits, counts and errors of one in plain PyTorch, whatever its options.
+
+On a machine without a GPU Triton's interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from quantshard import private_torch
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
+from quantshard.kernels import adam_plan
+from quantshard.optimizers import FusedAdam, on_kernels
+from quantshard.recipe import resolve
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor import quantize
+from tests.distributed.models import RECIPES
+from tests.interpreter import kernels_on, prepared_once
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+MASTERS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"master_weight_dtype": torch.float16},
+    "bf16": {"master_weight_dtype": torch.bfloat16},
+    "remainder": {"store_param_remainders": True},
+    "none": {"master_weights": False},
+}
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast() -> Iterator[None]:
+    with prepared_once():
+        yield
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()
+
+
+def build(recipe: str, **options: Any) -> tuple[dict[str, nn.Parameter], FusedAdam]:
+    """A parameter of each kind, of shapes that divide by nothing, in two groups: AdamW, and with L2."""
+    torch.manual_seed(3)
+    cell = resolve(RECIPES[recipe]).weight
+    params = {
+        "quantized": nn.Parameter(quantize(random(3, 34, seed=0).to(DEVICE), cell, dtype=torch.bfloat16)),
+        "bf16": random(2, 9, seed=1).bfloat16(),
+        "fp16": random(2, 5, seed=2).half(),
+        "fp32": random(3, 2, seed=3),
+        "vector": random(7, seed=4).bfloat16(),
+        "cube": random(2, 2, 3, seed=5).bfloat16(),
+        "scalar": random(seed=6),
+        "again": nn.Parameter(quantize(random(2, 17, seed=7).to(DEVICE), cell, dtype=torch.bfloat16)),
+    }
+    params = {key: p if isinstance(p, nn.Parameter) else nn.Parameter(p.to(DEVICE)) for key, p in params.items()}
+    named = list(params.items())
+    groups = [
+        {"params": named[:5], "weight_decay": 0.1},
+        {"params": named[5:], "lr": 0.05, "weight_decay": 0.2, "adam_w_mode": False, "betas": (0.5, 0.9)},
+    ]
+    return params, FusedAdam(groups, lr=0.01, **options)
+
+
+def set_grads(params: dict[str, nn.Parameter], step: int, name: str = "grad") -> None:
+    for index, param in enumerate(params.values()):
+        grad = random(*param.shape, seed=100 * step + index).to(param.dtype).to(DEVICE)
+        setattr(param, name, grad)
+
+
+def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[str, Any]:
+    """Copies of all tensors, and all counts."""
+    found: dict[str, Any] = {}
+    for key, param in params.items():
+        local: Any = private_torch.local_tensor(param)
+        if hasattr(local, "_storage"):
+            storage = local._storage
+            parts = {**storage.components, **storage.state}
+            found |= {f"{key} {part}": t.clone() for part, t in parts.items()}
+            found[f"{key} version"] = storage.version
+        else:
+            found[key] = param.detach().clone()
+        found |= {f"{key} {name}": t.clone() for name, t in optimizer.state[param].items()}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"{number} {name}": v for name, v in group.items() if not name.startswith("param")}
+    return found
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [
+        key
+        for key, value in a.items()
+        if not (
+            torch.equal(*(x.reshape(-1).contiguous().view(torch.uint8) for x in (value, b[key])))
+            if isinstance(value, Tensor)
+            else value == b[key]
+        )
+    ]
+
+
+def train(recipe: str, options: dict[str, Any], *devices: str) -> tuple[dict[str, Any], FusedAdam]:
+    """Four steps: the second is skipped, the third lacks a gradient."""
+    params, optimizer = build(recipe, **options)
+    with kernels_on(*devices):
+        for step in range(4):
+            set_grads(params, step)
+            if step == 1:
+                params["vector"].grad[3] = float("nan")
+            if step == 2:
+                params["quantized"].grad = params["cube"].grad = None
+            optimizer.step()
+    return everything(params, optimizer), optimizer
+
+
+def check(recipe: str, masters: str, moments: str, second: str | None = None, **options: Any) -> None:
+    dtypes = {"exp_avg_dtype": MOMENTS[moments], "exp_avg_sq_dtype": MOMENTS[second or moments]}
+    options = {**MASTERS[masters], **dtypes, **options}
+    expected, _ = train(recipe, options)
+    found, optimizer = train(recipe, options, DEVICE)
+    [planned] = optimizer._kernels._planned
+    assert len(planned.places) == 8 and optimizer._kernels._left == set()
+    assert not differing(found, expected)
+    assert optimizer.skipped_steps == 1
+
+
+TURNS = ("mxfp8", "current", "nvfp4", "block", "delayed", "rowwise", "mxfp8 two copies")
+SOME = list(itertools.product(MASTERS, MOMENTS))[::3]
+CELLS = [(recipe, *both) for recipe, both in zip(TURNS, SOME, strict=True)]
+
+
+@pytest.mark.parametrize(("recipe", "masters", "moments"), CELLS)
+def test_a_step_has_the_oracles_bits(recipe: str, masters: str, moments: str) -> None:
+    check(recipe, masters, moments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
+def test_every_option(recipe: str, masters: str, moments: str) -> None:
+    check(recipe, masters, moments, second="bf16" if moments == "fp8" else None)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "remainder"])
+def test_counts_on_the_device(masters: str) -> None:
+    check("delayed", masters, "bf16", capturable=True)
+
+
+def test_histories_change() -> None:
+    """A guard against an empty comparison above."""
+    before, _ = build("delayed")
+    found, _ = train("delayed", {}, DEVICE)
+    assert found[f"quantized {AMAX_HISTORY}"].count_nonzero() > 0
+    history = before["quantized"]._storage.state[AMAX_HISTORY]
+    assert not torch.equal(found[f"quantized {AMAX_HISTORY}"], history)
+
+
+def test_decoupled_gradients_of_other_dtypes() -> None:
+    """Kernels take float32, bfloat16 and float16; a float64 gradient goes to the oracle in this step."""
+    results = []
+    for devices in ((), (DEVICE,)):
+        params, optimizer = build("current", use_decoupled_grad=True, master_weights=False)
+        for step in range(2):
+            set_grads(params, step, "decoupled_grad")
+            for key, dtype in {"bf16": torch.float32, "quantized": torch.float16, "fp32": torch.bfloat16}.items():
+                params[key].decoupled_grad = params[key].decoupled_grad.to(dtype)
+            if step == 1:
+                params["again"].decoupled_grad = params["again"].decoupled_grad.double()
+            with kernels_on(*devices):
+                optimizer.step()
+        results.append(everything(params, optimizer))
+        assert optimizer._kernels._left == ({7} if devices else set())
+    assert not differing(*results)
+
+
+def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
+    """float64, a tensor that is not contiguous; and their gradients count for all."""
+    results = []
+    for devices in ((), (DEVICE,)):
+        torch.manual_seed(0)
+        params = {
+            "double": nn.Parameter(random(3, 5, seed=1).double().to(DEVICE)),
+            "turned": nn.Parameter(random(3, 5, seed=2).bfloat16().to(DEVICE).t()),
+            "plain": nn.Parameter(random(3, 5, seed=3).bfloat16().to(DEVICE)),
+        }
+        optimizer = FusedAdam(params.items(), exp_avg_dtype=torch.bfloat16)
+        for step in range(3):
+            set_grads(params, step)
+            if step == 1:
+                params["turned"].grad[0, 0] = float("inf")
+            with kernels_on(*devices):
+                optimizer.step()
+        results.append(everything(params, optimizer))
+        assert optimizer.skipped_steps == 1
+        assert [planned.places for planned in optimizer._kernels._planned] == ([[2]] if devices else [])
+    assert not differing(*results)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[adam_plan.Plan]:
+    """All plans that are made from now on."""
+    made: list[adam_plan.Plan] = []
+    real = on_kernels.Plan
+    monkeypatch.setattr(on_kernels, "Plan", lambda *args: made.append(real(*args)) or made[-1])
+    return made
+
+
+def replaced(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
+    params["bf16"].data = params["bf16"].data.clone()
+
+
+def components_replaced(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
+    storage = params["again"]._storage
+    storage.components = {name: part.clone() for name, part in storage.components.items()}
+
+
+def state_replaced(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
+    state = optimizer.state[params["vector"]]["exp_avg"]
+    state.data = state.data.clone()
+
+
+def unfrozen(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
+    optimizer.initialize_state(params["fp16"])
+
+
+def group_added(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
+    params["new"] = nn.Parameter(random(3, 3, seed=9).to(DEVICE))
+    optimizer.add_param_group({"params": [("new", params["new"])], "lr": 0.5})
+
+
+def key_loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
+    params["quantized"]._storage.state[KEY].fill_(12345)
+    params["quantized"]._storage.state[DRAWS].fill_(77)
+
+
+def loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for held in state["state"].values():
+        held["exp_avg"] += 0.5
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change", [replaced, components_replaced, state_replaced, unfrozen, group_added, key_loaded, loaded]
+)
+def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[adam_plan.Plan]) -> None:
+    results = []
+    for devices in ((), (DEVICE,)):
+        params, optimizer = build("mxfp8", master_weights=False)
+        for step in range(3):
+            if step == 2:
+                change(params, optimizer)
+            set_grads(params, step)
+            with kernels_on(*devices):
+                optimizer.step()
+        results.append(everything(params, optimizer))
+    assert len(plans) == (1 if change is loaded else 2)  # a load writes into what there is
+    assert not differing(*results)
+
+
+def test_a_plan_that_a_graph_holds_is_kept(plans: list[adam_plan.Plan]) -> None:
+    params, optimizer = build("current")
+    with kernels_on(DEVICE):
+        for step in range(3):
+            replaced(params, optimizer)
+            set_grads(params, step)
+            optimizer.step()
+            if step == 0:
+                plans[0]._captured.append(torch.zeros(1))
+    assert optimizer._kernels._captured == [plans[0]]
+
+
+def test_steps_in_a_row_that_are_skipped_raise() -> None:
+    params, optimizer = build("current", max_skipped_in_a_row=2)
+    before = everything(params, optimizer)
+    with kernels_on(DEVICE):
+        for step in range(2):
+            set_grads(params, step)
+            params["fp16"].grad.fill_(float("inf"))
+            if step:
+                with pytest.raises(NonFiniteGradientError, match=r"2 steps in a row .* first in fp16;"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    after = everything(params, optimizer)
+    assert set(differing(before, after)) == {
+        f"{n} {key}" for n in (0, 1) for key in ("skipped_steps", "skipped_in_a_row")
+    }
+
+
+def test_changes_are_noticed_as_they_are_without_kernels() -> None:
+    """A version counts every write: of others, which is an error, and of the step, which autograd must see."""
+    params, optimizer = build("current")
+    set_grads(params, 0)
+    used = (params["bf16"] * params["bf16"]).sum()
+    with kernels_on(DEVICE):
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            used.backward()
+        set_grads(params, 1)
+        optimizer.step()
+        params["quantized"].quantize_(random(3, 34, seed=5).to(DEVICE))
+        with pytest.raises(ConfigurationError, match="quantized was given new values"):
+            optimizer.step()
+
+
+def test_a_plan_is_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer = build("current", capturable=True)
+    set_grads(params, 0)
+    monkeypatch.setattr(adam_plan.Plan, "_is_capturing", property(lambda self: True))
+    with kernels_on(DEVICE), pytest.raises(UnsupportedOperationError, match="run a step before"):
+        optimizer.step()
