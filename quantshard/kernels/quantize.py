@@ -238,8 +238,12 @@ def _store(codes, row, col, to, H: tl.constexpr):
 @triton.jit
 def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
     """The transpose [COLS, ROWS] of codes as held, in the order of their rows."""
-    shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
-    turned = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
+    codes = codes.to(tl.uint8)
+    if H.together == 1:
+        turned = tl.trans(codes)
+    else:
+        shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
+        turned = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
     _store_at(turned, row + tl.arange(0, COLS), col, to, COLS, ROWS, H)
 
 
