@@ -438,14 +438,16 @@ def words_of_turned_tile(
     if BY_FOUR:
         tl.static_assert(TOGETHER % 4 == 0)
         # calls in an order in which each thread makes those of its elements: of 4 neighbours of ROWS, in turn
-        LANES: tl.constexpr = min(ROWS // 4, 32)
-        shape: tl.constexpr = (TOGETHER // 4, ROWS // (4 * LANES), 4, COLS // TOGETHER, LANES, 4)
-        at = tl.arange(0, ROWS // LANES * (COLS // 4))
-        four = at % shape[3] * (TOGETHER // 4) + at // (shape[3] * 4 * shape[1])
-        line = at // shape[3] % 4 + at // (shape[3] * 4) % shape[1] * (4 * LANES)
+        LANES: tl.constexpr = 32 if ROWS > 128 else ROWS // 4
+        TIMES: tl.constexpr = ROWS // (4 * LANES)
+        FAR: tl.constexpr = COLS // TOGETHER
+        at = tl.arange(0, TOGETHER // 4 * TIMES * 4 * FAR)
+        four = at % FAR * (TOGETHER // 4) + at // (FAR * 4 * TIMES)
+        line = at // FAR % 4 + at // (FAR * 4) % TIMES * (4 * LANES)
         lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
         drawn = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
-        return tl.reshape(tl.permute(tl.reshape(drawn, shape), (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
+        drawn = tl.reshape(drawn, (TOGETHER // 4, TIMES, 4, FAR, LANES, 4))
+        return tl.reshape(tl.permute(drawn, (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
     else:
         rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
         return _one_word(rows + (col + held(COLS, TOGETHER))[:, None], words)

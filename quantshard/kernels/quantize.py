@@ -178,9 +178,9 @@ def _transformed(values, H: tl.constexpr):
 
 @triton.jit
 def _amaxes(x, out, H: tl.constexpr):
-    """Of the blocks of a tile as held, if their scales are not given."""
+    """Of the blocks of a tile as held; anything, if their multipliers are given."""
     if out.given is not None:
-        return None
+        return x
     elif H.turned:
         return ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
     else:
@@ -213,7 +213,8 @@ def touched_by(origin, size, COVERS: tl.constexpr):
 def _multipliers(amax, row, col, where, out, H: tl.constexpr):
     """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
     rule: tl.constexpr = H.rule
-    ENTRIES: tl.constexpr = H.rows // H.block_rows * (H.cols // H.block_cols)
+    COLS: tl.constexpr = H.cols // H.block_cols
+    ENTRIES: tl.constexpr = H.rows // H.block_rows * COLS
     grid_rows = 1 if H.row_all else touched_by(where.row_origin, where.rows, H.block_rows)
     grid_cols = 1 if H.col_all else touched_by(where.col_origin, where.cols, H.block_cols)
     at, inside = grid_of_tile(row, col, where, grid_cols, grid_rows, grid_cols, H)
@@ -226,7 +227,8 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
             order = tl.arange(0, ENTRIES)
             stored, flat = ql.scales(tl.gather(tl.reshape(amax, (ENTRIES,)), order, 0), second, rule)
             tl.store(out.scale + tl.reshape(at, (ENTRIES,)), stored, mask=tl.reshape(inside, (ENTRIES,)))
-            multiplier = tl.reshape(tl.gather(flat, order, 0), amax.shape)
+            shape: tl.constexpr = (COLS, ENTRIES // COLS) if H.turned else (ENTRIES // COLS, COLS)
+            multiplier = tl.reshape(tl.gather(flat, order, 0), shape)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
             tl.store(out.scale + at, stored, mask=inside)
