@@ -92,6 +92,10 @@ class QuantizedCopy:
     scale: Component
     amax: Component | None
 
+    def __hash__(self) -> int:
+        """Of a part that tells most copies apart: whoever remembers what derives from a copy asks for it each time."""
+        return hash((self.codes.encoding.name, self.scale.covers))
+
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of one scale block."""

@@ -21,8 +21,8 @@ from quantshard.kernels.quantize import WARPS, How, Where, grid_of_tile, tile_of
 
 @triton.jit
 def dequantize_kernel(
-    codes_ptr, codes_stride, codes_cols, scale_ptr, amax_ptr, grid_stride, grid_rows, grid_cols, out_ptr, out_stride, where,
-    H: tl.constexpr,
+    codes_ptr, codes_stride, codes_cols, scale_ptr, amax_ptr, grid_stride, grid_rows, grid_cols, out_ptr, out_stride,
+    where, H: tl.constexpr,
 ):  # fmt: skip
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element

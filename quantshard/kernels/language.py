@@ -20,6 +20,14 @@ FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
 
+# instructions that the compiler would not choose, or make more of
+TOWARDS_ZERO = tl.constexpr("cvt.rz.f32.u32 $0, $1;")
+MERGE_SIGN = tl.constexpr("lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xE4;")
+ROUND_TWO = tl.constexpr("{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}")
+HIGHEST_BYTES = tl.constexpr(
+    "{.reg .b32 p, q; prmt.b32 p, $1, $2, 0x0073; prmt.b32 q, $3, $4, 0x0073; prmt.b32 $0, p, q, 0x5410;}"
+)
+
 CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
 """Encodings that a GPU converts to in one instruction, by the number under which `encode` knows them."""
 
@@ -128,8 +136,7 @@ def is_below(words, bound):
     if INTERPRETED:
         return words.to(tl.float64) < bound.to(tl.float64)
     else:
-        towards_zero: tl.constexpr = "cvt.rz.f32.u32 $0, $1;"
-        return tl.inline_asm_elementwise(towards_zero, "=f,r", [words], tl.float32, is_pure=True, pack=1) < bound
+        return tl.inline_asm_elementwise(TOWARDS_ZERO, "=f,r", [words], tl.float32, is_pure=True, pack=1) < bound
 
 
 @triton.jit
@@ -165,8 +172,7 @@ def with_sign(x, code):
     if INTERPRETED:
         return ((code & 0x7FFFFFFF) | (bits & -0x80000000)).to(tl.uint32, bitcast=True)
     else:  # one instruction, of which the compiler makes two
-        merge: tl.constexpr = "lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xE4;"
-        return tl.inline_asm_elementwise(merge, "=r,r,r", [code, bits], tl.uint32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(MERGE_SIGN, "=r,r,r", [code, bits], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -175,8 +181,7 @@ def rounded(x, dtype: tl.constexpr):
     if INTERPRETED or dtype != tl.bfloat16:
         return widen(narrow(x, dtype))
     else:  # two at once, which the compiler does for values that it stores alone
-        pair: tl.constexpr = "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}"
-        return tl.inline_asm_elementwise(pair, "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(ROUND_TWO, "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -377,9 +382,7 @@ def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
     if INTERPRETED:
         return (bytes >> 24).to(tl.uint8)
     else:
-        four: tl.constexpr = """{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0073; prmt.b32 b, $3, $4, 0x0073;
-                                prmt.b32 $0, a, b, 0x5410;}"""
-        return tl.inline_asm_elementwise(four, "=r,r,r,r,r", [bytes], tl.uint8, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(HIGHEST_BYTES, "=r,r,r,r,r", [bytes], tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -435,14 +438,16 @@ def words_of_turned_tile(
     if BY_FOUR:
         tl.static_assert(TOGETHER % 4 == 0)
         # calls in an order in which each thread makes those of its elements: of 4 neighbours of ROWS, in turn
-        LANES: tl.constexpr = min(ROWS // 4, 32)
-        shape: tl.constexpr = (TOGETHER // 4, ROWS // (4 * LANES), 4, COLS // TOGETHER, LANES, 4)
-        at = tl.arange(0, ROWS // LANES * (COLS // 4))
-        four = at % shape[3] * (TOGETHER // 4) + at // (shape[3] * 4 * shape[1])
-        line = at // shape[3] % 4 + at // (shape[3] * 4) % shape[1] * (4 * LANES)
+        LANES: tl.constexpr = 32 if ROWS > 128 else ROWS // 4
+        TIMES: tl.constexpr = ROWS // (4 * LANES)
+        FAR: tl.constexpr = COLS // TOGETHER
+        at = tl.arange(0, TOGETHER // 4 * TIMES * 4 * FAR)
+        four = at % FAR * (TOGETHER // 4) + at // (FAR * 4 * TIMES)
+        line = at // FAR % 4 + at // (FAR * 4) % TIMES * (4 * LANES)
         lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
         drawn = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
-        return tl.reshape(tl.permute(tl.reshape(drawn, shape), (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
+        drawn = tl.reshape(drawn, (TOGETHER // 4, TIMES, 4, FAR, LANES, 4))
+        return tl.reshape(tl.permute(drawn, (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
     else:
         rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
         return _one_word(rows + (col + held(COLS, TOGETHER))[:, None], words)

@@ -33,6 +33,11 @@ class Tile(NamedTuple):
     cols: int
     together: int = 1
 
+    @property
+    def warps(self) -> int:
+        """So many that a thread has 64 elements."""
+        return max(4, self.rows * self.cols // 2048)
+
 
 class How(NamedTuple):
     """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
@@ -59,20 +64,16 @@ class How(NamedTuple):
 class Out(NamedTuple):
     """Arguments of a kernel: where its results lie; None for what is not asked for.
 
-    `given`: the multipliers, if they are not taken from the values. `second`: amax of the whole tensor.
+    `codes_cols`: stored, of a row. `given`: the multipliers, if they are not taken from the values. `second`: amax of
+    the whole tensor.
     """
 
     codes: Any
-    codes_stride: int
     codes_cols: int
     scale: Any
     given: Any
-    grid_stride: int
-    grid_rows: int
-    grid_cols: int
     second: Any
     turned: Any
-    turned_stride: int
     turned_cols: int
     next_amax: Any
 
@@ -146,13 +147,13 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
     else:
         codes = ql.encode(scaled, element)
     at_row, at_col = row - where.row_origin, col - where.col_origin
-    own = (out.codes, out.codes_stride, where.rows, out.codes_cols)
+    own = (out.codes, where.rows, out.codes_cols)
     if H.turned:
         _store_across(codes, at_row, at_col, own, H.cols, H.rows, H)
     else:
         _store(codes, at_row, at_col, own, H)
     if out.turned is not None:
-        across = (out.turned, out.turned_stride, where.cols, out.turned_cols)
+        across = (out.turned, where.cols, out.turned_cols)
         if H.turned:
             _store(codes, at_col, at_row, across, H)
         else:
@@ -177,9 +178,9 @@ def _transformed(values, H: tl.constexpr):
 
 @triton.jit
 def _amaxes(x, out, H: tl.constexpr):
-    """Of the blocks of a tile as held; 0 if their scales are given (Triton 3.6 returns no None)."""
+    """Of the blocks of a tile as held; anything, if their multipliers are given."""
     if out.given is not None:
-        return 0.0
+        return x
     elif H.turned:
         return ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
     else:
@@ -188,7 +189,7 @@ def _amaxes(x, out, H: tl.constexpr):
 
 @triton.jit
 def grid_of_tile(row, col, where, stride, rows, cols, H: tl.constexpr):
-    """Where the entries of a tile's blocks lie in the touched grid [rows, cols], as held, and which of them there are."""
+    """Where the entries of a tile's blocks, as held, lie in the touched grid [rows, cols], and which there are."""
     first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
     first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
     BLOCK: tl.constexpr = H.block_cols if H.turned else H.block_rows
@@ -203,11 +204,20 @@ def grid_of_tile(row, col, where, stride, rows, cols, H: tl.constexpr):
 
 
 @triton.jit
+def touched_by(origin, size, COVERS: tl.constexpr):
+    """`touched`, of a size that is not zero."""
+    return (origin + size - 1) // COVERS - origin // COVERS + 1
+
+
+@triton.jit
 def _multipliers(amax, row, col, where, out, H: tl.constexpr):
     """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
     rule: tl.constexpr = H.rule
-    ENTRIES: tl.constexpr = H.rows // H.block_rows * (H.cols // H.block_cols)
-    at, inside = grid_of_tile(row, col, where, out.grid_stride, out.grid_rows, out.grid_cols, H)
+    COLS: tl.constexpr = H.cols // H.block_cols
+    ENTRIES: tl.constexpr = H.rows // H.block_rows * COLS
+    grid_rows = 1 if H.row_all else touched_by(where.row_origin, where.rows, H.block_rows)
+    grid_cols = 1 if H.col_all else touched_by(where.col_origin, where.cols, H.block_cols)
+    at, inside = grid_of_tile(row, col, where, grid_cols, grid_rows, grid_cols, H)
     if out.given is not None:
         multiplier = tl.load(out.given + at, mask=inside, other=0.0)
     else:
@@ -217,7 +227,8 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
             order = tl.arange(0, ENTRIES)
             stored, flat = ql.scales(tl.gather(tl.reshape(amax, (ENTRIES,)), order, 0), second, rule)
             tl.store(out.scale + tl.reshape(at, (ENTRIES,)), stored, mask=tl.reshape(inside, (ENTRIES,)))
-            multiplier = tl.reshape(tl.gather(flat, order, 0), amax.shape)
+            shape: tl.constexpr = (COLS, ENTRIES // COLS) if H.turned else (ENTRIES // COLS, COLS)
+            multiplier = tl.reshape(tl.gather(flat, order, 0), shape)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
             tl.store(out.scale + at, stored, mask=inside)
@@ -229,7 +240,7 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
 
 @triton.jit
 def _store(codes, row, col, to, H: tl.constexpr):
-    """Codes as held at a local row and column of `to`: pointer, stride, rows and stored columns."""
+    """Codes as held at a local row and column of `to`: pointer, rows and stored columns."""
     ROWS: tl.constexpr = H.cols if H.turned else H.rows
     COLS: tl.constexpr = H.rows if H.turned else H.cols
     _store_at(codes, row + ql.held(ROWS, H.together), col, to, ROWS, COLS, H)
@@ -250,14 +261,14 @@ def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H
 @triton.jit
 def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
     """Codes [ROWS, COLS] at local rows i and from a local column on; packed, if of 4 bits."""
-    ptr, stride, rows, cols = to
+    ptr, rows, cols = to
     if H.rule.element.bits == 4:
         codes = ql.pack(codes, ROWS, COLS)
         j = col // 2 + tl.arange(0, COLS // 2)
     else:
         j = col + tl.arange(0, COLS)
     mask = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
-    tl.store(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], codes.to(tl.uint8), mask=mask)
+    tl.store(ptr + i.to(tl.int64)[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
@@ -305,8 +316,7 @@ class Request:
         return (1 if rows == ALL else rows, 1 if cols == ALL else cols)
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """One result of a kernel that quantizes, and what the kernel must be told of it.
 
     `codes`: uint8 [R, C], packed as stored. `scale`: of the blocks that they touch; None if multipliers were given.
@@ -341,10 +351,11 @@ def tile(request: Request, other: Request | None = None) -> Tile:
     block_rows, block_cols = request.block
     if other is not None:
         block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
-        return Tile(max(128, block_rows), max(128, block_cols), 16 if other.scaling.random_hadamard else 4)
-    if request.turned:
-        return Tile(max(64, block_rows), max(128, block_cols))
-    return Tile(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
+    if not request.turned and other is None:
+        return Tile(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
+    if other is not None and other.scaling.random_hadamard:
+        return Tile(128, 128, 16)
+    return Tile(128, max(64, block_cols), 4)
 
 
 def target(
@@ -356,21 +367,20 @@ def target(
     next_amax: Tensor | None = None,
     held_turned: bool = False,
 ) -> Target:
-    """Allocate what quantizing values of `shape` [R, C] and `dtype` gives; `held_turned`: from tiles of the transpose."""
+    """Allocate what quantizing `shape` [R, C] of `dtype` gives; `held_turned`: tiles are of its transpose."""
     copy, origin, words = request.copy, request.origin, request.words or NO_WORDS
     rows, cols = shape[0], shape[1] + (-shape[1] % 16 if request.scaling.random_hadamard else 0)
     packed = 8 // copy.codes.encoding.bits
     codes = torch.empty((rows, -(cols // -packed)), dtype=torch.uint8, device=device)
     turned = torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if request.turned else None
-    grid, scale = request.multipliers, None
-    if grid is None:
+    given, scale = request.multipliers, None
+    if given is None:
         assert ALL not in copy.block, "a block larger than a tile needs a multiplier"
         spans = [touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True)]
-        grid = scale = torch.empty(spans, dtype=copy.scale.encoding.storage, device=device)
+        scale = torch.empty(spans, dtype=copy.scale.encoding.storage, device=device)
     out = Out(
-        codes, codes.stride(0), codes.shape[1], scale, request.multipliers, grid.stride(0), *grid.shape,
-        request.second_amax, turned, *((0, 0) if turned is None else (turned.stride(0), turned.shape[1])),
-        None if next_amax is None else next_amax.view(torch.int32),
+        codes, codes.shape[1], scale, None if given is None else given.contiguous(), request.second_amax,
+        turned, 0 if turned is None else turned.shape[1], None if next_amax is None else next_amax.view(torch.int32),
     )  # fmt: skip
     how = how_of(
         copy, request.scaling, dtype, device, tile, held_turned, request.words is not None,
@@ -400,7 +410,7 @@ def how_of(
         turned=turned,
         hadamard=scaling.random_hadamard,
         stochastic=stochastic,
-        by_four=by_four,
+        by_four=by_four and (not turned or tile.together % 4 == 0),
         short_index=short_index,
         draw_loaded=draw_loaded,
     )
@@ -437,6 +447,8 @@ def quantize(
     """
     rows, cols = x.shape
     shared = tile(request, other)
+    if x.stride(1) != 1 and shared.together == 4:  # neighbours in a column are read together already
+        shared = shared._replace(together=1)
     one = target((rows, cols), x.dtype, x.device, request, shared, next_amax)
     two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_turned=True)
     drawn = one.words if two is None or request.words is not None else two.words
@@ -446,7 +458,7 @@ def quantize(
                 x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
                 *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
                 two and two.words.stream, two and two.words.global_shape[1],
-                H=one.how, T=two and two.how, num_warps=WARPS, enable_fp_fusion=False,
+                H=one.how, T=two and two.how, num_warps=shared.warps, enable_fp_fusion=False,
             )  # fmt: skip
     return one, two
 

@@ -43,6 +43,12 @@ from quantshard.kernels.quantize import Request, Where, Words  # noqa: E402
 from quantshard.kernels.results import Outputs  # noqa: E402
 
 
+def widest(ptx: str, access: str) -> int:
+    """Bytes of the widest global load (ld) or store (st) of a thread."""
+    found = re.findall(access + r"\.global[.\w]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+
+
 def became(kernel: Any) -> dict[str, Any]:
     """Registers and spilled bytes as ptxas counts them, and instructions that tell of speed or of wrong bits."""
     ptx = kernel.asm["ptx"]
@@ -54,10 +60,11 @@ def became(kernel: Any) -> dict[str, Any]:
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
-        "loads of 16 bytes": len(re.findall(r"ld\.global[.\w]*v4\.b32", ptx)),
-        "stores of 16 bytes": len(re.findall(r"st\.global[.\w]*v4\.b32", ptx)),
+        "bytes of a load": widest(ptx, "ld"),
+        "bytes of a store": widest(ptx, "st"),
         "casts": ptx.count("cvt.rn.satfinite"),
-        "fused multiply-adds": len(re.findall(r"fma\.rn\.f32", ptx)),
+        # but for that of `language.encode`, whose product is exact
+        "fused multiply-adds": len(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, (?!0f4A800006)", ptx)),
         "approximate divisions": len(re.findall(r"div\.(full|approx)", ptx)),
     }
 
@@ -80,7 +87,7 @@ def quantized(one: Request, other: Request | None = None, next_amax: bool = Fals
         *quantize.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
         second and second.words.stream, second and second.words.global_shape[1],
         H=first.how, T=second and second.how, grid=(1,),
-        num_warps=quantize.WARPS, enable_fp_fusion=False,
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -94,11 +101,12 @@ def measured() -> Any:
 
 def dequantized(name: str) -> Any:
     copy = FORMATS[name].copies[Copy.ROWWISE]
-    codes, scale = torch.empty(ROWS, COLS, dtype=torch.uint8), torch.empty(128, 128, dtype=torch.uint8)
+    width = COLS * copy.codes.encoding.bits // 8
+    codes, scale = torch.empty(ROWS, width, dtype=torch.uint8), torch.empty(128, 128, dtype=torch.uint8)
     how, out = dequantize.tiles_of(copy, codes.device), torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     return dequantize.dequantize_kernel.warmup(
-        codes, COLS, COLS, scale, None, 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how, grid=(1,),
-        num_warps=quantize.WARPS, enable_fp_fusion=False,
+        codes, width, width, scale, torch.empty(()), 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how,
+        grid=(1,), num_warps=quantize.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -169,11 +177,13 @@ KERNELS = {
     "128x128, transpose": lambda: quantized(request("fp8_128x128", turned=True)),
     "1x128, both directions": lambda: quantized(request("fp8_1x128"), request("fp8_1x128")),
     "MXFP8, both directions": lambda: quantized(request("mxfp8_1x32"), request("mxfp8_1x32")),
+    "NVFP4": lambda: quantized(request("nvfp4_1x16")),
     "NVFP4, both directions, random": lambda: quantized(
         request("nvfp4_1x16", words=True), request("nvfp4_1x16", words=True, hadamard=True)
     ),
     "amax": measured,
     "dequantize MXFP8": lambda: dequantized("mxfp8_32x32"),
+    "dequantize NVFP4": lambda: dequantized("nvfp4_16x16"),
     "transpose": transposed,
     "activation, per tensor": lambda: activated(request("fp8_e4m3", turned=True)),
     "activation, 128x128": lambda: activated(request("fp8_128x128", turned=True)),

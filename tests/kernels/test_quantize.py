@@ -117,7 +117,9 @@ def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None
     """The transpose has scales, random words and padding of its own; a strided view gives the same."""
     scaling = Scaling(stochastic_rounding=stochastic, random_hadamard=hadamard)
     names = ("nvfp4_1x16",) if stochastic else ("fp8_1x128", "mxfp8_1x32", "nvfp4_1x16")
-    for name, shape in itertools.product(names, IN_A_TILE if stochastic else SHAPES[1:]):
+    if not (stochastic or hadamard):
+        names += ("mxfp8_32x1",)
+    for name, shape in itertools.product(names, IN_A_TILE if stochastic else [(150, 70), *SHAPES[1:]]):
         fmt, x = FORMATS[name], values(shape)
         requests, expected = zip(*(wanted(v, fmt, scaling, s) for v, s in ((x, 1), (x.t(), 2))), strict=True)
         found: list[Target | None] = [*quantize(x.to(DEVICE), *requests), quantize(x.to(DEVICE).t(), requests[1])[0]]
@@ -125,6 +127,23 @@ def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None
             assert target is not None and target.scale is not None
             assert same(target.codes, parts["codes"])
             assert same(target.scale, parts["scale_inv"])
+
+
+@pytest.mark.parametrize("name", ["fp8_1x128", "nvfp4_1x16"])
+def test_both_directions_of_a_piece(name: str) -> None:
+    """It lies across the corner of four tiles; scales are given, random words are those of the whole."""
+    fmt, x, origin, whole = FORMATS[name], values((40, 12)), (100, 254), (144, 272)
+    scaling, requests, expected = Scaling(stochastic_rounding=True), [], []
+    for stream, turn in enumerate((False, True)):
+        y, at, of = (x.t(), origin[::-1], whole[::-1]) if turn else (x, origin, whole)
+        copy, shape = fmt.copies[Copy.ROWWISE], (y.shape[0], y.shape[1])
+        given = numerics.encode_scales(numerics.amaxes(y, fmt, at), fmt, scaling, x.dtype)
+        words = numerics.random_words(KEY, DRAW, stream, of, at, shape)
+        expected.append(numerics.quantize_codes(y, copy, given, at, words))
+        multipliers = on_device(given[copy.scale.name])
+        requests.append(Request(copy, scaling, at, multipliers, words=Words(KEY, DRAW, stream, of)))
+    for target, codes in zip(quantize(x.to(DEVICE), *requests), expected, strict=True):
+        assert target is not None and same(target.codes, codes)
 
 
 def wanted(x: Tensor, fmt: Format, scaling: Scaling, stream: int) -> tuple[Request, dict[str, Tensor]]:
@@ -163,7 +182,8 @@ def edges() -> Tensor:
     halves = torch.cat([middles, 448.0 * 2.0 ** torch.arange(-20, 20), 6.0 * 2.0 ** torch.arange(-4, 4)])
     ulp = torch.cat([halves, torch.nextafter(halves, halves + 1), torch.nextafter(halves, halves - 1)])
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 2.0**-149, 2.0**-126, 3e38, 464.0, 480.0])
-    return torch.cat([grid, ulp, -ulp, odd]).reshape(1, -1)
+    nan = torch.tensor([0xFFC00000 - (1 << 32), 0x7F800001], dtype=torch.int32).view(torch.float32)
+    return torch.cat([grid, ulp, -ulp, odd, nan]).reshape(1, -1)
 
 
 @pytest.mark.parametrize("fmt", CODES, ids=lambda fmt: fmt.name)
