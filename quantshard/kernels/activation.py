@@ -192,10 +192,10 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     return p.finish()
 
 
-def backward_height(outputs: Outputs) -> int:
-    """Least rows of a tile in backward, of 8 elements a thread: measured on an H200, but for blocks both ways, for which
-    registers would not do."""
-    return 32 if outputs.other is None else 64
+def backward_tile(outputs: Outputs) -> tuple[int, int]:
+    """Least rows of a tile in backward, and its elements of a thread: measured on an H200, but for blocks both ways,
+    which need many registers."""
+    return (32, 8) if outputs.other is None else (64, 32)
 
 
 def activate_backward_and_quantize(
@@ -211,7 +211,7 @@ def activate_backward_and_quantize(
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    height = backward_height(d_gate)
+    height, elements = backward_tile(d_gate)
     p, q = results.plan(d_gate, gate, d_up, height), results.plan(d_up or Outputs(), gate, d_gate, height)
     assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
     dh, gate, up = results.by_rows(dh), results.by_rows(gate), None if up is None else results.by_rows(up)
@@ -221,7 +221,7 @@ def activate_backward_and_quantize(
                 dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
                 p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
                 GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
-                num_warps=p.warps(8), enable_fp_fusion=False,
+                num_warps=p.warps(elements), enable_fp_fusion=False,
             )  # fmt: skip
     return p.finish(), q.finish()
 

@@ -119,7 +119,8 @@ def activated(one: Request | None, other: Request | None = None, backward: bool 
     x, scalar = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.zeros(())
     sums = torch.empty(COLS) if backward else None
     outputs = Outputs(one, other, None, scalar, scalar if backward else None, sums)
-    p = results.plan(outputs, x, None, activation.backward_height(outputs) if backward else 64)
+    height, elements = activation.backward_tile(outputs) if backward else (64, 32)
+    p = results.plan(outputs, x, None, height)
     inputs, rest = (x, COLS, x, COLS), (p.sink, *p.out, *p.words)
     if not backward:
         return activation.activate_kernel.warmup(
@@ -128,7 +129,7 @@ def activated(one: Request | None, other: Request | None = None, backward: bool 
         )  # fmt: skip
     return activation.activate_backward_kernel.warmup(
         x, COLS, *inputs, p.where, *rest, *rest, KIND="silu", TILE=p.tile, GATE_H=p.how[0], GATE_T=p.how[1],
-        UP_H=p.how[0], UP_T=p.how[1], grid=(1,), num_warps=p.warps(8), enable_fp_fusion=False,
+        UP_H=p.how[0], UP_T=p.how[1], grid=(1,), num_warps=p.warps(elements), enable_fp_fusion=False,
     )  # fmt: skip
 
 
