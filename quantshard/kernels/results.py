@@ -104,9 +104,10 @@ class Outputs:
 
     @property
     def tile(self) -> Tile:
-        """The smallest that has whole blocks of both directions; of one element if there are none."""
-        first = self.request or self.other
-        return Tile(1, 1) if first is None else quantize.tile(first, self.other)
+        """The smallest that has whole blocks of both directions."""
+        one, two = (request.block if request is not None else (1, 1) for request in (self.request, self.other))
+        transforms = self.other is not None and self.other.scaling.random_hadamard
+        return Tile(max(one[0], two[1]), max(one[1], two[0]), 16 if transforms else 1)
 
     def extent(self, rows: int, cols: int) -> Where:
         """Of the results in the global matrix."""
