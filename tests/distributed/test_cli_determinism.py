@@ -1,4 +1,4 @@
-"""Deterministic mode of `quantshard train` and `resume`: set in each process, said, recorded, and missed when changed."""
+"""Deterministic mode of `quantshard train` and `resume`: set in each process, recorded, and missed when changed."""
 
 import json
 import re
