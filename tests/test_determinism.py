@@ -38,6 +38,8 @@ def test_plain_call_stays():
     OFF.put()
     qs.deterministic()
     assert _State.now() == ON
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory and not torch.backends.cudnn.benchmark
     assert (os.environ[CUBLAS], os.environ[NCCL]) == (":4096:8", "Ring")
     qs.deterministic(False)
     assert _State.now() == OFF
