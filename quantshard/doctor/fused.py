@@ -63,7 +63,8 @@ class Exact:
 
     def __init__(self, x: Tensor, p: kn.Parameters, centered: bool) -> None:
         z, self.centered = x.double(), centered
-        self.gamma, self.beta = p.gamma.double(), 0.0 if p.beta is None else p.beta.double()
+        self.gamma = p.gamma.double()
+        self.beta = torch.zeros_like(self.gamma) if p.beta is None else p.beta.double()
         self.depth = kn.depth(x.shape[1])
         mean = z.mean(1, keepdim=True) if centered else torch.zeros_like(z[:, :1])
         self.rstd = ((z - mean).square().mean(1, keepdim=True) + EPS).rsqrt()
@@ -76,7 +77,7 @@ class Exact:
     def result_is_right(self, y: Tensor) -> bool:
         """Of forward."""
         scaled = self.unit * self.gamma
-        error = self.unit_error * self.gamma.abs() + 4 * U * (scaled.abs() + abs(self.beta))
+        error = self.unit_error * self.gamma.abs() + 4 * U * (scaled.abs() + self.beta.abs())
         return close(y, scaled + self.beta, error)
 
     def gradients_are_right(self, dy: Tensor, dx: Tensor, dgamma: Tensor | None, dbeta: Tensor | None) -> bool:

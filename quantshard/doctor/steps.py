@@ -88,7 +88,9 @@ def too_large(shape: Shape, device: torch.device) -> bool:
     """Which of some tensors, of all dtypes that kernels read, have a number beyond a limit or none at all."""
     generator = torch.Generator().manual_seed(0)
     tensors = [
-        torch.randn(shape, generator=generator).to(dtype).to(device) for dtype in compute.KERNEL_DTYPES for _ in range(3)
+        torch.randn(shape, generator=generator).to(dtype).to(device)
+        for dtype in compute.KERNEL_DTYPES
+        for _ in range(3)
     ]
     for tensor, odd in zip(tensors, (2e4, float("nan"), 1.0, float("inf"), 1.0, -2e4, 1.0, 2e4, 1.0), strict=True):
         tensor[-1, -1] = odd

@@ -14,9 +14,9 @@ WARMUP = 3
 """Calls that are not counted."""
 
 
-def milliseconds(call: Callable[[], Any], repeats: int, device: str) -> list[float]:
+def milliseconds(call: Callable[[], Any], repeats: int, device: str, warmup: int = WARMUP) -> list[float]:
     """Times of `repeats` calls on a device of this type, after some that are not counted."""
-    for _ in range(WARMUP):
+    for _ in range(warmup):
         call()
     if device != "cuda":
         times = []
@@ -36,8 +36,9 @@ def milliseconds(call: Callable[[], Any], repeats: int, device: str) -> list[flo
 
 def bounded(call: Callable[[], Any], device: str, seconds: float = 1.0, most: int = 20) -> float:
     """The median time of a call in milliseconds, of as many calls as take about so many seconds; of one, at least."""
-    first = milliseconds(call, 1, device)[0]
-    return statistics.median(milliseconds(call, min(most, max(1, int(seconds * 1e3 / max(first, 1e-3)))), device))
+    first = milliseconds(call, 1, device, warmup=1)[0]
+    repeats = min(most, int(seconds * 1e3 / max(first, 1e-3)) - 2)
+    return statistics.median(milliseconds(call, repeats, device, warmup=0)) if repeats > 0 else first
 
 
 def bytes_of(*tensors: Tensor | None) -> int:

@@ -192,6 +192,12 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     return p.finish()
 
 
+def backward_tile(outputs: Outputs) -> tuple[int, int]:
+    """Least rows of a tile in backward, and its elements of a thread: measured on an H200, but for blocks both ways,
+    which need many registers."""
+    return (32, 8) if outputs.other is None else (64, 32)
+
+
 def activate_backward_and_quantize(
     dh: Tensor, gate: Tensor, activation: str, up: Tensor | None, d_gate: Outputs, d_up: Outputs | None = None
 ) -> tuple[Targets, Targets]:
@@ -205,7 +211,8 @@ def activate_backward_and_quantize(
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    p, q = results.plan(d_gate, gate, d_up), results.plan(d_up or Outputs(), gate, d_gate)
+    height, elements = backward_tile(d_gate)
+    p, q = results.plan(d_gate, gate, d_up, height), results.plan(d_up or Outputs(), gate, d_gate, height)
     assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
     dh, gate, up = results.by_rows(dh), results.by_rows(gate), None if up is None else results.by_rows(up)
     if gate.numel() > 0:
@@ -214,7 +221,7 @@ def activate_backward_and_quantize(
                 dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
                 p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
                 GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
-                num_warps=p.warps(16), enable_fp_fusion=False,
+                num_warps=p.warps(elements), enable_fp_fusion=False,
             )  # fmt: skip
     return p.finish(), q.finish()
 

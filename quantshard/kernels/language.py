@@ -91,13 +91,13 @@ def narrow(x, dtype: tl.constexpr):
 def encode(x, E: tl.constexpr):
     """Float32 tile of products -> codes, one for each element, rounded to nearest even: `numerics.encode`.
 
-    Codes are uint8 or int32; those of 4 bits are the highest bits of a uint32, for `pack`. These, and those that an
-    instruction makes, are right for NaN because a GPU's product that is NaN is positive.
+    Codes are uint8 or int32; those of 4 bits are the highest bits of a uint32, for `pack`. These are right for NaN
+    because a GPU's product that is NaN is positive.
     """
     if E.cast == 1:  # the instruction saturates
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return chosen(x, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
     elif E.cast == 2:
-        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        return chosen(x, x.to(tl.float8e5).to(tl.uint8, bitcast=True))
     else:
         # the last place of a sum with this power is the gap of x's binade, in units of which it ends with |x| rounded
         x, magnitude, power = parts_of(x, E)
@@ -109,6 +109,16 @@ def encode(x, E: tl.constexpr):
         else:
             gaps = tl.fma(power, 8388608.0 * 0.5**E.mantissa, magnitude).to(tl.int32, bitcast=True)
             return assemble(x, gaps, power, E)
+
+
+@triton.jit
+def chosen(x, codes):
+    """Codes of FP8, but 0x7F where x is NaN.
+
+    Without the choice, which the instruction makes too, Triton 3.6 gives wrong bytes: where it puts words together from
+    the pairs that the instruction makes, to change a layout, its assembler loses some of them (seen on an H200).
+    """
+    return tl.where(x != x, 0x7F, codes.to(tl.int32))
 
 
 @triton.jit

@@ -249,12 +249,8 @@ def _store(codes, row, col, to, H: tl.constexpr):
 @triton.jit
 def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
     """The transpose [COLS, ROWS] of codes as held, in the order of their rows."""
-    codes = codes.to(tl.uint8)
-    if H.together == 1:
-        turned = tl.trans(codes)
-    else:
-        shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
-        turned = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
+    shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
+    turned = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
     _store_at(turned, row + tl.arange(0, COLS), col, to, COLS, ROWS, H)
 
 
@@ -346,8 +342,7 @@ def tiles(where: Where, how: How) -> tuple[int, int]:
 
 
 def tile(request: Request, other: Request | None = None) -> Tile:
-    """The tile of a program: whole blocks; rows that lie together in a transpose with scales of its own are held
-    together. Measured on an H200."""
+    """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together."""
     block_rows, block_cols = request.block
     if other is not None:
         block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])

@@ -104,9 +104,10 @@ class Outputs:
 
     @property
     def tile(self) -> Tile:
-        """The smallest that has whole blocks of both directions; of one element if there are none."""
-        first = self.request or self.other
-        return Tile(1, 1) if first is None else quantize.tile(first, self.other)
+        """The smallest that has whole blocks of both directions."""
+        one, two = (request.block if request is not None else (1, 1) for request in (self.request, self.other))
+        transforms = self.other is not None and self.other.scaling.random_hadamard
+        return Tile(max(one[0], two[1]), max(one[1], two[0]), 16 if transforms else 1)
 
     def extent(self, rows: int, cols: int) -> Where:
         """Of the results in the global matrix."""
@@ -175,14 +176,22 @@ class Plan:
         return self.targets
 
 
-def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
-    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
+def _joint(one: Tile, other: Tile, height: int) -> Tile:
+    """Whole blocks of both. Unless a transform needs it, rows are held in order: beside what such a kernel computes,
+    another is slower."""
+    rows, cols, together = map(max, one, other)
+    return Tile(max(rows, height), max(cols, 128), together if together == 16 else 1)
+
+
+def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None, height: int = 64) -> Plan:
+    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel.
+
+    `height`: least rows of a tile whose results are quantized.
+    """
     (rows, cols), beside = like.shape, beside or outputs
     tile = TILE
     if outputs.quantizes or beside.quantizes:
-        tile = Tile(*map(max, outputs.tile, beside.tile))
-        if tile.together < 16:  # beside what such a kernel computes, it is slower so
-            tile = tile._replace(together=1)
+        tile = _joint(outputs.tile, beside.tile, height)
     one = two = None
     if outputs.request is not None:
         one = quantize.target((rows, cols), like.dtype, like.device, outputs.request, tile)

@@ -209,6 +209,7 @@ class _MLP(torch.autograd.Function):
             dh, of_fc2 = fc2.backward([dout], rest[ctx.inner :], needed)
             needed = fc1.needed(True, needs[: fc1.tensors])
             ways = _through_activation(dh, gate, up, ctx.activation, fc1, needed)
+            del dh  # as large as a third of what is kept for backward
             dy, of_fc1 = fc1.gradients(ways, rest[: ctx.inner], needed)
         return (*_leave(ctx, dy, of_total, front), *[None] * 5, *of_fc1, *of_fc2)
 

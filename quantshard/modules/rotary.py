@@ -183,10 +183,19 @@ def _rotate(t: Tensor, table: Table, layout: Layout) -> Tensor:
     return turned if rotated == t.shape[-1] else torch.cat((turned, t[..., rotated:]), dim=-1)
 
 
-def _launch(t: Tensor, table: Table, layout: Layout, backward: bool, out: Tensor | None = None) -> Tensor:
+def _launch(
+    t: Tensor, table: Table, layout: Layout, backward: bool, out: Tensor | None = None, turned: int | None = None
+) -> Tensor:
     cos, sin = (part.reshape(-1, part.shape[-1]) for part in table)
     return rotary_kernel.rotate(
-        t, cos, sin, layout.tensor_format, interleaved=layout.interleaved, backward=backward, out=out
+        t,
+        cos,
+        sin,
+        layout.tensor_format,
+        interleaved=layout.interleaved,
+        backward=backward,
+        out=out,
+        turned=turned,
     )
 
 
@@ -212,10 +221,7 @@ class _KernelRotateProjection(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
-        out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        rotated = heads + groups
-        _launch(qkv[..., :rotated, :], Table(cos, sin), layout, False, out[..., :rotated, :])
-        out[..., rotated:, :].copy_(qkv[..., rotated:, :])
+        out = _launch(qkv, Table(cos, sin), layout, False, turned=heads + groups)
         q, k, v = out.split((heads, groups, groups), dim=-2)
         return q, k, v
 

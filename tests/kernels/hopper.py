@@ -118,7 +118,9 @@ def transposed() -> Any:
 def activated(one: Request | None, other: Request | None = None, backward: bool = False) -> Any:
     x, scalar = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.zeros(())
     sums = torch.empty(COLS) if backward else None
-    p = results.plan(Outputs(one, other, None, scalar, scalar if backward else None, sums), x)
+    outputs = Outputs(one, other, None, scalar, scalar if backward else None, sums)
+    height, elements = activation.backward_tile(outputs) if backward else (64, 32)
+    p = results.plan(outputs, x, None, height)
     inputs, rest = (x, COLS, x, COLS), (p.sink, *p.out, *p.words)
     if not backward:
         return activation.activate_kernel.warmup(
@@ -127,7 +129,7 @@ def activated(one: Request | None, other: Request | None = None, backward: bool 
         )  # fmt: skip
     return activation.activate_backward_kernel.warmup(
         x, COLS, *inputs, p.where, *rest, *rest, KIND="silu", TILE=p.tile, GATE_H=p.how[0], GATE_T=p.how[1],
-        UP_H=p.how[0], UP_T=p.how[1], grid=(1,), num_warps=p.warps(16), enable_fp_fusion=False,
+        UP_H=p.how[0], UP_T=p.how[1], grid=(1,), num_warps=p.warps(elements), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def normalized_backward(size: int, centered: bool) -> Any:
 def rotated(interleaved: bool) -> Any:
     x, table = torch.empty(ROWS, 1, 32, 128, dtype=torch.bfloat16), torch.empty(ROWS, 128)
     return rotary.rotate_kernel.warmup(
-        x, 4096, 4096, 128, x, 4096, 4096, 128, table, table, 128, 1, 32, 64, 0, BACKWARD=False,
+        x, 4096, 4096, 128, x, 4096, 4096, 128, table, table, 128, 1, 32, 32, 64, 0, BACKWARD=False,
         INTERLEAVED=interleaved, HEADS=32, PLANES=64, REST=0, grid=(1,), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 

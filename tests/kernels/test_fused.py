@@ -177,7 +177,8 @@ def test_what_is_kept_for_backward(kernels_on_cpu: None) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qs.autocast(recipe="current"):
         module(x)
     activations = sum(kept.values())
-    expected = 1024 * (2 * SIZE + 2 * 2 * FFN + SIZE + FFN)
+    outputs = -(-FFN // 16) * 16 if ON_GPU else FFN  # a native product fills its rows up
+    expected = 1024 * (2 * SIZE + 2 * 2 * outputs + SIZE + FFN)
     assert expected <= activations <= expected + 1024 * 4 + 4096, (activations, expected)
 
 

@@ -18,7 +18,9 @@ from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 pytest.importorskip("triton")
 
 from quantshard.kernels import amax, dequantize, transpose
+from quantshard.kernels.activation import quantize_gradient
 from quantshard.kernels.quantize import Request, Target, Words, quantize
+from quantshard.kernels.results import Outputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]
@@ -246,3 +248,20 @@ def test_amax_of_transformed_rows() -> None:
     assert same(found, numerics.block_amax(numerics.hadamard16(x), (ALL, ALL)))
     x[20, 3] = float("nan")
     assert torch.isnan(amax.block_amax(x.to(DEVICE), (1, ALL))).flatten().tolist() == [row == 20 for row in range(33)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16"])
+def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
+    """Whole tiles, which a GPU reads and writes by 16 bytes: there an assembler has lost bytes (`language.chosen`)."""
+    fmt = FORMATS[name]
+    copy, x = fmt.copies[Copy.ROWWISE], torch.randn(256, 256, device=DEVICE, dtype=dtype)
+    expected = numerics.quantize(x, fmt)
+    grids = numerics.amaxes(x, fmt)
+    known = numerics.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
+    request = Request(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), turned=True)
+    outputs = Outputs(request, amax=torch.zeros((), device=DEVICE), poison=torch.zeros((), device=DEVICE))
+    for target, _ in (quantize(x, request), quantize_gradient(x, outputs)):
+        assert torch.equal(target.codes, expected[copy.codes.name])
+        assert torch.equal(target.turned, numerics.transpose_parts(fmt, expected, x.shape)[copy.codes.name])
+        assert known is not None or torch.equal(target.scale, expected[copy.scale.name])
