@@ -72,7 +72,7 @@ def diagnose(
         begun: told the name of what is about to run.
         device: default: the first GPU, or the CPU where there is none.
     """
-    device = device or torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     about = describe(device)
     tested = tuple(checks.run(device, begun))
     return Report(about, tested, None if folder is None else tuple(probes.run(device, folder, begun)))
