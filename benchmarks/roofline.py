@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantshard import DotProductAttention, compute
+from quantshard.doctor.products import CHECKED_ROWS, KINDS
+from quantshard.doctor.timing import milliseconds
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL
 from quantshard.modules.attention_backends import BACKENDS
 
-CHECKED_ROWS = 128
 GATE = "gate"
 
 
@@ -63,27 +62,9 @@ class Sizes(NamedTuple):
         return found
 
 
-# Timing
-
-
-def milliseconds(call: Callable[[], Any], repeats: int, device: str) -> float:
-    """The median time of a call, after three that are not counted."""
-    for _ in range(3):
-        call()
-    if device != "cuda":
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(times)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
+def median(call: Callable[[], Any], repeats: int, device: str) -> float:
+    """The median time of a call in milliseconds."""
+    return statistics.median(milliseconds(call, repeats, device))
 
 
 # Memory
@@ -100,88 +81,10 @@ def memory(x: Tensor, repeats: int) -> dict[str, float]:
     }
     if compute.has_kernels(x):
         calls["amax, quantshard's kernel"] = (size, lambda: compute.block_amax(x, (ALL, ALL)))
-    return {name: moved / milliseconds(call, repeats, x.device.type) / 1e9 for name, (moved, call) in calls.items()}
+    return {name: moved / median(call, repeats, x.device.type) / 1e9 for name, (moved, call) in calls.items()}
 
 
 # Matrix products
-
-
-class Product(NamedTuple):
-    """A product x @ y^T: the call, and what its first rows must be."""
-
-    call: Callable[[], Tensor]
-    expected: Tensor
-
-
-def codes(shape: tuple[int, int], device: str) -> Tensor:
-    return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
-
-
-def grid(rows: int, cols: int, device: str) -> Tensor:
-    """Scales that are powers of two, all different enough to tell a wrong layout."""
-    return torch.randint(-3, 4, (rows, cols), device=device).float().exp2()
-
-
-def spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Scales of blocks as scales of elements."""
-    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
-
-
-def columns(scales: Tensor) -> Tensor:
-    """Laid out with strides (1, rows)."""
-    return scales.t().contiguous().t()
-
-
-def by_four(scales: Tensor) -> Tensor:
-    """Of square blocks: transposed, strides (1, n) with n the blocks along the summed dim, filled up to fours."""
-    return F.pad(scales, (0, -scales.shape[1] % 4)).t()
-
-
-def bf16(m: int, n: int, k: int, device: str) -> Product:
-    x, y = (torch.randn(rows, k, device=device).bfloat16() for rows in (m, n))
-    return Product(lambda: x @ y.t(), x[:CHECKED_ROWS].float() @ y.float().t())
-
-
-class Side(NamedTuple):
-    """How an operand is scaled: PyTorch's name, the block, and how its grid is laid out."""
-
-    kind: str
-    block: tuple[int, int]
-    layout: Callable[[Tensor], Tensor]
-
-
-SCALAR = Side("TensorWise", (ALL, ALL), lambda scales: scales.view(()))
-ROW = Side("RowWise", (1, ALL), lambda scales: scales)
-ROW_RIGHT = Side("RowWise", (1, ALL), lambda scales: scales.t())
-VECTOR = Side("BlockWise1x128", (1, 128), columns)
-SQUARE = Side("BlockWise128x128", (128, 128), by_four)
-
-
-def scaled(m: int, n: int, k: int, device: str, *, left: Side, right: Side, fast: bool = False) -> Product:
-    types = F.ScalingType
-    operands, scales, values = [], [], []
-    for rows, side, told in ((m, left, CHECKED_ROWS), (n, right, n)):
-        x = codes((rows, k), device)
-        block = (side.block[0] if side.block[0] != ALL else rows, side.block[1] if side.block[1] != ALL else k)
-        found = grid(-(rows // -block[0]), -(k // -block[1]), device)
-        operands.append(x)
-        scales.append(side.layout(found))
-        values.append(x[:told].float() * spread(found, block, (rows, k))[:told])
-    kinds = [getattr(types, side.kind) for side in (left, right)]
-    call = lambda: F.scaled_mm(  # noqa: E731
-        operands[0], operands[1].t(), scales[0], kinds[0], scales[1], kinds[1], use_fast_accum=fast
-    )
-    return Product(call, values[0] @ values[1].t())
-
-
-KINDS: dict[str, Callable[[int, int, int, str], Product]] = {
-    "BF16": bf16,
-    "FP8 per tensor": partial(scaled, left=SCALAR, right=SCALAR),
-    "FP8 per tensor, fast accumulation": partial(scaled, left=SCALAR, right=SCALAR, fast=True),
-    "FP8 by rows": partial(scaled, left=ROW, right=ROW_RIGHT),
-    "FP8 1x128 by 128x128": partial(scaled, left=VECTOR, right=SQUARE),
-    "FP8 1x128 by 1x128": partial(scaled, left=VECTOR, right=VECTOR),
-}
 
 
 def products(sizes: Sizes, device: str, repeats: int) -> dict[str, dict[str, float | str]]:
@@ -193,7 +96,7 @@ def products(sizes: Sizes, device: str, repeats: int) -> dict[str, dict[str, flo
                 product = make(m, n, k, device)
                 out = product.call()[:CHECKED_ROWS].float()
                 apart = (out - product.expected).norm() / product.expected.norm()
-                told: float | str = "wrong" if not apart < 2**-7 else milliseconds(product.call, repeats, device)
+                told: float | str = "wrong" if not apart < 2**-7 else median(product.call, repeats, device)
             except (RuntimeError, NotImplementedError, ValueError) as error:  # PyTorch's, where there is no such kernel
                 told = str(error).splitlines()[0]
             found.setdefault(kind, {})[name] = told
@@ -222,8 +125,8 @@ def attention(sizes: Sizes, device: str, repeats: int) -> dict[str, tuple[float,
 
         try:
             with torch.no_grad():
-                forward = milliseconds(partial(core, *qkv), repeats, device)
-            found[backend] = (forward, milliseconds(both, repeats, device))
+                forward = median(partial(core, *qkv), repeats, device)
+            found[backend] = (forward, median(both, repeats, device))
         except (ConfigurationError, torch.cuda.OutOfMemoryError) as error:
             found[backend] = str(error).splitlines()[0]
     return found

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import compute
-from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Copy, QuantizedCopy
+from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
 from quantshard.operands import Operand
 from quantshard.recipe import Cell, Recipe
 from quantshard.sharding import ceil_div
 from quantshard.storage import QuantizedStorage
 
 Capability = tuple[int, int]
+NEVER: Capability = (99, 0)
 Block = tuple[str, int, int]
 """How one side of a scaled product is scaled: the encoding of its scales, and the rows and elements of a row under
 one of them."""
@@ -51,14 +52,23 @@ class Native:
     left: Scale
     right: Scale
     since: Capability
-    before: Capability = (99, 0)
+    before: Capability = NEVER
     seen: str | None = None
     rows: int = 1
 
     def is_on(self, device: torch.device) -> bool:
         """Whether the device has it."""
         capability = _capability(device)
-        return capability is not None and self.since <= capability < self.before
+        return capability is not None and self.is_of(capability)
+
+    def is_of(self, capability: Capability) -> bool:
+        """Whether devices of a compute capability have it."""
+        return self.since <= capability < self.before
+
+    @property
+    def needs(self) -> str:
+        """The compute capabilities that have it, in words."""
+        return _dotted(self.since) + (f" up to {_dotted(self.before)}" if self.before < NEVER else " and newer")
 
 
 @cache
@@ -337,25 +347,40 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     return tuple(taken)
 
 
+def products_of(cell: Cell) -> list[Native]:
+    """The scaled products that a weight can be the right operand of, on any hardware."""
+    kind = _kind(cell.format)
+    return [native for (_, right), native in NATIVE.items() if right in (kind, _flat(kind))]
+
+
+def scaled_product(left: Format, right: Format) -> Native | None:
+    """The scaled product of operands that were quantized along their rows, on any hardware; None if there is none."""
+    codes = [fmt.copies[Copy.ROWWISE].codes.encoding for fmt in (left, right)]
+    if any(encoding.bits > 8 for encoding in codes) or codes == [E5M2, E5M2]:
+        return None
+    return _product(_kind(left), _kind(right))
+
+
+def _kind(fmt: Format) -> Block:
+    copy = fmt.copies[Copy.ROWWISE]
+    return (copy.scale.encoding.name, *copy.block)
+
+
 def gemm_path(cell: Cell | None, device: torch.device) -> tuple[str, str]:
     """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason)."""
     if cell is None:
         return "native", "high precision"
-    copy = cell.format.copies[Copy.ROWWISE]
-    kind: Block = (copy.scale.encoding.name, *copy.block)
-    name = copy.codes.encoding.name
+    name = cell.format.copies[Copy.ROWWISE].codes.encoding.name
     capability = _capability(device)
     if capability is None:
         where = "a CPU has" if device.type == "cpu" else f"{device.type}, where there is one: quantshard knows"
         return "emulated", f"{where} no {name} matrix product"
-    products = [native for (_, right), native in NATIVE.items() if right in (kind, _flat(kind))]
+    products = products_of(cell)
     for native in products:
         if native.is_on(device):
             seen = "" if native.seen else ", not yet run on this hardware"
             return "native", f"{name} matrix product of compute capability {_dotted(capability)}{seen}"
-    needs = (
-        ", ".join(f"{_dotted(native.since)} up to {_dotted(native.before)}" for native in products) or "other scales"
-    )
+    needs = ", ".join(native.needs for native in products) or "other scales"
     return "emulated", (
         f"compute capability {_dotted(capability)} has no {name} matrix product with the scales of "
         f"{cell.format.name} (such products: {needs})"

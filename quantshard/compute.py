@@ -6,7 +6,8 @@ written for: 16-bit codes, random words that are given as a tensor, and float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,6 +36,17 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def kernels_on(device: torch.device) -> bool:
     """True if kernels run on this device."""
     return kernels.USABLE and device.type in KERNEL_DEVICES
+
+
+@contextmanager
+def kernels_only_on(*types: str) -> Iterator[None]:
+    """Within it kernels run on devices of these types alone: to compare them with the oracle, where both could run."""
+    global KERNEL_DEVICES
+    before, KERNEL_DEVICES = KERNEL_DEVICES, set(types)
+    try:
+        yield
+    finally:
+        KERNEL_DEVICES = before
 
 
 def has_kernels(x: Tensor) -> bool:

@@ -1,0 +1,55 @@
+"""`quantshard doctor`: what this machine is, whether its kernels are right, and how fast it is."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from quantshard.doctor import diagnose
+from quantshard.errors import ConfigurationError
+
+WRONG = 1
+"""Exit code where anything is wrong."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    json_: Annotated[bool, typer.Option("--json", help="the whole report as JSON, printed or written to FILE")] = False,
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="where --json writes")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="no probes of bandwidth, GEMMs and disk")] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="whose disk is probed. Default: the system's for temporary files"),
+    ] = None,
+) -> None:
+    """Report what this machine is, test every kernel against its oracle, and measure memory, GEMMs and disk.
+
+    On a GPU this takes some minutes: kernels are compiled. Names of hosts, users and files are not in the report, so
+    that it can be posted. Exit code 0: nothing is wrong; 1: something is, and its line says WRONG.
+    """
+    if file is not None and not json_:
+        raise ConfigurationError(f"unexpected argument {str(file)!r}; a report is written with --json {file}")
+    if directory is not None and not directory.is_dir():
+        raise ConfigurationError(f"there is no folder {directory}; name one with --dir")
+    folder = None if quick else directory or Path(tempfile.gettempdir())
+    with Console(stderr=True).status("looking at this machine") as status:
+        report = diagnose(folder, begun=status.update)
+    if json_ and file is None:
+        print(report.to_json())
+    else:
+        Console(highlight=False).print(report)
+    if file is not None:
+        try:
+            file.write_text(report.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {file}: {error.strerror}") from None
+    if not report.ok:
+        raise typer.Exit(WRONG)

@@ -1,0 +1,223 @@
+"""The self-test: every kernel against its oracle, and every native matrix product against float64.
+
+A check runs on an irregular shape, of which nothing divides, and on a large one; under Triton's interpreter, which runs
+kernels on the CPU slowly, on tiny ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard import kernels, numerics, recipe
+from quantshard.backend import Native
+from quantshard.doctor import gemms
+from quantshard.doctor.results import NotHere, Result, found
+from quantshard.formats import ALL, FORMATS, Copy, Format, Scaling
+from quantshard.modules.layernorm_mlp import ACTIVATIONS
+
+if kernels.USABLE:
+    from quantshard.doctor import cases, fused, steps
+
+Shape = Any  # rows and columns; of products the summed dim too
+
+COMPILED: tuple[Shape, ...] = ((131, 257), (2048, 4096))
+"""Shapes on which compiled kernels are checked: irregular, and large."""
+INTERPRETED: tuple[Shape, ...] = ((5, 34), (16, 64))
+"""Those under the interpreter."""
+PRODUCTS = ((131, 257, 200), (1024, 1536, 2048))
+"""Rows, columns and summed dim of matrix products."""
+MOMENTS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", FP8 moments": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    ", FP16 moments": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+    ", no masters": {"master_weights": False},
+}
+"""Options of `FusedAdam` that are checked."""
+
+OTHER_BITS = "other bits than the oracle's"
+TOO_FAR = "further from the exact result than its bound"
+
+
+class Check(NamedTuple):
+    """One kernel: whether it is right on a shape and device; raises `NotHere` where it does not run."""
+
+    name: str
+    is_right: Callable[[Shape, torch.device], bool]
+    otherwise: str = OTHER_BITS
+
+
+def run(device: torch.device, begun: Callable[[str], None] = lambda name: None) -> list[Result]:
+    """All checks, one after another; `begun` is told the name of each before it runs."""
+    results = []
+    why = why_no_kernels(device)
+    shapes = INTERPRETED if kernels.INTERPRETED else COMPILED
+    for check in kernel_checks():
+        begun(check.name)
+        results.append(found(check.name, partial(_told, check, shapes, device, why)))
+    for check in product_checks():
+        begun(check.name)
+        results.append(found(check.name, partial(_told, check, PRODUCTS, device, "")))
+    return results
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Why kernels do not run on this device; empty if they do."""
+    if device.type == "cpu" and not kernels.INTERPRETED:
+        return "kernels do not run on a CPU; plain PyTorch does their work"
+    if not kernels.USABLE:
+        return "Triton is not installed, or this torch was not built with CUDA; plain PyTorch does the kernels' work"
+    return ""
+
+
+def _told(check: Check, shapes: tuple[Shape, ...], device: torch.device, why: str) -> str | None:
+    """What is wrong, or None."""
+    if why:
+        raise NotHere(why)
+    wrong = [shape for shape in shapes if not check.is_right(shape, device)]
+    return f"{check.otherwise}, of shape {' and '.join(map(_by, wrong))}" if wrong else None
+
+
+def _by(shape: Shape) -> str:
+    return " x ".join(map(str, shape))
+
+
+def random(shape: Shape, device: torch.device) -> Tensor:
+    """Bfloat16 numbers of many magnitudes, with zeros and a row of them."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
+    x[0, 0] = 0
+    x[3:4] = 0
+    return x.bfloat16().to(device)
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+#
+# Checks are listed on machines without Triton too, so what runs them is named in functions that are called later.
+
+
+def _right(case: Any) -> bool:
+    return bool(case.is_right(case.call()))
+
+
+def kernel_checks() -> Iterator[Check]:
+    """One for each kernel and format."""
+    for fmt in FORMATS.values():
+        if fmt.copies[Copy.ROWWISE].codes.encoding.bits > 8:
+            yield Check(f"quantize {fmt.name}", _sixteen_bits)
+        else:
+            yield from _of_format(fmt)
+    yield Check("transpose of bytes", lambda s, d: _right(cases.turn(random(s, d))))
+    for centered, name in ((False, "RMSNorm"), (True, "LayerNorm")):
+        yield Check(f"{name}, forward and backward", partial(_norm, centered=centered), TOO_FAR)
+    for name in ACTIVATIONS:
+        yield Check(f"{name}, forward and backward", partial(_activation, name=name), TOO_FAR)
+    for interleaved in (False, True):
+        name = "rotary embedding" + (", interleaved" if interleaved else "")
+        yield Check(f"{name}, forward and backward", partial(_rotary, interleaved=interleaved))
+    yield from _over_tensors()
+
+
+def _sixteen_bits(shape: Shape, device: torch.device) -> bool:
+    raise NotHere("16-bit codes are those of optimizer states, which Adam's kernel writes")
+
+
+def _of_format(fmt: Format) -> Iterator[Check]:
+    """What is done with one format: each result on the device that is checked, and the oracle's there as on a CPU."""
+    name, only, block = fmt.name, len(fmt.copies) == 1, fmt.copies[Copy.ROWWISE].block
+    yield Check(f"oracle {name}", partial(_oracle, fmt=fmt), "other bits than on a CPU")
+    yield Check(f"quantize {name}", lambda s, d: _right(cases.one_way(random(s, d), fmt, False, True)))
+    for which in list(fmt.copies)[1:]:
+        yield Check(
+            f"quantize {name}, {which.value}",
+            lambda s, d: _right(cases.one_way(random(s, d), fmt, False, False, which)),  # noqa: B023  (run at once)
+        )
+    if fmt.transposable:
+        yield Check(f"quantize {name} + transpose", lambda s, d: _right(cases.one_way(random(s, d), fmt, True, True)))
+    elif only and block[0] == 1:
+        for scaling in _scalings(fmt):
+            extras = [word for word in ("stochastic_rounding", "random_hadamard") if getattr(scaling, word)]
+            yield Check(
+                f"quantize {name}, both directions" + "".join(f" + {extra}" for extra in extras),
+                partial(_both_ways, fmt=fmt, scaling=scaling),
+            )
+    yield Check(f"amax {name}", lambda s, d: _right(cases.amaxes(random(s, d), fmt)))
+    if fmt.copies[Copy.ROWWISE].amax is None:
+        yield Check(f"scales {name}", lambda s, d: _right(cases.scales_of(random(s, d), fmt)))
+    yield Check(f"dequantize {name}", lambda s, d: _right(cases.back(random(s, d), fmt)))
+    if only and (block[0] == 1 or fmt.transposable):
+        yield Check(f"LayerNorm + quantize {name}", lambda s, d: fused.norm_codes(s, d, fmt))
+        yield Check(f"activation + quantize {name}", lambda s, d: fused.activation_codes(s, d, fmt))
+        yield Check(f"gradient + quantize {name}", lambda s, d: fused.gradient_codes(s, d, fmt))
+
+
+def _scalings(fmt: Format) -> list[Scaling]:
+    """Ways to round: with transform and stochastic rounding where blocks lie along rows and within a tile."""
+    if ALL in fmt.copies[Copy.ROWWISE].block:
+        return [Scaling()]
+    return [Scaling(), Scaling(stochastic_rounding=True), Scaling(stochastic_rounding=True, random_hadamard=True)]
+
+
+def _both_ways(shape: Shape, device: torch.device, fmt: Format, scaling: Scaling) -> bool:
+    return _right(cases.both_ways(random(shape, device), fmt, scaling))
+
+
+def _oracle(shape: Shape, device: torch.device, fmt: Format) -> bool:
+    if device.type == "cpu":
+        raise NotHere("this is a CPU")
+    x = random(shape, device)
+    here, there = numerics.quantize(x, fmt), numerics.quantize(x.cpu(), fmt)
+    return all(torch.equal(here[name].cpu(), part) for name, part in there.items())
+
+
+def _norm(shape: Shape, device: torch.device, centered: bool) -> bool:
+    return fused.norm(shape, device, centered)
+
+
+def _activation(shape: Shape, device: torch.device, name: str) -> bool:
+    return fused.activation(shape, device, name)
+
+
+def _rotary(shape: Shape, device: torch.device, interleaved: bool) -> bool:
+    return fused.rotary(shape, device, interleaved)
+
+
+def _over_tensors() -> Iterator[Check]:
+    yield Check("gradients that are not finite", lambda s, d: steps.too_large(s, d))
+    yield Check("amax histories", lambda s, d: steps.histories(s, d))
+    for name in recipe_names():
+        for words, options in MOMENTS.items():
+            yield Check(f"Adam, {name}{words}", partial(_adam, recipe=name, options=options))
+    remainders = {"store_param_remainders": True}
+    yield Check("Adam, bf16, remainders", partial(_adam, recipe="bf16", options=remainders))
+
+
+def _adam(shape: Shape, device: torch.device, recipe: str, options: dict[str, Any]) -> bool:
+    return steps.has_oracles_bits(recipe, [shape, (16, 32), (3, 34)], device.type, **options)
+
+
+def recipe_names() -> list[str]:
+    """Every recipe by its first name."""
+    return list({kind: name for name, kind in reversed(recipe.NAMES.items())}.values())[::-1]
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+def product_checks() -> Iterator[Check]:
+    """One for each pair of formats that some hardware multiplies."""
+    for left, right, native in gemms.pairs():
+        yield Check(
+            f"native GEMM {left.name} by {right.name}",
+            partial(_product, left=left, right=right, native=native), TOO_FAR,
+        )  # fmt: skip
+
+
+def _product(shape: tuple[int, int, int], device: torch.device, left: Format, right: Format, native: Native) -> bool:
+    if not native.is_on(device):
+        raise NotHere(f"emulated: it needs compute capability {native.needs}")
+    return gemms.product(shape, device, left, right)

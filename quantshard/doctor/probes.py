@@ -1,0 +1,158 @@
+"""How fast this machine is: memory, quantization, matrix products and a disk, each in about a second."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard import kernels, numerics, recipe
+from quantshard.doctor import checks, products
+from quantshard.doctor.results import NotHere, Result, first_line, found
+from quantshard.doctor.timing import bounded, bytes_of
+from quantshard.formats import Format
+
+if kernels.USABLE:
+    from quantshard.doctor import cases
+
+RATE, FLOPS = "GB/s", "TFLOP/s"
+"""Units: 1e9 bytes and 1e12 operations a second."""
+SECONDS = 1.0
+"""What one probe may take, about."""
+FILE, PIECE = 256 << 20, 16 << 20
+"""Bytes of the file that probes the disk, and of what is written and synced at once."""
+NEAR = 2.0**-7
+"""What a product's first rows may be apart from what they must be, of their norm."""
+
+
+class Sizes(NamedTuple):
+    """Of the matrix that is copied and quantized, and of the square ones that are multiplied."""
+
+    rows: int
+    cols: int
+    product: int
+
+
+ON_GPU, ON_CPU = Sizes(16384, 14336, 8192), Sizes(256, 2048, 512)
+
+
+def run(device: torch.device, folder: Path, begun: Callable[[str], None] = lambda name: None) -> list[Result]:
+    """All probes, one after another; `folder`: whose disk is probed. `begun` is told the name of each."""
+    results = []
+    for name, unit, measure in _probes(device, folder):
+        begun(name)
+        results.append(found(name, measure, unit))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def _probes(device: torch.device, folder: Path) -> Iterator[tuple[str, str, Callable[[], float | str]]]:
+    sizes = _sizes(device)
+    yield "copy", RATE, partial(copy, device, sizes)
+    for name, fmt in _weights():
+        yield f"quantize, {name} weight", RATE, partial(quantize, device, sizes, fmt)
+    for kind in products.KINDS:
+        yield f"GEMM {kind}", FLOPS, partial(product, device, sizes, kind)
+    speeds: list[float] = []
+    yield "disk write", RATE, partial(write, folder, speeds)
+    yield "disk read", RATE, partial(read, speeds)
+
+
+def _sizes(device: torch.device) -> Sizes:
+    """Of a GPU, as much as a tenth of its memory holds."""
+    if device.type != "cuda":
+        return ON_CPU
+    free = torch.cuda.mem_get_info(device)[0]
+    rows = ON_GPU.rows
+    while rows > 256 and rows * ON_GPU.cols * 2 > free / 10:
+        rows //= 2
+    return ON_GPU._replace(rows=rows, product=ON_GPU.product if rows == ON_GPU.rows else 4096)
+
+
+def _matrix(device: torch.device, sizes: Sizes) -> Tensor:
+    return torch.randn(sizes.rows, sizes.cols, device=device).bfloat16()
+
+
+def copy(device: torch.device, sizes: Sizes) -> float:
+    """Bytes read and written by a copy."""
+    x = _matrix(device, sizes)
+    other = torch.empty_like(x)
+    return 2 * bytes_of(x) / bounded(lambda: other.copy_(x), device.type, SECONDS) / 1e6
+
+
+def _weights() -> Iterator[tuple[str, Format]]:
+    """Formats in which recipes store weights, each once."""
+    seen = set()
+    for name in checks.recipe_names():
+        cell = recipe.resolve(name).weight
+        if cell is not None and cell.format.name not in seen:
+            seen.add(cell.format.name)
+            yield name, cell.format
+
+
+def quantize(device: torch.device, sizes: Sizes, fmt: Format) -> float:
+    """Bytes that must be read and written to quantize one way: by the kernel, or by the oracle where none runs."""
+    x = _matrix(device, sizes)
+    if kernels.INTERPRETED:
+        raise NotHere("kernels are interpreted")
+    if checks.why_no_kernels(device):
+        parts = numerics.quantize(x, fmt)
+        took = bounded(lambda: numerics.quantize(x, fmt), device.type, SECONDS)
+        return bytes_of(x, *parts.values()) / took / 1e6
+    case = cases.one_way(x, fmt, turned=False, next_amax=False)
+    return case.moved / bounded(case.call, device.type, SECONDS) / 1e6
+
+
+def product(device: torch.device, sizes: Sizes, kind: str) -> float | str:
+    """Operations of a product of square matrices by PyTorch's kernel, checked on some of its rows."""
+    size = sizes.product
+    try:
+        made = products.KINDS[kind](size, size, size, device.type)
+        first = made.call()[: products.CHECKED_ROWS].float()
+    except (RuntimeError, NotImplementedError, ValueError) as error:  # PyTorch's, where there is no such kernel
+        raise NotHere(first_line(error)) from None
+    if not (first - made.expected).norm() <= NEAR * made.expected.norm():
+        return "another product"
+    return 2 * size**3 / bounded(made.call, device.type, SECONDS) / 1e9
+
+
+def write(folder: Path, speeds: list[float]) -> float:
+    """Bytes written to a file and synced. It is read too, before it is gone, and that speed appended to `speeds`."""
+    piece = torch.randint(0, 256, (PIECE,), dtype=torch.uint8).numpy().tobytes()
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            start, written = time.perf_counter(), 0
+            while written < FILE and time.perf_counter() - start < 2 * SECONDS:
+                written += file.write(piece)
+                os.fsync(file.fileno())
+            speed = written / (time.perf_counter() - start) / 1e9
+            speeds.append(_read(file, written))
+    except OSError as error:
+        raise NotHere(f"cannot write there: {error.strerror}") from None
+    return speed
+
+
+def _read(file: BinaryIO, size: int) -> float:
+    """Bytes of a file read from the disk, as far as the system lets its cache be dropped."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file.seek(0)
+    start = time.perf_counter()
+    while file.read(PIECE):
+        pass
+    return size / (time.perf_counter() - start) / 1e9
+
+
+def read(speeds: list[float]) -> float:
+    """What `write` saw when it read its file."""
+    if not speeds:
+        raise NotHere("nothing could be written")
+    return speeds[0]

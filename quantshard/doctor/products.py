@@ -1,0 +1,98 @@
+"""PyTorch's own matrix products on random operands, in each format that tensor cores multiply: what a device allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantshard.formats import ALL
+
+CHECKED_ROWS = 128
+"""Rows of a product that are compared with what they must be."""
+
+
+class Product(NamedTuple):
+    """A product x @ y^T: the call, and what its first rows must be."""
+
+    call: Callable[[], Tensor]
+    expected: Tensor
+
+
+def codes(shape: tuple[int, int], device: str) -> Tensor:
+    """Random FP8 numbers."""
+    return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+
+
+def grid(rows: int, cols: int, device: str) -> Tensor:
+    """Scales that are powers of two, all different enough to tell a wrong layout."""
+    return torch.randint(-3, 4, (rows, cols), device=device).float().exp2()
+
+
+def spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """Scales of blocks as scales of elements."""
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def columns(scales: Tensor) -> Tensor:
+    """Laid out with strides (1, rows)."""
+    return scales.t().contiguous().t()
+
+
+def by_four(scales: Tensor) -> Tensor:
+    """Of square blocks: transposed, strides (1, n) with n the blocks along the summed dim, filled up to fours."""
+    return F.pad(scales, (0, -scales.shape[1] % 4)).t()
+
+
+def bf16(m: int, n: int, k: int, device: str) -> Product:
+    """Of two operands without scales."""
+    x, y = (torch.randn(rows, k, device=device).bfloat16() for rows in (m, n))
+    return Product(lambda: x @ y.t(), x[:CHECKED_ROWS].float() @ y.float().t())
+
+
+class Side(NamedTuple):
+    """How an operand is scaled: PyTorch's name, the block, and how its grid is laid out."""
+
+    kind: str
+    block: tuple[int, int]
+    layout: Callable[[Tensor], Tensor]
+
+
+SCALAR = Side("TensorWise", (ALL, ALL), lambda scales: scales.view(()))
+ROW = Side("RowWise", (1, ALL), lambda scales: scales)
+ROW_RIGHT = Side("RowWise", (1, ALL), lambda scales: scales.t())
+VECTOR = Side("BlockWise1x128", (1, 128), columns)
+SQUARE = Side("BlockWise128x128", (128, 128), by_four)
+
+
+def scaled(m: int, n: int, k: int, device: str, *, left: Side, right: Side, fast: bool = False) -> Product:
+    """Of FP8 operands with scales; `fast`: sums are kept in fewer bits."""
+    types = F.ScalingType
+    operands, scales, values = [], [], []
+    for rows, side, told in ((m, left, CHECKED_ROWS), (n, right, n)):
+        x = codes((rows, k), device)
+        block = (side.block[0] if side.block[0] != ALL else rows, side.block[1] if side.block[1] != ALL else k)
+        found = grid(-(rows // -block[0]), -(k // -block[1]), device)
+        operands.append(x)
+        scales.append(side.layout(found))
+        values.append(x[:told].float() * spread(found, block, (rows, k))[:told])
+    kinds = [getattr(types, side.kind) for side in (left, right)]
+    call = lambda: F.scaled_mm(  # noqa: E731
+        operands[0], operands[1].t(), scales[0], kinds[0], scales[1], kinds[1], use_fast_accum=fast
+    )
+    return Product(call, values[0] @ values[1].t())
+
+
+KINDS: dict[str, Callable[[int, int, int, str], Product]] = {
+    "BF16": bf16,
+    "FP8 per tensor": partial(scaled, left=SCALAR, right=SCALAR),
+    "FP8 per tensor, fast accumulation": partial(scaled, left=SCALAR, right=SCALAR, fast=True),
+    "FP8 by rows": partial(scaled, left=ROW, right=ROW_RIGHT),
+    "FP8 1x128 by 128x128": partial(scaled, left=VECTOR, right=SQUARE),
+    "FP8 1x128 by 1x128": partial(scaled, left=VECTOR, right=VECTOR),
+}
+"""Kind -> a product of [m, k] by [n, k] on a device."""
