@@ -69,7 +69,8 @@ CASES = {
                lambda out, *a: -out),
     "gradients that are not finite": (lambda: steps.too_large(SHAPE, DEVICE), steps.multi_tensor, "exceeding",
                                       lambda out, *a: out.flip(0)),
-    "quantize": (lambda: checks._right(checks.cases.one_way(checks.random(SHAPE, DEVICE), FORMATS["fp8_1x128"], False, False)),
+    "quantize": (lambda: checks._right(
+                     checks.cases.one_way(checks.random(SHAPE, DEVICE), FORMATS["fp8_1x128"], False, False)),
                  checks.cases, "quantize", codes_off),
     "amax": (lambda: checks._right(checks.cases.amaxes(checks.random(SHAPE, DEVICE), FORMATS["fp8_e4m3"])),
              checks.cases.amax, "block_amax", lambda out, *a: out * 2),
