@@ -118,6 +118,10 @@ def test_what_is_not_here_is_not_wrong():
     def absent():
         raise NotHere("too old")
 
+    def full():
+        raise torch.cuda.OutOfMemoryError("tried to allocate")
+
+    assert found("x", full).state == "not here"
     assert found("x", absent).state == "not here" and found("x", lambda: "off").state == "WRONG"
 
 
@@ -128,13 +132,13 @@ def test_what_is_not_here_is_not_wrong():
 )  # fmt: skip
 def test_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "kernel_checks", lambda: [])
+    monkeypatch.setattr(checks, "kernel_checks", list)
     code, _, lines = doctor(monkeypatch, capsys, *arguments)
     assert code == 1 and says in lines[-1] and lines[-1].startswith("quantshard: ")
 
 
 def test_probes(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(checks, "kernel_checks", lambda: [])
+    monkeypatch.setattr(checks, "kernel_checks", list)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     for name, value in (
         ("ON_CPU", probes.Sizes(16, 64, 128)),
