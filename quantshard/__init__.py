@@ -4,6 +4,7 @@ from quantshard import arithmetic as _arithmetic  # fills the table of ATen rule
 from quantshard import checkpoints, errors, optimizers, recipe
 from quantshard import ops as _ops
 from quantshard.amax import requantize_
+from quantshard.determinism import deterministic
 from quantshard.modules import (
     Dispatch,
     DotProductAttention,
@@ -43,6 +44,7 @@ __all__ = [
     "check_replicas",
     "checkpoint",
     "checkpoints",
+    "deterministic",
     "dispatch_tokens",
     "errors",
     "explain",

@@ -26,9 +26,9 @@ class Limit:
 
 FALLBACKS: Final[dict[str, Limit]] = {
     "emulated": Limit(
-        "its GEMMs dequantize both operands and multiply in float32",
-        "quantshard has as yet no quantized matrix product for this device",
-        "expect the right numbers, slower than BF16",
+        "its GEMMs dequantize both operands and multiply in float32, or for 16-bit layers on a GPU in bfloat16",
+        "PyTorch has no matrix product of this format for this device",
+        "expect the right numbers, slower than BF16; explain names the compute capabilities that have one",
     ),
     "no kernels": Limit(
         "it is quantized and dequantized in plain PyTorch, many times slower than by kernels",

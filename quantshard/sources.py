@@ -208,6 +208,11 @@ class Way:
         """True if an amax must be known before values are quantized, and is not."""
         return self.amax is None and (ALL in self.copy.block or self.copy.amax is not None)
 
+    @property
+    def is_local(self) -> bool:
+        """True if no amax need be taken first; under delayed scaling the past has one."""
+        return bool(self.cell.scaling.history) or not self.measures
+
 
 def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
     """True if kernels quantize whole matrices of this dtype by these cells."""

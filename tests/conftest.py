@@ -17,6 +17,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before quantshard is imported
 
+# `determinism.VARIABLES`: one process runs many tests, and its GPU may be in use when one asks for deterministic mode
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("NCCL_ALGO", "Ring")
+
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 

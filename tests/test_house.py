@@ -27,6 +27,7 @@ LAYERS = {
     **dict.fromkeys(
         ["tensor", "ops", "arithmetic", "components", "distribute", "amax", "operands", "backend", "replicas"], 3
     ),
+    "determinism": 3,
     **dict.fromkeys(["modules", "optimizers", "checkpoints", "observe"], 4),
     **dict.fromkeys(["cli", "doctor", "__main__", "__init__"], 5),
 }

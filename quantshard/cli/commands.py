@@ -74,6 +74,9 @@ def resume(
         str | None, typer.Option(help="go on with another mesh, as in train. Default: as before, or all in dp_shard")
     ] = None,
     dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="copies of the model (HSDP) instead")] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option(help="turn deterministic mode on or off. Default: as before", show_default=False)
+    ] = None,
     data_: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
     ] = None,
@@ -84,6 +87,7 @@ def resume(
     """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""
     folder = RunDir(run)
     given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
+    given["deterministic"] = deterministic
     if data_:
         given["data"] = [str(Path(path).absolute()) for path in data_]
     overrides = {name: value for name, value in given.items() if value is not None}

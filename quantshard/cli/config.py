@@ -104,6 +104,7 @@ class Settings:
     )
     reshard_after_forward: bool = _setting(True, "Running", "free gathered weights between forward and backward")
     device: str = _setting("auto", "Running", "cpu, cuda, or auto: cuda where there is one")
+    deterministic: bool = _setting(True, "Running", "the same bits in every run on the same hardware and software")
     threads: int = _setting(0, "Running", "CPU threads of a process; 0: OMP_NUM_THREADS, or 1 of several processes")
 
     @property

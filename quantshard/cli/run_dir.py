@@ -2,6 +2,7 @@
 
     config.toml               the settings; [launch]: how it was started last; [corpus]: the data, with their digests
     metrics.jsonl             one JSON object a step
+    starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force
     samples.jsonl             generated texts, if they were asked for
     checkpoints/step-000050   after 50 steps; complete when DCP's metadata, written last, is there
     logs/rank-1.txt           the traceback of a process that failed
@@ -42,6 +43,7 @@ class RunDir:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.starts = path / "starts.jsonl"
         self.logs = path / "logs"
 
     # Configuration ---------------------------------------------------------------------------------------------------
@@ -135,9 +137,14 @@ class RunDir:
         with open(file, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(plain) + "\n")
 
+    def last_start(self) -> dict[str, Any] | None:
+        """The last record of `starts`, of which `forget_after` has dropped what was cut off; None if there is none."""
+        lines = self.starts.read_text(encoding="utf-8").splitlines() if self.starts.is_file() else []
+        return json.loads(lines[-1]) if lines else None
+
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, and a line that was cut off, so that the files read as one run."""
-        for file in (self.metrics, self.samples):
+        for file in (self.metrics, self.samples, self.starts):
             if not file.exists():
                 continue
             lines = file.read_text(encoding="utf-8").splitlines()

@@ -287,5 +287,5 @@ def describe(settings: Settings, corpus: Mapping[str, Any], place: Place) -> str
     return (
         f"training {settings.architecture} ({settings.layers} layers of {settings.hidden}) with {settings.recipe} "
         f"weights on {place.ranks} x {place.device.type} ({axes}{divided}), {len(corpus['files'])} files of "
-        f"{corpus['bytes']} bytes"
+        f"{corpus['bytes']} bytes; deterministic mode is {'on' if settings.deterministic else 'off'}"
     )

@@ -11,7 +11,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import _exit as end_at_once
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,11 +19,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from quantshard.cli import data, launch
+from quantshard.cli import data, environment, launch
 from quantshard.cli.config import Settings, from_mapping
 from quantshard.cli.mesh import Axes
 from quantshard.cli.run_dir import RunDir
 from quantshard.cli.train import Place, StopFlag, Trainer, describe
+from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
 
@@ -140,21 +141,40 @@ def work(run: RunDir, order: Order) -> None:
         signal.signal(number, lambda number, frame: stop.set())
     if order.launched:
         launch.die_with_parent()
-    place = _join(order.new["device"] if order.new else run.read_config()[0].device)
+    known = (order.new or asdict(run.read_config()[0])) | order.overrides
+    deterministic(known["deterministic"])  # before the GPU is used, and before NCCL is
+    place = _join(known["device"])
     task = _from_rank_0(lambda: _read(run, order, place), place)
-    _make_deterministic(place, task.launched["threads"])
+    if place.device.type == "cpu":
+        torch.set_num_threads(task.launched["threads"])
     trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop)
     if task.done:
         trainer.load(task.done)
     if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
         run.write_config(task.settings, task.launched, task.corpus)
         run.forget_after(task.done)
+    _record_start(run, task, place, trainer)
     table = explain(trainer.model, trainer.optimizer)
     _announce(run, task, place, trainer, str(table))
     if order.copy_to:
         trainer.save_to(Path(order.copy_to), task.done)
         trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
     trainer.train(task.done)
+
+
+def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer) -> None:
+    """Note what decides the bits from here on, and warn if it is not what did before."""
+    if place.rank:
+        return
+    now = environment.found(task.settings, place.device)
+    before = run.last_start() if task.done else None
+    if before and (changes := environment.differences(before["environment"], now)):
+        trainer.progress.note(
+            "WARNING: from here on losses may differ from those of the run without a stop, because "
+            f"{'; '.join(changes)} (starts.jsonl has both)"
+        )
+    start = {"step": task.done, "processes": place.ranks, "mesh": str(trainer.axes), "environment": now}
+    run.append(run.starts, start)
 
 
 def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: str) -> None:
@@ -191,13 +211,6 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     return Task(settings, started, corpus, done, tuple(skipped), left)
 
 
-def _make_deterministic(place: Place, threads: int) -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, and none is read
-    if place.device.type == "cpu":
-        torch.set_num_threads(threads)
-
-
 def _join(wanted: str) -> Place:
     """Join the process group on a device: "cpu", "cuda" or "auto"."""
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -219,7 +232,6 @@ def _join(wanted: str) -> Place:
         raise ConfigurationError(
             f"process {local} of this machine has no GPU: there are {count}; start fewer processes"
         )
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms need of cuBLAS
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)

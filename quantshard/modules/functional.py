@@ -47,17 +47,21 @@ class Ready(NamedTuple):
         """Weights and biases, whose gradients `Saved.backward` gives in this order."""
         return (*self.weights, *self.biases)
 
-    def saved(self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype) -> tuple[Saved, list[Tensor]]:
+    def saved(
+        self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool = False
+    ) -> tuple[Saved, list[Tensor]]:
         """What backward needs of a forward that has kept this of its input: besides tensors, and these."""
         rebuild, x_tensors = _to_saved(kept)
         bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
-        saved = Saved(self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype)
+        saved = Saved(
+            self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads
+        )  # fmt: skip
         return saved, [*self.weights, *x_tensors]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A linear layer in backward, without its tensors."""
+    """A linear layer in backward, without its tensors. `rereads`: what wgrad reads of its input was not kept."""
 
     call: Call
     state: LinearState
@@ -66,6 +70,7 @@ class Saved:
     bias_dtypes: Sequence[torch.dtype | None]
     x_shape: tuple[int, ...]
     dtype: torch.dtype
+    rereads: bool = False
 
     @property
     def tensors(self) -> int:
@@ -88,17 +93,20 @@ class Saved:
         ]
 
     def backward(
-        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], needed: Needed
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], needed: Needed, x_wgrad: WgradOperand | None = None
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of the input, and of weights and biases, from those of the outputs."""
+        """Gradients of the input, and of weights and biases, from those of the outputs.
+
+        `x_wgrad`: the input as wgrad reads it, if forward has not kept it.
+        """
         ways = quantized(grads, self.call, self.state, self.bias_dtypes, needed)
-        return self.gradients(ways, tensors, needed)
+        return self.gradients(ways, tensors, needed, x_wgrad)
 
     def gradients(
-        self, ways: Iterable[Ways], tensors: Sequence[Tensor], needed: Needed
+        self, ways: Iterable[Ways], tensors: Sequence[Tensor], needed: Needed, x_wgrad: WgradOperand | None = None
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The same from the gradients of the outputs as the GEMMs read them."""
-        weights, x_wgrad = tensors[: self.parts], _from_saved(self.rebuild, tensors[self.parts :])
+        weights, x_wgrad = tensors[: self.parts], x_wgrad or _from_saved(self.rebuild, tensors[self.parts :])
         dx, dws, dbs = gradients(
             ways, weights, x_wgrad, self.call, self.state, self.x_shape, self.dtype, self.bias_dtypes, needed
         )

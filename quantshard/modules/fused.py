@@ -3,8 +3,9 @@
     [x, residual] -> z = x + residual -> normalization -> fc1 -> activation -> fc2
 
 What one of them hands to the next is quantized by the kernel that computes it, forward and backward, and is never
-written in high precision: for backward z, the outputs of fc1 and the codes that wgrad reads are kept. The bits are
-those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel takes in its order.
+written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
+wgrad of fc1 reads are made again from z, unless that took two reads. The bits are those of the steps one by one, but
+for the gradient of fc1's bias, whose float32 sum another kernel takes in its order.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import functional
 from quantshard.modules.base import QuantizedModule
 from quantshard.modules.functional import Needed, Ready, Saved
-from quantshard.modules.linear_operands import Asked, Ways, cells
-from quantshard.modules.norm import Normalization, parameters_of
+from quantshard.modules.linear_operands import Asked, Wanted, Ways, WgradOperand, both_ways, cells
+from quantshard.modules.norm import Normalization, Rule, parameters_of
 from quantshard.recipe import TensorRole
 
 if kernels.USABLE:
@@ -29,7 +30,7 @@ if kernels.USABLE:
     from quantshard.kernels import activation as activation_kernels
     from quantshard.kernels import norm as norm_kernels
     from quantshard.kernels import results
-    from quantshard.sources import Activated, Given, Normalized
+    from quantshard.sources import Activated, Given, Normalized, Way
 
 
 class Front(NamedTuple):
@@ -89,6 +90,22 @@ def _keeps(layer: Ready) -> bool:
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
 
 
+def _keeps_codes(layer: Ready, keeps: bool) -> bool:
+    """Whether forward keeps the codes that wgrad reads of the normalized rows. Where one read of z makes them, backward
+    does, which costs less than the memory in between."""
+    known = all(cell is not None and Way(cell).is_local for cell in cells(layer.call.recipe, TensorRole.INPUT))
+    return keeps and not known
+
+
+def _again(layer: Saved, saved: Sequence[Any], rule: Rule, needed: Needed) -> WgradOperand | None:
+    """Those codes, if backward is to make them."""
+    if not layer.rereads or not any(needed.weights):
+        return None
+    z, weight, bias, *statistics = saved
+    source = Normalized(results.matrix(z), norm_kernels.Statistics(*statistics), parameters_of(weight, bias, rule))
+    return both_ways(source, TensorRole.INPUT, layer.call, layer.state, Wanted(False, True)).second
+
+
 def _enter(front: Front) -> tuple[Normalized, Tensor]:
     """The normalized rows as a source, and z of the shape of x."""
     x, residual, weight, bias, normalization = front
@@ -144,9 +161,10 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         source, z = _enter(Front(x, residual, weight, bias, normalization))
-        outputs, kept = functional.forward(source, x.shape, *layer, keeps)
+        keeps_codes = _keeps_codes(layer, keeps)
+        outputs, kept = functional.forward(source, x.shape, *layer, keeps_codes)
         ctx.rule = normalization.rule
-        ctx.layer, saved = layer.saved(kept, x.shape, x.dtype)
+        ctx.layer, saved = layer.saved(kept, x.shape, x.dtype, rereads=keeps and not keeps_codes)
         ctx.save_for_backward(z, weight, bias, *source.statistics, *saved)
         return (*outputs, None if residual is None else z)
 
@@ -161,7 +179,8 @@ class _NormLinear(torch.autograd.Function):
         dtensors: list[Tensor | None] = [None] * layer.tensors
         if given:
             needed = layer.needed(True, ctx.needs_input_grad[_FRONT + 3 :])
-            dy, dtensors = layer.backward(given, saved[_FRONT_SAVED:], needed)
+            x_wgrad = _again(layer, saved[:_FRONT_SAVED], ctx.rule, needed)
+            dy, dtensors = layer.backward(given, saved[_FRONT_SAVED:], needed, x_wgrad)
         return (*_leave(ctx, dy, of_total, saved[:_FRONT_SAVED]), None, None, None, *dtensors)
 
 
@@ -182,12 +201,13 @@ class _MLP(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         source, z = _enter(Front(x, residual, weight, bias, normalization))
-        inner, kept1 = functional.forward(source, x.shape, *fc1, keeps[0])
+        keeps_codes = _keeps_codes(fc1, keeps[0])
+        inner, kept1 = functional.forward(source, x.shape, *fc1, keeps_codes)
         gate, *up = [results.matrix(each) for each in inner]
         hidden = Activated(gate, activation, up[0] if up else None)
         (out,), kept2 = functional.forward(hidden, inner[0].shape, *fc2, keeps[1])
         ctx.rule, ctx.activation = normalization.rule, activation
-        ctx.fc1, saved1 = fc1.saved(kept1, x.shape, x.dtype)
+        ctx.fc1, saved1 = fc1.saved(kept1, x.shape, x.dtype, rereads=keeps[0] and not keeps_codes)
         ctx.fc2, saved2 = fc2.saved(kept2, inner[0].shape, x.dtype)
         ctx.inner = len(saved1)
         ctx.save_for_backward(z, weight, bias, *source.statistics, gate, hidden.up, *saved1, *saved2)
@@ -210,7 +230,8 @@ class _MLP(torch.autograd.Function):
             needed = fc1.needed(True, needs[: fc1.tensors])
             ways = _through_activation(dh, gate, up, ctx.activation, fc1, needed)
             del dh  # as large as a third of what is kept for backward
-            dy, of_fc1 = fc1.gradients(ways, rest[: ctx.inner], needed)
+            x_wgrad = _again(fc1, front, ctx.rule, needed)
+            dy, of_fc1 = fc1.gradients(ways, rest[: ctx.inner], needed, x_wgrad)
         return (*_leave(ctx, dy, of_total, front), *[None] * 5, *of_fc1, *of_fc2)
 
 

@@ -23,6 +23,7 @@ from quantshard import cli
 from quantshard.cli import launch, worker
 from quantshard.cli.run_dir import RunDir
 from quantshard.cli.train import Place
+from quantshard.determinism import deterministic
 from quantshard.errors import QuantshardError
 from tests.distributed.pool import run_ranks
 
@@ -68,8 +69,7 @@ def _work(run: str, order: str) -> tuple[str, str]:
         except QuantshardError as error:
             return out.getvalue(), str(error)
         finally:
-            torch.use_deterministic_algorithms(False)
-            torch.utils.deterministic.fill_uninitialized_memory = True
+            deterministic(False)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return out.getvalue(), ""
