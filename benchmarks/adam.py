@@ -18,27 +18,21 @@ import argparse
 import datetime
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from itertools import chain, pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from quantshard import compute
-from quantshard import recipe as recipes
-from quantshard.optimizers import FusedAdam
-from quantshard.tensor import QuantizedTensor, quantize
+from quantshard.doctor.steps import Shape, fused_adam, has_oracles_bits, weights, with_gradients
+from quantshard.doctor.timing import milliseconds
+from quantshard.tensor import QuantizedTensor
 
 try:
     from torchao.optim import AdamW8bit, AdamWFp8
 except ImportError:
     AdamW8bit = AdamWFp8 = None
-
-Shape = tuple[int, int]
 
 BLOCK = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 """Of a Llama-3-8B block: query, key, value, output; gate, up, down."""
@@ -71,46 +65,10 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def weights(shapes: list[Shape], device: str) -> Iterator[Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    for shape in shapes:
-        yield torch.randn(shape, device=device, generator=generator).mul_(0.02)
-
-
-def with_gradients(params: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
-    generator = torch.Generator(params[0].device).manual_seed(1)
-    for param in params:
-        grad = torch.randn(param.shape, device=param.device, generator=generator).mul_(1e-3)
-        param.grad = grad.to(dtype)
-    return params
-
-
-def fused_adam(recipe: str, shapes: list[Shape], device: str, **options: Any) -> tuple[list[nn.Parameter], FusedAdam]:
-    torch.manual_seed(0)  # for the keys of random words
-    cell = recipes.resolve(recipe).weight
-    params = [nn.Parameter(quantize(w, cell, dtype=torch.bfloat16)) for w in weights(shapes, device)]
-    return with_gradients(params, torch.bfloat16), FusedAdam(params, lr=1e-5, weight_decay=0.1, **options)
-
-
-def has_oracles_bits(recipe: str, device: str, **options: Any) -> bool:
-    """Whether two steps on small weights give what they give without kernels."""
-    found = []
-    for devices in (compute.KERNEL_DEVICES, set()):
-        params, optimizer = fused_adam(recipe, SMALL, device, **options)
-        with mock.patch.object(compute, "KERNEL_DEVICES", devices):
-            optimizer.step()
-            optimizer.step()
-        states = chain.from_iterable(state.values() for state in optimizer.state.values())
-        parts = chain.from_iterable(param._storage.components.values() for param in params)
-        found.append([*states, *parts])
-    pairs = zip(*found, strict=True)
-    return all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
-
-
 def ours(recipe: str, shapes: list[Shape], device: str, moments: str = "fp32", replayed: bool = False) -> Case:
     """FusedAdam with float32 masters; `replayed`: from a CUDA graph."""
     options: dict[str, Any] = {"capturable": replayed, **(FP8_MOMENTS if moments == "fp8" else {})}
-    is_right = has_oracles_bits(recipe, device, **options)
+    is_right = has_oracles_bits(recipe, SMALL, device, **options)
     params, optimizer = fused_adam(recipe, shapes, device, **options)
     states = sum(bytes_of(t) for state in optimizer.state.values() for t in state.values())
     moved = 2 * states + sum(bytes_of(p) + bytes_of(p.grad) for p in params)
@@ -153,23 +111,6 @@ def cases(shapes: list[Shape], device: str) -> dict[str, Callable[[], Case]]:
             f"torchao {name}, bf16", make, shapes, device, torch.bfloat16
         )
     return found
-
-
-def milliseconds(call: Callable[[], Any], repeats: int, device: str) -> list[float]:
-    """Times of `repeats` calls on the device, after three that are not counted."""
-    if device != "cuda":
-        stamps = [time.perf_counter()]
-        for _ in range(repeats + 3):
-            call()
-            stamps.append(time.perf_counter())
-        return [1e3 * (end - start) for start, end in pairwise(stamps[3:])]
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats + 3)]
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events[3:]]
 
 
 def copy_rate(numel: int, device: str, repeats: int) -> float:

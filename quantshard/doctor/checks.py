@@ -6,8 +6,8 @@ kernels on the CPU slowly, on tiny ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,14 @@ from quantshard.modules.layernorm_mlp import ACTIVATIONS
 if kernels.USABLE:
     from quantshard.doctor import cases, fused, steps
 
-Shape = Any  # rows and columns; of products the summed dim too
+Shape = tuple[int, int]
 
 COMPILED: tuple[Shape, ...] = ((131, 257), (2048, 4096))
 """Shapes on which compiled kernels are checked: irregular, and large."""
 INTERPRETED: tuple[Shape, ...] = ((5, 34), (16, 64))
 """Those under the interpreter."""
+CPU_ROWS = 256
+"""At most so many rows are quantized on the CPU too."""
 PRODUCTS = ((131, 257, 200), (1024, 1536, 2048))
 """Rows, columns and summed dim of matrix products."""
 MOMENTS: dict[str, dict[str, Any]] = {
@@ -44,10 +46,13 @@ TOO_FAR = "further from the exact result than its bound"
 
 
 class Check(NamedTuple):
-    """One kernel: whether it is right on a shape and device; raises `NotHere` where it does not run."""
+    """One kernel: whether it is right on a shape (of a product also the summed dim) and device.
+
+    `is_right` raises `NotHere` where it does not run. `otherwise`: what is said if it is not.
+    """
 
     name: str
-    is_right: Callable[[Shape, torch.device], bool]
+    is_right: Callable[[Any, torch.device], bool]
     otherwise: str = OTHER_BITS
 
 
@@ -74,7 +79,7 @@ def why_no_kernels(device: torch.device) -> str:
     return ""
 
 
-def _told(check: Check, shapes: tuple[Shape, ...], device: torch.device, why: str) -> str | None:
+def _told(check: Check, shapes: Sequence[tuple[int, ...]], device: torch.device, why: str) -> str | None:
     """What is wrong, or None."""
     if why:
         raise NotHere(why)
@@ -82,17 +87,22 @@ def _told(check: Check, shapes: tuple[Shape, ...], device: torch.device, why: st
     return f"{check.otherwise}, of shape {' and '.join(map(_by, wrong))}" if wrong else None
 
 
-def _by(shape: Shape) -> str:
+def _by(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
 def random(shape: Shape, device: torch.device) -> Tensor:
-    """Bfloat16 numbers of many magnitudes, with zeros and a row of them."""
+    """Bfloat16 numbers of many magnitudes, with zeros and a row of them; a new tensor."""
+    return _random(shape).to(device, copy=True)
+
+
+@lru_cache(maxsize=4)
+def _random(shape: Shape) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
     x[0, 0] = 0
     x[3:4] = 0
-    return x.bfloat16().to(device)
+    return x.bfloat16()
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -132,10 +142,7 @@ def _of_format(fmt: Format) -> Iterator[Check]:
     yield Check(f"oracle {name}", partial(_oracle, fmt=fmt), "other bits than on a CPU")
     yield Check(f"quantize {name}", lambda s, d: _right(cases.one_way(random(s, d), fmt, False, True)))
     for which in list(fmt.copies)[1:]:
-        yield Check(
-            f"quantize {name}, {which.value}",
-            lambda s, d: _right(cases.one_way(random(s, d), fmt, False, False, which)),  # noqa: B023  (run at once)
-        )
+        yield Check(f"quantize {name}, {which.value}", partial(_other_copy, fmt=fmt, which=which))
     if fmt.transposable:
         yield Check(f"quantize {name} + transpose", lambda s, d: _right(cases.one_way(random(s, d), fmt, True, True)))
     elif only and block[0] == 1:
@@ -166,10 +173,14 @@ def _both_ways(shape: Shape, device: torch.device, fmt: Format, scaling: Scaling
     return _right(cases.both_ways(random(shape, device), fmt, scaling))
 
 
+def _other_copy(shape: Shape, device: torch.device, fmt: Format, which: Copy) -> bool:
+    return _right(cases.one_way(random(shape, device), fmt, False, False, which))
+
+
 def _oracle(shape: Shape, device: torch.device, fmt: Format) -> bool:
     if device.type == "cpu":
         raise NotHere("this is a CPU")
-    x = random(shape, device)
+    x = random(shape, device)[:CPU_ROWS]
     here, there = numerics.quantize(x, fmt), numerics.quantize(x.cpu(), fmt)
     return all(torch.equal(here[name].cpu(), part) for name, part in there.items())
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,9 +35,13 @@ GATED = "swiglu"
 
 
 def values(shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
-    """Random bfloat16 numbers of several magnitudes."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
-    return x.bfloat16().to(device)
+    """Random bfloat16 numbers; a new tensor."""
+    return _values(shape, seed).to(device, copy=True)
+
+
+@lru_cache(maxsize=16)
+def _values(shape: tuple[int, ...], seed: int) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
 
 
 def close(found: Tensor, exact: Tensor, error: Tensor) -> bool:
@@ -191,7 +196,7 @@ def gradient_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
 
 def rotary(shape: Shape, device: torch.device, interleaved: bool) -> bool:
     """Queries of [rows, 2, heads, features], forward and backward: the oracle's bits."""
-    heads, features = (4, 2 * max(shape[1] // 16, 1)) if shape[1] % 16 == 0 else (3, 2 * max(shape[1] // 12, 1))
+    heads, features = (shape[1] // 128, 128) if shape[1] % 128 == 0 else (3, 2 * (shape[1] // 12))
     t, dy = (values((shape[0], 2, heads, features), device, seed) for seed in range(2))
     angles = RotaryPositionEmbedding(features, interleaved=interleaved)(shape[0], device=device)
     with compute.kernels_only_on():

@@ -67,12 +67,12 @@ def _probes(device: torch.device, folder: Path) -> Iterator[tuple[str, str, Call
 
 
 def _sizes(device: torch.device) -> Sizes:
-    """Of a GPU, as much as a tenth of its memory holds."""
+    """Of a GPU, so that the oracle, which checks what is timed, fits into its free memory."""
     if device.type != "cuda":
         return ON_CPU
     free = torch.cuda.mem_get_info(device)[0]
     rows = ON_GPU.rows
-    while rows > 256 and rows * ON_GPU.cols * 2 > free / 10:
+    while rows > 256 and rows * ON_GPU.cols * 2 > free / 60:
         rows //= 2
     return ON_GPU._replace(rows=rows, product=ON_GPU.product if rows == ON_GPU.rows else 4096)
 

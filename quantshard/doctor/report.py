@@ -86,7 +86,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     why = checks.why_no_kernels(device)
     return {
         "version": VERSION,
-        "quantshard": metadata.version("quantshard"),
+        "quantshard": _version("quantshard"),
         "date": datetime.date.today().isoformat(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -188,7 +188,7 @@ def _machine(about: dict[str, Any]) -> Table:
         "Triton": about["triton"] or "not installed",
         "kernels": about["kernels"]["reason"] or about["kernels"]["run"],
         "collectives": f"{'gloo' if collectives['gloo'] else 'no gloo'}, {nccl}",
-        "quantshard": about["quantshard"],
+        "quantshard": about["quantshard"] or "not installed",
     }
     for key, value in rows.items():
         table.add_row(key, Text(value))

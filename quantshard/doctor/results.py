@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 OK, WRONG, NOT_HERE = "ok", "WRONG", "not here"
 
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:\\|~?/)[^\s'\"`,;:()]+")
@@ -34,6 +36,8 @@ def found(name: str, measure: Callable[[], float | str | None], unit: str = "") 
         told = measure()
     except NotHere as why:
         return Result(name, NOT_HERE, str(why), unit=unit)
+    except torch.cuda.OutOfMemoryError:
+        return Result(name, NOT_HERE, "the device has not enough free memory", unit=unit)
     except Exception as error:  # a kernel that fails to compile must not stop the report
         return Result(name, WRONG, first_line(error), unit=unit)
     if isinstance(told, str):

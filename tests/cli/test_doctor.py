@@ -118,6 +118,10 @@ def test_what_is_not_here_is_not_wrong():
     def absent():
         raise NotHere("too old")
 
+    def full():
+        raise torch.cuda.OutOfMemoryError("tried to allocate")
+
+    assert found("x", full).state == "not here"
     assert found("x", absent).state == "not here" and found("x", lambda: "off").state == "WRONG"
 
 

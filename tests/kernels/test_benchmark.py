@@ -53,4 +53,4 @@ def test_wrong_bits_of_optimizers_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(adam, "SMALL", [(2, 5)])
     monkeypatch.setattr(on_kernels.OnKernels, "update", lambda self, skip: [])
     with kernels_on(DEVICE):
-        assert not adam.has_oracles_bits("current", DEVICE)
+        assert not adam.ours("current", [(2, 5)], DEVICE).is_right

@@ -50,6 +50,11 @@ def high_off(outputs) -> None:
         off(outputs.high)
 
 
+def right(make, *options) -> bool:
+    case = make(checks.random(SHAPE, DEVICE), *options)
+    return case.is_right(case.call())
+
+
 CASES = {
     "norm": (lambda: fused.norm(SHAPE, DEVICE, True), fused.kn, "normalize_and_quantize",
              lambda out, *a: high_off(a[3])),
@@ -69,12 +74,11 @@ CASES = {
                lambda out, *a: -out),
     "gradients that are not finite": (lambda: steps.too_large(SHAPE, DEVICE), steps.multi_tensor, "exceeding",
                                       lambda out, *a: out.flip(0)),
-    "quantize": (lambda: checks._right(
-                     checks.cases.one_way(checks.random(SHAPE, DEVICE), FORMATS["fp8_1x128"], False, False)),
+    "quantize": (lambda: right(checks.cases.one_way, FORMATS["fp8_1x128"], False, False),
                  checks.cases, "quantize", codes_off),
-    "amax": (lambda: checks._right(checks.cases.amaxes(checks.random(SHAPE, DEVICE), FORMATS["fp8_e4m3"])),
+    "amax": (lambda: right(checks.cases.amaxes, FORMATS["fp8_e4m3"]),
              checks.cases.amax, "block_amax", lambda out, *a: out * 2),
-    "scales": (lambda: checks._right(checks.cases.scales_of(checks.random(SHAPE, DEVICE), FORMATS["fp8_e4m3"])),
+    "scales": (lambda: right(checks.cases.scales_of, FORMATS["fp8_e4m3"]),
                checks.cases.scales, "scales", lambda out, *a: (out[0], out[1] * 2)),
 }  # fmt: skip
 
