@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -68,6 +69,15 @@ def is_traced(tensor: Tensor) -> bool:
     Of `FakeTensor`, PyTorch's only name for such a tensor.
     """
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor, or, of one that DTensor's collectives are still filling, its values once they are there.
+
+    Such an `AsyncCollectiveTensor` waits by itself before any operation of PyTorch, but has no address that a kernel
+    could read from; it has no public name. Not differentiable: for use inside an `autograd.Function`.
+    """
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def keep_order(operator: Any) -> None:

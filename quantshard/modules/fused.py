@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import compute, kernels, limits
+from quantshard import compute, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import functional
 from quantshard.modules.base import QuantizedModule
@@ -108,9 +108,9 @@ def _again(layer: Saved, saved: Sequence[Any], rule: Rule, needed: Needed) -> Wg
 
 def _enter(front: Front) -> tuple[Normalized, Tensor]:
     """The normalized rows as a source, and z of the shape of x."""
-    x, residual, weight, bias, normalization = front
-    rule = normalization.rule
-    other = None if residual is None else results.matrix(residual)
+    weight, bias, rule = front.weight, front.bias, front.normalization.rule
+    x, residual = private_torch.plain(front.x), front.residual
+    other = None if residual is None else results.matrix(private_torch.plain(residual))
     statistics, total = norm_kernels.norm_statistics(results.matrix(x), rule.eps, rule.centered, residual=other)
     z = x if residual is None else total.view(x.shape)
     return Normalized(total, statistics, parameters_of(weight, bias, rule)), z
@@ -125,7 +125,7 @@ def _leave(ctx: Any, dy: Tensor | None, of_total: Tensor | None, saved: Sequence
     dx, dweight, dbias = norm_kernels.norm_backward(
         results.matrix(dy), results.matrix(z), norm_kernels.Statistics(*statistics),
         parameters_of(weight, bias, ctx.rule),
-        residual_gradient=None if of_total is None else results.matrix(of_total),
+        residual_gradient=None if of_total is None else results.matrix(private_torch.plain(of_total)),
         for_parameters=needs[2] or needs[3],
     )  # fmt: skip
     dx = dx.view(z.shape)

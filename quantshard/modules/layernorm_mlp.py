@@ -100,6 +100,7 @@ class _Activation(torch.autograd.Function):
 class _KernelActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        x, up = private_torch.plain(x), None if up is None else private_torch.plain(up)
         ctx.save_for_backward(x, up)
         ctx.activation = activation
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -113,7 +114,8 @@ class _KernelActivation(torch.autograd.Function):
         x, up = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: kernels have no derivative
             return *_gradients(grads[0], x, up, _curve(ctx.activation)), None
-        dh, gate, other = results.matrix(grads[0]), results.matrix(x), None if up is None else results.matrix(up)
+        dy = private_torch.plain(grads[0])
+        dh, gate, other = results.matrix(dy), results.matrix(x), None if up is None else results.matrix(up)
         dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         into_x, into_up = results.Outputs(high=dx), None if dup is None else results.Outputs(high=dup)

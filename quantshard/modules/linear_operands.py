@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import compute, kernels, operands, sharding
+from quantshard import compute, kernels, operands, private_torch, sharding
 from quantshard.amax import Groups, history_amax, including
 from quantshard.formats import ALL
 from quantshard.modules import context, parallel
@@ -140,6 +140,7 @@ def both_ways(
     """
     if not isinstance(values, Tensor):
         return Asked(role, call, state, wanted, part).of(values)
+    values = private_torch.plain(values)
     first, second = cells(call.recipe, role)
     if state.split(role) is None and compute.has_kernels(values) and sources.covers(values.dtype, first, second):
         return Asked(role, call, state, wanted, part).of(Given(values))

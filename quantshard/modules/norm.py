@@ -148,8 +148,9 @@ class _KernelNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, rule: Rule
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
+        x = private_torch.plain(x)
         rows = results.matrix(x)
-        other = None if residual is None else results.matrix(residual)
+        other = None if residual is None else results.matrix(private_torch.plain(residual))
         statistics, total = norm_kernel.norm_statistics(rows, rule.eps, rule.centered, residual=other)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outputs = results.Outputs(high=results.matrix(out))
@@ -172,11 +173,11 @@ class _KernelNorm(torch.autograd.Function):
             dx = dx if dx is None or of_sum is None else dx + of_sum
         else:
             dx, dweight, dbias = norm_kernel.norm_backward(
-                results.matrix(dy),
+                results.matrix(private_torch.plain(dy)),
                 results.matrix(z),
                 norm_kernel.Statistics(*statistics),
                 parameters_of(weight, bias, ctx.rule),
-                residual_gradient=None if of_sum is None else results.matrix(of_sum),
+                residual_gradient=None if of_sum is None else results.matrix(private_torch.plain(of_sum)),
                 for_parameters=needed.weight or needed.bias,
             )
             dx = dx.view(z.shape)

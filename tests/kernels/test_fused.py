@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import quantshard as qs
 from quantshard.errors import UnsupportedOperationError
@@ -189,3 +190,41 @@ def test_second_derivatives_are_refused(kernels_on_cpu: None) -> None:
         y = module(x)
     with pytest.raises(UnsupportedOperationError, match="create_graph"):
         torch.autograd.grad(y.float().sum(), x, create_graph=True)
+
+
+class Pending(torch.autograd.Function):
+    """Its input, and its gradient, as DTensor's collectives hand them out: without an address."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return AsyncCollectiveTensor(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return AsyncCollectiveTensor(grads[0].clone())
+
+
+@pytest.mark.parametrize("name", ["linear", "gated mlp", "norm", "layer"])
+def test_tensors_that_collectives_still_fill(name: str, kernels_on_cpu: None) -> None:
+    """They have no address that a kernel could read; the bits are those of plain tensors."""
+    others: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: qs.Linear(SIZE, FFN, params_dtype=torch.bfloat16, device="cpu"),
+        "norm": lambda: qs.RMSNorm(SIZE, params_dtype=torch.bfloat16, device="cpu"),
+        "layer": lambda: qs.TransformerLayer(
+            SIZE, FFN, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", activation="swiglu",
+            params_dtype=torch.bfloat16, device="cpu", attention_backend="math",
+        ),
+    }  # fmt: skip
+    angles = qs.RotaryPositionEmbedding(SIZE // 4)(TOKENS, device=DEVICE)
+    found: list[dict[str, Tensor]] = []
+    for wrap in (Pending.apply, lambda x: x):
+        torch.manual_seed(3)
+        with qs.quantized_model_init(recipe=RECIPES["delayed"]):
+            module = build(name, RECIPES["delayed"], True) if name in MODULES else others[name]().to(DEVICE)
+        x = torch.randn(TOKENS, 1, SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+        with qs.autocast(recipe=RECIPES["delayed"]):
+            y = module(wrap(x.requires_grad_()), **({"rotary_pos_emb": angles} if name == "layer" else {}))
+        wrap(y).float().sin().sum().backward()
+        found.append({"y": y.detach(), "dx": x.grad, **{key: p.grad for key, p in module.named_parameters()}})
+    assert not differing(*found)
+    assert isinstance(Pending.apply(x), AsyncCollectiveTensor) and Pending.apply(x).data_ptr() == 0
