@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from quantshard import compute, kernels
+from quantshard import compute, kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 
@@ -188,7 +188,7 @@ def _launch(
 ) -> Tensor:
     cos, sin = (part.reshape(-1, part.shape[-1]) for part in table)
     return rotary_kernel.rotate(
-        t,
+        private_torch.plain(t),
         cos,
         sin,
         layout.tensor_format,
