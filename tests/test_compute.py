@@ -93,3 +93,24 @@ def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str
     assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
     assert used == ["quantize"]
     assert compute.sees_blocks(x, FORMATS["mxfp8_1x32"], words) and kernels.USABLE
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_a_compiled_layer_runs_on_kernels(recipe: str, on_kernels: Callable[[], list[str]]) -> None:
+    """What its operator keeps of the input is then quantized transposed, and the shapes in the graph must say so."""
+
+    def run(compiled: bool) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        with qs.quantized_model_init(recipe=RECIPES[recipe]):
+            model = qs.Linear(40, 70, params_dtype=torch.bfloat16, device="cpu").to(DEVICE)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        x = torch.randn(21, 40, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE).requires_grad_()
+        with qs.autocast(recipe=RECIPES[recipe]):
+            y = call(x)
+        y.float().square().sum().backward()
+        return {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+    used = on_kernels()
+    eager, compiled = run(False), run(True)
+    assert used
+    assert [name for name in eager if not torch.equal(eager[name], compiled[name])] == []
