@@ -284,11 +284,11 @@ def gradients(
 
 
 def _total(terms: list[Tensor]) -> Tensor:
-    """Their sum in their dtype, taken in float32."""
+    """Their sum in their dtype, taken in float32 or more."""
     if len(terms) < 3:
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]  # rounded once
     first, *others = terms
-    total = first.float()
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for term in others:
         total += term
     return total.to(first.dtype)
