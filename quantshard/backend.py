@@ -73,8 +73,9 @@ class Native:
 
 @cache
 def _capability(device: torch.device) -> Capability | None:
-    """None for what is no GPU, or for one that is not in this machine."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+    """None for what is no GPU of NVIDIA, or for one that is not in this machine."""
+    has_one = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if has_one else None
 
 
 # Layouts of scales ---------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ _MXFP8, _NVFP4 = (E8M0.name, 1, 32), (E4M3.name, 1, 16)
 
 NATIVE: Final[dict[tuple[Block, Block], Native]] = {
     (_TENSOR, _TENSOR): Native(_WHOLE, _WHOLE, (8, 9), seen="H200"),
-    (_ROWS, _ROWS): Native(_ROW, _ROW_RIGHT, (9, 0), seen="H200"),
+    (_ROWS, _ROWS): Native(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200"),
     (_1X128, _128X128): Native(_VECTOR, _SQUARE, (9, 0), (10, 0), seen="H200", rows=4),
     (_1X128, _1X128): Native(_VECTOR, _VECTOR, (9, 0), (10, 0), seen="H200", rows=4),
     (_MXFP8, _MXFP8): Native(_MX, _MX, (10, 0), (11, 0)),
@@ -161,29 +162,23 @@ def matmul(
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
     """
-    left, right = _rows(a, not transpose_a), _rows(b, transpose_b)
-    native = None if left is None or right is None else _native(left, right)
+    native = _native(_side(a, not transpose_a), _side(b, transpose_b))
     if native is None:
         out = _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, precision or out_dtype)
         return out if poison is None else out + poison.to(out_dtype)
-    assert left is not None and right is not None
-    return _scaled(native, left, right, out_dtype, bias, poison)
+    assert isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage)
+    return _scaled(native, _rows(a, not transpose_a), _rows(b, transpose_b), out_dtype, bias, poison)
 
 
-class Rows(NamedTuple):
-    """A quantized operand of a scaled product, before layout: codes uint8 [rows, bytes], the summed dim last.
+class Side(NamedTuple):
+    """What is known of an operand of a product before it is read: its copy, and shape, blocks and origin with the
+    summed dim last."""
 
-    `grid`: its scales. `amax`: of the whole tensor, where the format has a second scale. `shape`: in elements. `block`:
-    that of its scales here. `origin`: where it begins in the block grid.
-    """
-
-    codes: Tensor
-    grid: Tensor
-    amax: Tensor | None
     copy: QuantizedCopy
     shape: tuple[int, int]
     block: tuple[int, int]
     origin: tuple[int, int]
+    device: torch.device
 
     @property
     def kind(self) -> Block:
@@ -194,6 +189,39 @@ class Rows(NamedTuple):
     def aligned(self) -> bool:
         """True if blocks are whole but for the last of a dim."""
         return all(cover == ALL or at % cover == 0 for at, cover in zip(self.origin, self.block, strict=True))
+
+
+def _side(operand: Operand, as_stored: bool) -> Side | None:
+    """An operand whose summed dim is the last, `as_stored`, or the first; None if it cannot be read so by codes."""
+    if isinstance(operand, Tensor):
+        return None
+    wanted, fmt, shard = Copy.ROWWISE if as_stored else Copy.COLUMNWISE, operand.cell.format, operand.shard
+    if wanted not in fmt.copies and not (as_stored or fmt.transposable):
+        return None
+    copy = fmt.copies[wanted if wanted in fmt.copies else Copy.ROWWISE]
+    if as_stored:
+        return Side(copy, shard.shape, copy.block, shard.origin, operand.device)
+    return Side(copy, shard.shape[::-1], copy.block[::-1], shard.origin[::-1], operand.device)
+
+
+class Rows(NamedTuple):
+    """A quantized operand of a scaled product, before layout: codes uint8 [rows, bytes], the summed dim last.
+
+    `grid`: its scales. `amax`: of the whole tensor, where the format has a second scale. `shape`: in elements. `block`:
+    that of its scales here.
+    """
+
+    codes: Tensor
+    grid: Tensor
+    amax: Tensor | None
+    copy: QuantizedCopy
+    shape: tuple[int, int]
+    block: tuple[int, int]
+
+    @property
+    def kind(self) -> Block:
+        """The kind of its scales."""
+        return (self.copy.scale.encoding.name, *self.block)
 
     def expanded(self) -> Rows:
         """The same with one row in a block."""
@@ -215,36 +243,31 @@ class Rows(NamedTuple):
         return self._replace(codes=codes, grid=grid, shape=spans)
 
 
-def _rows(operand: Operand, as_stored: bool) -> Rows | None:
-    """An operand whose summed dim is the last, `as_stored`, or the first; None if it cannot be read so by codes."""
-    if isinstance(operand, Tensor):
-        return None
-    wanted = Copy.ROWWISE if as_stored else Copy.COLUMNWISE
-    fmt = operand.cell.format
-    if wanted not in fmt.copies and not (as_stored or fmt.transposable):
-        return None
+def _rows(operand: QuantizedStorage, as_stored: bool) -> Rows:
+    """What `_side` says of an operand, read."""
+    wanted, fmt = Copy.ROWWISE if as_stored else Copy.COLUMNWISE, operand.cell.format
     storage = operand.with_copy(wanted) if wanted in fmt.copies else operand
     copy = fmt.copies[wanted if wanted in fmt.copies else Copy.ROWWISE]
-    parts, shape, origin = storage.touched(), storage.shard.shape, storage.shard.origin
+    parts = storage.touched()
     amax = None if copy.amax is None else parts[copy.amax.name]
-    found = Rows(parts[copy.codes.name], parts[copy.scale.name], amax, copy, shape, copy.block, origin)
+    found = Rows(parts[copy.codes.name], parts[copy.scale.name], amax, copy, storage.shard.shape, copy.block)
     return found if as_stored else _transposed(found)
 
 
 def _transposed(rows: Rows) -> Rows:
     codes = compute.transpose_codes(rows.codes, rows.copy.codes.encoding, rows.shape[1])
-    shape, block, origin = rows.shape[::-1], rows.block[::-1], rows.origin[::-1]
-    return rows._replace(codes=codes, grid=rows.grid.t(), shape=shape, block=block, origin=origin)
+    return rows._replace(codes=codes, grid=rows.grid.t(), shape=rows.shape[::-1], block=rows.block[::-1])
 
 
-def _native(left: Rows, right: Rows) -> Native | None:
+def _native(left: Side | None, right: Side | None) -> Native | None:
     """The scaled product for two operands, if the hardware and their blocks allow one."""
-    found = _product(left.kind, right.kind)
-    if found is None or not found.is_on(left.codes.device) or 0 in (*left.shape, *right.shape):
+    if left is None or right is None or 0 in (*left.shape, *right.shape) or not (left.aligned and right.aligned):
         return None
-    if left.copy.codes.encoding is E5M2 and right.copy.codes.encoding is E5M2:
+    encodings = (left.copy.codes.encoding, right.copy.codes.encoding)
+    if max(encoding.bits for encoding in encodings) > 8 or encodings == (E5M2, E5M2):
         return None  # tensor cores multiply E4M3 with either
-    return found if left.aligned and right.aligned else None
+    found = _product(left.kind, right.kind)
+    return found if found is not None and found.is_on(left.device) else None
 
 
 def _product(left: Block, right: Block) -> Native | None:

@@ -55,8 +55,10 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def has_float_kernels(*tensors: Tensor | None) -> bool:
-    """True if kernels that read all of these as floats work on them; they know no float64."""
-    return all(t is None or (t.dtype in KERNEL_DTYPES and has_kernels(t)) for t in tensors)
+    """True if kernels that read all of these as floats work on them: on one device; they know no float64."""
+    given = [t for t in tensors if t is not None]
+    alike = len({t.device for t in given}) == 1
+    return alike and all(t.dtype in KERNEL_DTYPES and has_kernels(t) for t in given)
 
 
 def lacks_kernels(device: torch.device) -> bool:

@@ -118,6 +118,11 @@ REFUSALS: Final[dict[str, Limit]] = {
         "the shapes in a graph are not yet told how many rows the ranks gather",
         "leave it out of the compiled function (torch.compiler.disable)",
     ),
+    "captured draws": Limit(
+        "stochastic rounding of activations or gradients is not captured in a CUDA graph",
+        "the draws are counted on the host, so every replay would round with the same random words",
+        "capture a recipe without it (NVFP4BlockScaling(disable_stochastic_rounding=True)), or do not capture",
+    ),
     "second derivative": Limit(
         "create_graph=True through a quantized layer is not supported",
         "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",

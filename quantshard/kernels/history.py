@@ -30,7 +30,11 @@ def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
     tl.store(history + at, rolled, mask=at < recorded)
 
 
-@lru_cache(maxsize=64)
+_CAPTURED: list[Tensor] = []
+"""Tables that CUDA graphs hold the addresses of."""
+
+
+@lru_cache(maxsize=4096)
 def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
@@ -40,5 +44,8 @@ def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
     assert all(history.is_contiguous() for history in histories), "histories are contiguous"
     rows = tuple((history.data_ptr(), history.numel()) for history in histories)
     longest = triton.next_power_of_2(max(length for _, length in rows))
+    table = _table(rows, amaxes.device)
+    if amaxes.is_cuda and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(table)
     with ql.on(amaxes.device):
-        record_kernel[(len(rows),)](_table(rows, amaxes.device), amaxes, longest, num_warps=4)
+        record_kernel[(len(rows),)](table, amaxes, longest, num_warps=4)

@@ -175,7 +175,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     outputs, x_wgrad = functional.forward(
         x.reshape(-1, x.shape[-1]), x.shape, weights, biases or [None] * len(weights), call, state, keeps_input
     )
-    saved = outputs
+    saved = [y.contiguous() for y in outputs]  # a native product may have filled its rows up
     if keeps_input and isinstance(x_wgrad.operand, QuantizedStorage):
         kept = x_wgrad.operand
         saved += [kept.components[component.name].contiguous() for component in kept.cell.format.components]

@@ -92,8 +92,12 @@ def _keeps(layer: Ready) -> bool:
 
 def _keeps_codes(layer: Ready, keeps: bool) -> bool:
     """Whether forward keeps the codes that wgrad reads of the normalized rows. Where one read of z makes them, backward
-    does, which costs less than the memory in between."""
-    known = all(cell is not None and Way(cell).is_local for cell in cells(layer.call.recipe, TensorRole.INPUT))
+    does, which costs less than the memory in between; but not where rounding draws random words, which are drawn once.
+    """
+    known = all(
+        cell is not None and Way(cell).is_local and not cell.scaling.stochastic_rounding
+        for cell in cells(layer.call.recipe, TensorRole.INPUT)
+    )
     return keeps and not known
 
 

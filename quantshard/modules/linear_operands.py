@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import compute, kernels, operands, private_torch, sharding
+from quantshard import compute, kernels, limits, operands, private_torch, sharding
 from quantshard.amax import Groups, history_amax, including
+from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context, parallel
 from quantshard.modules.parallel import TensorParallel
@@ -304,6 +305,8 @@ class _Words:
 
         def words(shard: Shard) -> Words:
             if self.draw < 0:
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise UnsupportedOperationError(limits.refusal("captured draws", "a linear layer"))
                 draws = self.weight[DRAWS]
                 self.draw = int(draws)
                 draws.add_(1)

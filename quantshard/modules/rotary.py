@@ -170,8 +170,9 @@ def _table(t: Tensor, freqs: Tensor, layout: Layout) -> Table:
 
 
 def _has_kernel(t: Tensor, table: Table) -> bool:
-    """Kernels take angles for constants."""
-    return compute.has_float_kernels(t) and not table.cos.requires_grad
+    """Kernels take angles for constants, one for each position and feature."""
+    by_position = table.cos.numel() == max(table.cos.shape[:2]) * table.cos.shape[-1]
+    return by_position and compute.has_float_kernels(t) and not table.cos.requires_grad
 
 
 def _rotate(t: Tensor, table: Table, layout: Layout) -> Tensor:

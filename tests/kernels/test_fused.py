@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 import quantshard as qs
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, fused
-from quantshard.recipe import resolve
+from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from quantshard.tensor import QuantizedTensor
 from tests.distributed import models
 
@@ -228,3 +229,13 @@ def test_tensors_that_collectives_still_fill(name: str, kernels_on_cpu: None) ->
         found.append({"y": y.detach(), "dx": x.grad, **{key: p.grad for key, p in module.named_parameters()}})
     assert not differing(*found)
     assert isinstance(Pending.apply(x), AsyncCollectiveTensor) and Pending.apply(x).data_ptr() == 0
+
+
+def test_an_input_that_is_rounded_stochastically_is_drawn_once(both: Callable[..., tuple[Any, Any]]) -> None:
+    table = dict(RECIPES["mxfp8"].table)
+    for gemm in (Gemm.FPROP, Gemm.WGRAD):
+        cell = table[TensorRole.INPUT, gemm]
+        table[TensorRole.INPUT, gemm] = Cell(cell.format, replace(cell.scaling, stochastic_rounding=True))
+    chosen = TableRecipe("rounded inputs", table)
+    one, other = both(lambda: trained(build("gated mlp", chosen, True), chosen, False, torch.bfloat16))
+    assert not differing(one, other)

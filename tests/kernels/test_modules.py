@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -299,3 +300,11 @@ def test_a_second_derivative_is_the_oracles(used, on_oracle):
         assert len(found) == len(expected) >= 2
         assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, expected, strict=True))
     assert "norm_backward" not in used and used.count("norm_statistics") == 2
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 1, 8), (4, 1, 3, 8)])
+def test_angles_of_each_sample_or_head(shape: tuple[int, ...], used: list[str], on_oracle: Callable[..., Any]) -> None:
+    """Not one for each position alone, as the kernel reads them: PyTorch rotates."""
+    angles, t = data(*shape, dtype=torch.float32, seed=1), data(4, 2, 3, 8)
+    (expected,) = on_oracle(lambda: [apply_rotary_pos_emb(t, angles)])
+    assert torch.equal(apply_rotary_pos_emb(t, angles), expected) and not used
