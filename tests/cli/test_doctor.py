@@ -169,7 +169,7 @@ def test_native_products(monkeypatch, capability):
     monkeypatch.setattr(backend, "_capability", lambda device: capability)
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     on = [(left, right) for left, right, native in gemms.pairs() if native.is_of(capability)]
-    assert len(on) == (8 if capability == HOPPER else 12)
+    assert len(on) == (8 if capability == HOPPER else 11)
     for left, right in on:
         assert gemms.product((37, 60, 72), CPU, left, right), (left.name, right.name)
 
@@ -209,7 +209,7 @@ def test_hardware_table():
         "H200" not in rest
         and "| NVIDIA H100 (9.0) | not run | delayed, current, block, rowwise | mxfp8, nvfp4 |" in rest
     )
-    assert "run on no hardware: mxfp8, nvfp4 | block | not run" in rest and "| CPU | not run |" in rest
+    assert "run on no hardware: mxfp8, nvfp4 | block, rowwise | not run" in rest and "| CPU | not run |" in rest
     cpu = {**REPORT, "device": {"type": "cpu", "name": "A100 of no GPU"}, "probes": None}
     assert "| CPU |" not in hardware.table([cpu]) and "NVIDIA A100 (8.0) | not run" in hardware.table([cpu])
 
