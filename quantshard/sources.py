@@ -7,9 +7,9 @@ the codes, scales and sums that a linear layer needs, and puts them together as 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,54 +31,52 @@ WordsOf = Callable[[Pair], Words]
 """Gives the random words of a whole matrix by its shape."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """A matrix [R, C] of one of the dtypes of kernels."""
+
+    @property
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A tensor of its shape and dtype, where it is; a kernel rounds what it computes to that dtype before it
+        quantizes it."""
+
+    @abstractmethod
+    def emit(self, outputs: Outputs) -> Targets:
+        """What is asked for, by one kernel."""
 
     @property
     def shape(self) -> Pair:
         """Rows and columns."""
-        ...
+        return (self.like.shape[0], self.like.shape[1])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the values, to which a kernel rounds what it computes before it quantizes it."""
-        ...
+        """Dtype of the values."""
+        return self.like.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        ...
-
-    def emit(self, outputs: Outputs) -> Targets:
-        """What is asked for, by one kernel."""
-        ...
+        return self.like.device
 
     def measured(self) -> Given:
-        """The same with the values at hand, as far as amaxes are needed before they are quantized."""
-        ...
+        """The same with the values at hand, and their amax from the same pass."""
+        values, amax = torch.empty(self.shape, dtype=self.dtype, device=self.device), zero(self.device)
+        self.emit(Outputs(high=values, amax=amax))
+        return Given(values, amax.view(1, 1))
 
 
 @dataclass
-class Given:
+class Given(Source):
     """Values [R, C] that are there; `amax`: of all of them, float32 [1, 1], if it is known."""
 
     values: Tensor
     amax: Tensor | None = None
 
     @property
-    def shape(self) -> Pair:
-        """Rows and columns."""
-        return (self.values.shape[0], self.values.shape[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.values.device
+    def like(self) -> Tensor:
+        """The values."""
+        return self.values
 
     def emit(self, outputs: Outputs) -> Targets:
         """What is asked for, by one kernel."""
@@ -105,7 +103,7 @@ class Given:
 
 
 @dataclass
-class Normalized:
+class Normalized(Source):
     """Rows x [R, C] through a normalization; `statistics`, `parameters`: as in `kernels.norm`."""
 
     x: Tensor
@@ -113,31 +111,17 @@ class Normalized:
     parameters: norm_kernels.Parameters
 
     @property
-    def shape(self) -> Pair:
-        """Rows and columns."""
-        return (self.x.shape[0], self.x.shape[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of x and of the result."""
-        return self.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.x.device
+    def like(self) -> Tensor:
+        """The rows before."""
+        return self.x
 
     def emit(self, outputs: Outputs) -> Targets:
         """What is asked for, by one kernel."""
         return norm_kernels.normalize_and_quantize(self.x, self.statistics, self.parameters, outputs)
 
-    def measured(self) -> Given:
-        """The result, and its amax from the same pass."""
-        return _written(self, self.x)
-
 
 @dataclass
-class Activated:
+class Activated(Source):
     """An activation of `gate` [R, C], times `up` of the same shape if it is gated; as in `kernels.activation`."""
 
     gate: Tensor
@@ -145,33 +129,13 @@ class Activated:
     up: Tensor | None
 
     @property
-    def shape(self) -> Pair:
-        """Rows and columns."""
-        return (self.gate.shape[0], self.gate.shape[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the inputs and of the result."""
-        return self.gate.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.gate.device
+    def like(self) -> Tensor:
+        """The input of the function."""
+        return self.gate
 
     def emit(self, outputs: Outputs) -> Targets:
         """What is asked for, by one kernel."""
         return activation_kernels.activate_and_quantize(self.gate, self.activation, self.up, outputs)
-
-    def measured(self) -> Given:
-        """The result, and its amax from the same pass."""
-        return _written(self, self.gate)
-
-
-def _written(source: Source, like: Tensor) -> Given:
-    values, amax = torch.empty(source.shape, dtype=source.dtype, device=like.device), zero(like.device)
-    source.emit(Outputs(high=values, amax=amax))
-    return Given(values, amax.view(1, 1))
 
 
 def zero(device: torch.device) -> Tensor:

@@ -17,17 +17,22 @@ from quantshard.kernels import language as ql
 
 
 @triton.jit
-def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
-    row = table + tl.program_id(0) * 2
-    history = tl.load(row).to(tl.pointer_type(tl.float32))
-    length = tl.load(row + 1)
-    amax = tl.load(amaxes_ptr + tl.program_id(0))
+def append(history, length, amax, LENGTH: tl.constexpr):
+    """Move a history of this length by one and end it with the amax, if it is recorded; LENGTH: a power of two."""
     at = tl.arange(0, LENGTH)
     rolled = tl.load(history + at + 1, mask=at < length - 1, other=0.0)
     rolled = tl.where(at == length - 1, amax, rolled)
     tl.debug_barrier()  # all have read before one writes
     recorded = tl.where((amax > 0) & (amax < float("inf")), length, 0)
     tl.store(history + at, rolled, mask=at < recorded)
+
+
+@triton.jit
+def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
+    row = table + tl.program_id(0) * 2
+    history = tl.load(row).to(tl.pointer_type(tl.float32))
+    length = tl.load(row + 1)
+    append(history, length, tl.load(amaxes_ptr + tl.program_id(0)), LENGTH)
 
 
 _CAPTURED: list[Tensor] = []

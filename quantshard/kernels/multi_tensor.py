@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.history import append
 
 TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: tl.float32,
@@ -231,12 +232,7 @@ def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.
     used = tl.where(past > 0, past, amax)
     tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
     tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(past > 0, 0.0, 1.0))
-    at = tl.arange(0, LENGTH)
-    rolled = tl.load(history + at + 1, mask=at < length - 1, other=0.0)
-    rolled = tl.where(at == length - 1, amax, rolled)
-    tl.debug_barrier()  # all have read before one writes
-    recorded = tl.where((amax > 0) & (amax < float("inf")), length, 0)
-    tl.store(history + at, rolled, mask=at < recorded)
+    append(history, length, amax, LENGTH)
 
 
 @triton.jit

@@ -252,9 +252,10 @@ def gradients(
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
 
-    `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. What each weight adds to the
-    gradient of the input is rounded to `x_dtype`; the sum is taken in float32 and rounded once more.
+    `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. What several weights add to the
+    gradient of the input is summed in float32, or in `x_dtype` where that is wider, and rounded once.
     """
+    dx_dtype = x_dtype if len(weights) == 1 else torch.promote_types(x_dtype, torch.float32)
     dxs: list[Tensor] = []
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
@@ -265,7 +266,7 @@ def gradients(
         bias_dtype = bias_dtypes[part]
         if needed.x:
             w = weight_operand(weight, part, call, state)
-            dxs.append(backend.matmul(found.first, w, x_dtype, poison=found.poison))
+            dxs.append(backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype))
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
@@ -279,19 +280,15 @@ def gradients(
         dbs.append(db)
     if not dxs:
         return None, dws, dbs
-    dx = _total(dxs).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    dx = _total(dxs).to(x_dtype).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 
 def _total(terms: list[Tensor]) -> Tensor:
-    """Their sum in their dtype, taken in float32 or more."""
-    if len(terms) < 3:
-        return terms[0] if len(terms) == 1 else terms[0] + terms[1]  # rounded once
-    first, *others = terms
-    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    total, *others = terms
     for term in others:
-        total += term
-    return total.to(first.dtype)
+        total = total + term
+    return total
 
 
 def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
