@@ -24,20 +24,12 @@ from quantshard.recipe import resolve
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.tensor import quantize
 from tests.distributed.models import RECIPES
+from tests.distributed.test_fused_adam import MASTERS, MOMENTS
 from tests.interpreter import kernels_on, prepared_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-MASTERS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "fp16": {"master_weight_dtype": torch.float16},
-    "bf16": {"master_weight_dtype": torch.bfloat16},
-    "remainder": {"store_param_remainders": True},
-    "none": {"master_weights": False},
-}
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 @pytest.fixture(autouse=True, scope="module")
