@@ -49,6 +49,17 @@ def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, devic
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
+def take_saved(ctx: Any) -> tuple[Any, ...]:
+    """`ctx.saved_tensors` in the backward of an autograd function, which lets go of each as soon as its caller does.
+
+    The public attribute leaves them with the graph until backward has returned. Where the graph is to be kept
+    (`retain_graph=True`), so are they. It is what AOTAutograd calls in its own backward.
+    """
+    saved = tuple(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    return saved
+
+
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, for the result of an autograd function.
 

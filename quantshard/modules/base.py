@@ -292,11 +292,18 @@ class QuantizedModule(OnMesh, Saved):
     # Use -------------------------------------------------------------------------------------------------------------
 
     def _project(
-        self, x: Tensor, layer: Projection, *, with_bias: bool = True, ready: functional.Ready | None = None
+        self,
+        x: Tensor,
+        layer: Projection,
+        *,
+        with_bias: bool = True,
+        ready: functional.Ready | None = None,
+        again: functional.Again | None = None,
     ) -> Sequence[Tensor]:
         """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force.
 
-        `ready`: what `_ready` has given for this call already.
+        `ready`: what `_ready` has given for this call already. `again`: gives x in backward, which then is not kept;
+        what compiled code keeps is the compiler's to decide.
         """
         self._refuse_dtensor(x)
         if torch.compiler.is_compiling():
@@ -305,7 +312,7 @@ class QuantizedModule(OnMesh, Saved):
             tensors = [getattr(self, weight) for weight in layer.weights]
             biases = self._biases(layer, with_bias)
             return compiled.linear(x, tensors, biases, self._handle, layer.weights, layer.prefix, self.training)
-        return functional.linear(x, ready or self._ready(layer, x.shape, x.device, with_bias=with_bias))
+        return functional.linear(x, ready or self._ready(layer, x.shape, x.device, with_bias=with_bias), again)
 
     def _refuse_dtensor(self, x: Tensor) -> None:
         if isinstance(x, DTensor):

@@ -12,7 +12,7 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,15 @@ from torch import Tensor
 from quantshard import backend, kernels, limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, parallel
-from quantshard.modules.linear_operands import LinearState, Wanted, Ways, WgradOperand, both_ways, weight_operand
+from quantshard.modules.linear_operands import (
+    LinearState,
+    Wanted,
+    Ways,
+    WgradOperand,
+    both_ways,
+    cells,
+    weight_operand,
+)
 from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
 from quantshard.operands import Split
@@ -48,9 +56,12 @@ class Ready(NamedTuple):
         return (*self.weights, *self.biases)
 
     def saved(
-        self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool = False
+        self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool
     ) -> tuple[Saved, list[Tensor]]:
-        """What backward needs of a forward that has kept this of its input: besides tensors, and these."""
+        """What backward needs of a forward that has kept this of its input: besides tensors, and these.
+
+        `rereads`: backward needs more of it than was kept.
+        """
         rebuild, x_tensors = _to_saved(kept)
         bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
         saved = Saved(
@@ -92,6 +103,12 @@ class Saved:
             for grad, size in zip(grads, sizes, strict=True)
         ]
 
+    def reread(self, make: Callable[[], Tensor | Source], needed: Needed) -> WgradOperand | None:
+        """The input as wgrad reads it, from the input itself, which `make` gives; None if forward has kept it."""
+        if not self.rereads or not any(needed.weights):
+            return None
+        return both_ways(make(), TensorRole.INPUT, self.call, self.state, Wanted(False, True)).second
+
     def backward(
         self, grads: Sequence[Tensor], tensors: Sequence[Tensor], needed: Needed, x_wgrad: WgradOperand | None = None
     ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -113,14 +130,36 @@ class Saved:
         return dx, [*dws, *dbs]
 
 
-def linear(x: Tensor, layer: Ready) -> tuple[Tensor, ...]:
-    """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype."""
+class Again(NamedTuple):
+    """An input that backward computes again: by `function` of `tensors`, which are kept for something else anyway."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+
+def linear(x: Tensor, layer: Ready, again: Again | None = None) -> tuple[Tensor, ...]:
+    """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype.
+
+    `again`: gives x in backward, which so need not keep it.
+    """
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         return _plain_linears(x, weights, biases, state.tp)
-    keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input, *layer.tensors)
+    if again is not None and not can_reread(layer):
+        again = None
+    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input(layer), again, *layer.tensors)
     return outputs
+
+
+def keeps_input(layer: Ready) -> bool:
+    """True if a backward to come reads the input."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
+
+
+def can_reread(layer: Ready) -> bool:
+    """True if quantizing the input a second time gives the same codes: random words are drawn once."""
+    read = cells(layer.call.recipe, TensorRole.INPUT)
+    return not any(cell is not None and cell.scaling.stochastic_rounding for cell in read)
 
 
 def _plain_linears(
@@ -173,10 +212,14 @@ def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Ready, keeps_input: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        outputs, x_wgrad = forward(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps_input)
-        ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype)
-        ctx.save_for_backward(*saved)
+    def forward(
+        ctx: Any, x: Tensor, layer: Ready, keeps_input: bool, again: Again | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        outputs, x_wgrad = forward(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps_input and again is None)
+        ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
+        ctx.again = None if again is None else again.function
+        ctx.save_for_backward(*saved, *(() if again is None else again.tensors))
+        ctx.saved = len(saved)
         return tuple(outputs)
 
     @staticmethod
@@ -184,9 +227,12 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         layer: Saved = ctx.layer
-        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[3:])
-        dx, of_tensors = layer.backward(grads, ctx.saved_tensors, needed)
-        return dx, None, None, *of_tensors
+        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[4:])
+        tensors = ctx.saved_tensors  # once: a checkpointed region allows no second look
+        saved, others = tensors[: ctx.saved], tensors[ctx.saved :]
+        x_wgrad = layer.reread(lambda: ctx.again(*others).reshape(-1, layer.x_shape[-1]), needed)
+        dx, of_tensors = layer.backward(grads, saved, needed, x_wgrad)
+        return dx, None, None, None, *of_tensors
 
 
 class Needed(NamedTuple):
@@ -256,7 +302,7 @@ def gradients(
     gradient of the input is summed in float32, or in `x_dtype` where that is wider, and rounded once.
     """
     dx_dtype = x_dtype if len(weights) == 1 else torch.promote_types(x_dtype, torch.float32)
-    dxs: list[Tensor] = []
+    total: Tensor | None = None
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
     split = state.split(TensorRole.GRAD_OUTPUT)
@@ -266,7 +312,9 @@ def gradients(
         bias_dtype = bias_dtypes[part]
         if needed.x:
             w = weight_operand(weight, part, call, state)
-            dxs.append(backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype))
+            dx = backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype)
+            total = dx if total is None else total.add_(dx)
+            del dx  # wgrad needs the memory
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
@@ -278,17 +326,10 @@ def gradients(
             db = (db if split is None or split.dim == 1 else parallel.reduce(db, state.tp)).to(bias_dtype)
         dws.append(dw)
         dbs.append(db)
-    if not dxs:
+    if total is None:
         return None, dws, dbs
-    dx = _total(dxs).to(x_dtype).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    dx = total.to(x_dtype).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
-
-
-def _total(terms: list[Tensor]) -> Tensor:
-    total, *others = terms
-    for term in others:
-        total = total + term
-    return total
 
 
 def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

@@ -4,8 +4,9 @@
 
 What one of them hands to the next is quantized by the kernel that computes it, forward and backward, and is never
 written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
-wgrad of fc1 reads are made again from z, unless that took two reads. The bits are those of the steps one by one, but
-for the gradient of fc1's bias, whose float32 sum another kernel takes in its order.
+wgrad of fc1 reads are made again from z, unless that took two reads. If recomputation is asked for, all codes are made
+again. The bits are those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel
+takes in its order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import functional
 from quantshard.modules.base import QuantizedModule
 from quantshard.modules.functional import Needed, Ready, Saved
-from quantshard.modules.linear_operands import Asked, Wanted, Ways, WgradOperand, both_ways, cells
+from quantshard.modules.linear_operands import Asked, Ways, WgradOperand, cells
 from quantshard.modules.norm import Normalization, Rule, parameters_of
 from quantshard.recipe import TensorRole
 
@@ -75,39 +76,45 @@ def _fits(layer: Ready, dtype: torch.dtype) -> bool:
 
 def norm_linear(front: Front, layer: Ready) -> tuple[list[Tensor], Tensor | None]:
     """The outputs of a linear layer [..., out_features] behind a normalization; and x + residual, if that is there."""
-    *outputs, total = _NormLinear.apply(*front, layer, _keeps(layer), *layer.tensors)
+    *outputs, total = _NormLinear.apply(*front, layer, _keeps(layer, not _made_by_one_read(layer)), *layer.tensors)
     return outputs, total
 
 
-def mlp(front: Front, fc1: Ready, activation: str, fc2: Ready) -> tuple[Tensor, Tensor | None]:
-    """The same of a normalization, two linear layers and an activation between them."""
-    keeps = (_keeps(fc1), _keeps(fc2))
+def mlp(
+    front: Front, fc1: Ready, activation: str, fc2: Ready, recomputes: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The same of a normalization, two linear layers and an activation between them.
+
+    `recomputes`: what wgrads read of the normalized rows and of the activation is made again in backward.
+    """
+    keeps = (_keeps(fc1, not recomputes and not _made_by_one_read(fc1)), _keeps(fc2, not recomputes))
     out, total = _MLP.apply(*front, fc1, activation, fc2, keeps, *fc1.tensors, *fc2.tensors)
     return out, total
 
 
-def _keeps(layer: Ready) -> bool:
-    return torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
+class Keeps(NamedTuple):
+    """Of what wgrad reads of an input: whether forward keeps the codes, or backward makes them again."""
+
+    codes: bool
+    rereads: bool
 
 
-def _keeps_codes(layer: Ready, keeps: bool) -> bool:
-    """Whether forward keeps the codes that wgrad reads of the normalized rows. Where one read of z makes them, backward
-    does, which costs less than the memory in between; but not where rounding draws random words, which are drawn once.
-    """
-    known = all(
-        cell is not None and Way(cell).is_local and not cell.scaling.stochastic_rounding
-        for cell in cells(layer.call.recipe, TensorRole.INPUT)
-    )
-    return keeps and not known
+def _keeps(layer: Ready, codes: bool) -> Keeps:
+    needed = functional.keeps_input(layer)
+    codes = codes or not functional.can_reread(layer)
+    return Keeps(needed and codes, needed and not codes)
+
+
+def _made_by_one_read(layer: Ready) -> bool:
+    """True if one read of the normalized rows makes these codes: that costs less than the memory until then."""
+    return all(cell is not None and Way(cell).is_local for cell in cells(layer.call.recipe, TensorRole.INPUT))
 
 
 def _again(layer: Saved, saved: Sequence[Any], rule: Rule, needed: Needed) -> WgradOperand | None:
     """Those codes, if backward is to make them."""
-    if not layer.rereads or not any(needed.weights):
-        return None
     z, weight, bias, *statistics = saved
-    source = Normalized(results.matrix(z), norm_kernels.Statistics(*statistics), parameters_of(weight, bias, rule))
-    return both_ways(source, TensorRole.INPUT, layer.call, layer.state, Wanted(False, True)).second
+    rows, parameters = results.matrix(z), parameters_of(weight, bias, rule)
+    return layer.reread(lambda: Normalized(rows, norm_kernels.Statistics(*statistics), parameters), needed)
 
 
 def _enter(front: Front) -> tuple[Normalized, Tensor]:
@@ -160,15 +167,14 @@ class _NormLinear(torch.autograd.Function):
         bias: Tensor | None,
         normalization: Normalization,
         layer: Ready,
-        keeps: bool,
+        keeps: Keeps,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         source, z = _enter(Front(x, residual, weight, bias, normalization))
-        keeps_codes = _keeps_codes(layer, keeps)
-        outputs, kept = functional.forward(source, x.shape, *layer, keeps_codes)
+        outputs, kept = functional.forward(source, x.shape, *layer, keeps.codes)
         ctx.rule = normalization.rule
-        ctx.layer, saved = layer.saved(kept, x.shape, x.dtype, rereads=keeps and not keeps_codes)
+        ctx.layer, saved = layer.saved(kept, x.shape, x.dtype, keeps.rereads)
         ctx.save_for_backward(z, weight, bias, *source.statistics, *saved)
         return (*outputs, None if residual is None else z)
 
@@ -200,19 +206,18 @@ class _MLP(torch.autograd.Function):
         fc1: Ready,
         activation: str,
         fc2: Ready,
-        keeps: tuple[bool, bool],
+        keeps: tuple[Keeps, Keeps],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         source, z = _enter(Front(x, residual, weight, bias, normalization))
-        keeps_codes = _keeps_codes(fc1, keeps[0])
-        inner, kept1 = functional.forward(source, x.shape, *fc1, keeps_codes)
+        inner, kept1 = functional.forward(source, x.shape, *fc1, keeps[0].codes)
         gate, *up = [results.matrix(each) for each in inner]
         hidden = Activated(gate, activation, up[0] if up else None)
-        (out,), kept2 = functional.forward(hidden, inner[0].shape, *fc2, keeps[1])
+        (out,), kept2 = functional.forward(hidden, inner[0].shape, *fc2, keeps[1].codes)
         ctx.rule, ctx.activation = normalization.rule, activation
-        ctx.fc1, saved1 = fc1.saved(kept1, x.shape, x.dtype, rereads=keeps[0] and not keeps_codes)
-        ctx.fc2, saved2 = fc2.saved(kept2, inner[0].shape, x.dtype)
+        ctx.fc1, saved1 = fc1.saved(kept1, x.shape, x.dtype, keeps[0].rereads)
+        ctx.fc2, saved2 = fc2.saved(kept2, inner[0].shape, x.dtype, keeps[1].rereads)
         ctx.inner = len(saved1)
         ctx.save_for_backward(z, weight, bias, *source.statistics, gate, hidden.up, *saved1, *saved2)
         return out, None if residual is None else z
@@ -223,19 +228,22 @@ class _MLP(torch.autograd.Function):
         dout, of_total = grads
         fc1: Saved = ctx.fc1
         fc2: Saved = ctx.fc2
-        front, (gate, up), rest = _split(ctx.saved_tensors, _FRONT_SAVED, 2)
+        # what is kept for an MLP is most of a block's memory, so each part is let go of behind its last use
+        front, (gate, up), saved1, saved2 = _split(private_torch.take_saved(ctx), _FRONT_SAVED, 2, ctx.inner)
         needs = ctx.needs_input_grad[_FRONT + 5 :]
         dy: Tensor | None = None
         of_fc1: list[Tensor | None] = [None] * fc1.tensors
         of_fc2: list[Tensor | None] = [None] * fc2.tensors
         if dout is not None:
             needed = fc2.needed(True, needs[fc1.tensors :])
-            dh, of_fc2 = fc2.backward([dout], rest[ctx.inner :], needed)
+            hidden = fc2.reread(lambda: Activated(gate, ctx.activation, up), needed)
+            dh, of_fc2 = fc2.backward([dout], saved2, needed, hidden)
+            del hidden, saved2
             needed = fc1.needed(True, needs[: fc1.tensors])
             ways = _through_activation(dh, gate, up, ctx.activation, fc1, needed)
-            del dh  # as large as a third of what is kept for backward
+            del dh, gate, up
             x_wgrad = _again(fc1, front, ctx.rule, needed)
-            dy, of_fc1 = fc1.gradients(ways, rest[: ctx.inner], needed, x_wgrad)
+            dy, of_fc1 = fc1.gradients(ways, saved1, needed, x_wgrad)
         return (*_leave(ctx, dy, of_total, front), *[None] * 5, *of_fc1, *of_fc2)
 
 

@@ -20,6 +20,7 @@ from quantshard import compute, kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule
+from quantshard.modules.functional import Again
 from quantshard.modules.meshes import Parallelism
 from quantshard.modules.norm import Normalization
 
@@ -149,6 +150,10 @@ class LayerNormMLP(QuantizedModule):
         set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
+        recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
+            it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
+            goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor under
+            `torch.compile`, which decides what to keep by itself.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
@@ -169,6 +174,7 @@ class LayerNormMLP(QuantizedModule):
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
+        recompute_activation: bool = False,
         return_layernorm_output_gathered: bool = False,
         set_parallel_mode: bool = False,
         tp_group: dist.ProcessGroup | None = None,
@@ -188,6 +194,7 @@ class LayerNormMLP(QuantizedModule):
         super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
+        self.recompute_activation = recompute_activation
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.normalization = Normalization(normalization, hidden_size, eps, zero_centered_gamma)
@@ -228,12 +235,14 @@ class LayerNormMLP(QuantizedModule):
             fc2 = self._ready(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
         normed = None
         if fc1 and fc2 and not self.return_layernorm_output and fused.fits(front, fc1, fc2):
-            out, total = fused.mlp(front, fc1, self.activation, fc2)
+            out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation)
         else:
             normed, total = front.normalized()
-            first, *up = self._project(normed, self._fc1, ready=fc1)
-            hidden = activate(first, self.activation, *up)
-            (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2)
+            inner = self._project(normed, self._fc1, ready=fc1)
+            again = Again(self._activate, tuple(inner)) if self.recompute_activation else None
+            (out,) = self._project(
+                self._activate(*inner), self._fc2, with_bias=not self.return_bias, ready=fc2, again=again
+            )
         more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None
@@ -241,6 +250,9 @@ class LayerNormMLP(QuantizedModule):
         if residual is not None:
             more += (total,)
         return (out, *more) if more else out
+
+    def _activate(self, first: Tensor, up: Tensor | None = None) -> Tensor:
+        return activate(first, self.activation, up)
 
     def extra_repr(self) -> str:
         return (

@@ -58,6 +58,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_backend: see `DotProductAttention`.
+        recompute_activation: of the MLP; see `LayerNormMLP`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
     """
@@ -98,6 +99,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
         attention_backend: str = AUTO,
+        recompute_activation: bool = False,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -132,7 +134,8 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method, activation=activation,
-            output_layer_init_method=output_layer_init_method, name=child_name(name, "layernorm_mlp"), **common,
+            output_layer_init_method=output_layer_init_method, recompute_activation=recompute_activation,
+            name=child_name(name, "layernorm_mlp"), **common,
         )  # fmt: skip
         if output_layernorm:
             kind = RMSNorm if normalization == "RMSNorm" else LayerNorm

@@ -165,9 +165,38 @@ def test_a_gradient_that_is_not_finite_spreads(recipe: str, both: Callable[..., 
         assert all(grad.isnan().any() for grad in found.values())
 
 
-def test_what_is_kept_for_backward(kernels_on_cpu: None) -> None:
-    """z, the two outputs of fc1, statistics, and the codes of both inputs in 8 bits."""
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"])
+def test_recomputed_activations(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
+    chosen = RECIPES[recipe]
+
+    def run(recomputes: bool) -> dict[str, Tensor]:
+        module = build("gated mlp", chosen, True)
+        module.recompute_activation = recomputes  # type: ignore[assignment]
+        return trained(module, chosen, False, torch.bfloat16)
+
+    one, other = both(lambda: run(True))
+    plain, _ = both(lambda: run(False))
+    assert not differing(one, other) and not differing(one, plain)
+
+
+def test_a_graph_that_is_kept_runs_backward_twice(kernels_on_cpu: None) -> None:
+    """Backward lets go of what forward has kept, but not with retain_graph=True."""
+    module = build("gated mlp", RECIPES["block"], True)
+    x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
+    with qs.autocast(recipe="block"):
+        y = module(x).float().sum()
+    once = torch.autograd.grad(y, [x, *module.parameters()], retain_graph=True)
+    twice = torch.autograd.grad(y, [x, *module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_is_kept_for_backward(recomputes: bool, kernels_on_cpu: None) -> None:
+    """z, the two outputs of fc1, statistics and, unless made again, the codes of both inputs in 8 bits."""
     module = build("gated mlp", RECIPES["current"], True)
+    module.recompute_activation = recomputes  # type: ignore[assignment]
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -181,7 +210,7 @@ def test_what_is_kept_for_backward(kernels_on_cpu: None) -> None:
         module(x)
     activations = sum(kept.values())
     outputs = -(-FFN // 16) * 16 if ON_GPU else FFN  # a native product fills its rows up
-    expected = 1024 * (2 * SIZE + 2 * 2 * outputs + SIZE + FFN)
+    expected = 1024 * (2 * SIZE + 2 * 2 * outputs + (0 if recomputes else SIZE + FFN))
     assert expected <= activations <= expected + 1024 * 4 + 4096, (activations, expected)
 
 

@@ -8,7 +8,16 @@ from torch.nn import functional as F
 
 from quantshard import recipe as recipes
 from quantshard.errors import ConfigurationError
-from quantshard.modules import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, autocast, quantized_model_init
+from quantshard.modules import (
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+    autocast,
+    checkpoint,
+    quantized_model_init,
+)
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 
 U = 2.0**-24
@@ -208,6 +217,51 @@ def test_layernorm_mlp_is_its_parts(recipe, activation, dtype):
         if mine[0] is not None:
             assert_same(mine, theirs)
             assert not torch.equal(mine[0], mine[1])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_recomputed_activation(recipe, activation):
+    """The same bits, also in a region that is checkpointed as a whole; and no form of the activation is kept."""
+    tokens, ffn = 64, 128
+
+    def mlp(recompute, **arguments):
+        return build(
+            recipe, lambda: LayerNormMLP(96, ffn, activation=activation, recompute_activation=recompute, **arguments)
+        )
+
+    plain, other, inside = mlp(False), mlp(True), mlp(True)
+    shape = (tokens, 96)
+    expected = run(recipe, plain, list(plain.parameters()), shape, torch.bfloat16)
+    assert_same(run(recipe, other, list(other.parameters()), shape, torch.bfloat16), expected)
+    nested = run(recipe, lambda x: checkpoint(inside, x), list(inside.parameters()), shape, torch.bfloat16)
+    assert_same(nested, expected)
+    histories = [{k: v for k, v in m.state_dict().items() if "history" in k} for m in (plain, other, inside)]
+    assert all(torch.equal(h[k], v) for h in histories[1:] for k, v in histories[0].items())
+
+    def kept(module):
+        with autocast(recipe=recipe):
+            return bytes_kept(lambda: module(torch.randn(shape, dtype=torch.bfloat16).requires_grad_()))
+
+    quantized = recipe is not RECIPES["bf16"]
+    bits = 4 if recipe is RECIPES["nvfp4"] else 8
+    saved = kept(mlp(False, bias=False)) - kept(mlp(True, bias=False))
+    assert saved >= tokens * ffn * bits // 8 if quantized else saved == 0
+
+
+def bytes_kept(function):
+    """For backward, each memory once, without parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = function()
+    del result
+    return sum(kept.values())
 
 
 def test_high_precision_mlp_is_torchs():
