@@ -1,6 +1,6 @@
 """Forward and backward of Llama-3-8B blocks: plain PyTorch in BF16, torchao's float8, and quantshard by recipe.
 
-    python benchmarks/block_step.py [--only 'ours-*,bf16-compiled'] [--compile-ours] [--json FILE] [--profile NAME]
+    python benchmarks/block_step.py [--only 'ours-*,bf16-compiled'] [--compile-ours] [--recompute-ours] [--json FILE] [--profile NAME]
 
 All variants of a table have the same weights, input and gradient, stay in memory together, and take turns, so that
 clocks drift under all of them alike. Every one is first checked: output and gradients beside those of BF16 in eager
@@ -62,17 +62,19 @@ class Shape:
 
 
 class Variant(NamedTuple):
-    """`name` is made of the others."""
+    """`name` is made of the others. `recomputes`: with recompute_activation=True."""
 
     family: str
     recipe: str
     compiled: bool
+    recomputes: bool = False
 
     @property
     def name(self) -> str:
         if self.family == "bf16":
             return "bf16-compiled" if self.compiled else "bf16-eager"
-        return f"{self.family}-{self.recipe}" + ("-compiled" if self.family == "ours" and self.compiled else "")
+        more = ("-compiled" if self.family == "ours" and self.compiled else "") + "-recomputed" * self.recomputes
+        return f"{self.family}-{self.recipe}{more}"
 
     @property
     def bound(self) -> float:
@@ -82,11 +84,11 @@ class Variant(NamedTuple):
         return 0.9 if self.recipe == "nvfp4" else 0.3
 
 
-def variants(compile_ours: bool) -> list[Variant]:
+def variants(compile_ours: bool, recompute_ours: bool) -> list[Variant]:
     plain = [Variant("bf16", "bf16", compiled) for compiled in (False, True)]
     torchao = [Variant("torchao", recipe, True) for recipe in ("tensorwise", "rowwise")]
-    ways = (False, True) if compile_ours else (False,)
-    return plain + torchao + [Variant("ours", recipe, compiled) for recipe in RECIPES for compiled in ways]
+    ways = [(False, False)] + [(True, False)] * compile_ours + [(False, True)] * recompute_ours
+    return plain + torchao + [Variant("ours", recipe, *way) for recipe in RECIPES for way in ways]
 
 
 # The models
@@ -138,7 +140,7 @@ class Plain(nn.Module):
 
 
 class Ours(nn.Module):
-    def __init__(self, shape: Shape, recipe: str, attention: str | None) -> None:
+    def __init__(self, shape: Shape, recipe: str, attention: str | None, recomputes: bool = False) -> None:
         super().__init__()
         with qs.quantized_model_init(recipe=recipe):
             self.layers = nn.ModuleList(
@@ -146,7 +148,7 @@ class Ours(nn.Module):
                     shape.hidden, shape.ffn, shape.heads, shape.kv_heads, hidden_dropout=0.0, attention_dropout=0.0,
                     params_dtype=torch.bfloat16, bias=False, normalization="RMSNorm", activation="swiglu",
                     fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd",
-                    attention_backend=attention or "auto", device=shape.device,
+                    attention_backend=attention or "auto", recompute_activation=recomputes, device=shape.device,
                 )
                 for _ in range(shape.layers)
             )  # fmt: skip
@@ -214,7 +216,7 @@ class Subject:
         self.variant, self.shape = variant, shape
         self.model: nn.Module = Plain(shape, attention)
         if variant.family == "ours":
-            self.model = Ours(shape, variant.recipe, attention)
+            self.model = Ours(shape, variant.recipe, attention, variant.recomputes)
         fill(self.model, shape)
         if variant.family == "torchao":
             to_float8(self.model, variant.recipe, shape)
@@ -393,6 +395,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of variants, or patterns, with commas")
     parser.add_argument("--compile-ours", action="store_true", help="ours under torch.compile too")
+    parser.add_argument("--recompute-ours", action="store_true", help="ours with recompute_activation=True too")
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--same-attention", default="", help="that of the second table; 'none' for no such table")
     for field in dataclasses.fields(Shape)[:-1]:
@@ -410,12 +413,16 @@ def main(given: list[str] | None = None) -> int:
     shape = Shape(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)})
     where = torch.cuda.get_device_name() if shape.device == "cuda" else "CPU"
     print(f"## {where}, torch {torch.__version__}, torchao {torchao()}, {datetime.date.today()}\n\n{shape}\n")
-    known = {variant.name: variant for variant in variants(True)}
+    known = {variant.name: variant for variant in variants(True, True)}
     if options.profile:
         print("\n".join(profiled(Subject(known[options.profile], shape, None, options.compiler))))
         return 0
     patterns = (options.only or "*").split(",")
-    asked = [v for v in variants(options.compile_ours) if any(fnmatch.fnmatch(v.name, p) for p in patterns)]
+    asked = [
+        v
+        for v in variants(options.compile_ours, options.recompute_ours)
+        if any(fnmatch.fnmatch(v.name, p) for p in patterns)
+    ]
     same = options.same_attention or ("cudnn" if shape.device == "cuda" else "math")
     results = {}
     for title, attention in (("as shipped", None), (same, same)):
