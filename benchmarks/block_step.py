@@ -1,6 +1,7 @@
 """Forward and backward of Llama-3-8B blocks: plain PyTorch in BF16, torchao's float8, and quantshard by recipe.
 
-    python benchmarks/block_step.py [--only 'ours-*,bf16-compiled'] [--compile-ours] [--recompute-ours] [--json FILE] [--profile NAME]
+    python benchmarks/block_step.py [--only 'ours-*,bf16-compiled'] [--compile-ours] [--recompute-ours] [--json FILE]
+                                    [--profile NAME]
 
 All variants of a table have the same weights, input and gradient, stay in memory together, and take turns, so that
 clocks drift under all of them alike. Every one is first checked: output and gradients beside those of BF16 in eager
