@@ -49,6 +49,12 @@ def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, devic
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """True if something sees, or changes, what goes into or comes out of a module's forward: a user's hook, or FSDP2's,
+    which casts inputs under a `MixedPrecisionPolicy`. Hooks can be registered in public, but not looked for."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def take_saved(ctx: Any) -> tuple[Any, ...]:
     """`ctx.saved_tensors` in the backward of an autograd function, which lets go of each as soon as its caller does.
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import parallel, unsupported
 from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
@@ -169,9 +170,9 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         )  # fmt: skip
         if self.parallel_attention_mlp:
             return hidden_states + self._dropped(attended + self.layernorm_mlp(hidden_states))
-        if isinstance(self.layernorm_mlp, LayerNormMLP):
+        if isinstance(self.layernorm_mlp, LayerNormMLP) and not private_torch.has_hooks(self.layernorm_mlp):
             block, hidden_states = self.layernorm_mlp(self._dropped(attended), residual=hidden_states)
-        else:  # another module in its place
+        else:  # another module in its place, or one whose inputs are seen, or cast: of them the residual is none
             hidden_states = hidden_states + self._dropped(attended)
             block = self.layernorm_mlp(hidden_states)
         out = hidden_states + self._dropped(block)

@@ -138,6 +138,24 @@ def test_dropout_is_torchs_and_stops_in_eval():
     assert (default.hidden_dropout, default.self_attention.core_attention.attention_dropout) == (0.1, 0.1)
 
 
+def test_what_sees_the_mlp_does_not_see_the_residual():
+    """A hook gets one tensor and gives one; what casts inputs in a hook, as FSDP2 does, leaves the residual alone."""
+    plain, seen, cast = (layer("block", perturbed=True, **LLAMA) for _ in range(3))
+    x, sizes = torch.randn(SHAPE), []
+    mlp = seen.layernorm_mlp
+    mlp.register_forward_pre_hook(lambda module, args, more: sizes.append(len(args) + len(more)), with_kwargs=True)
+    mlp.register_forward_hook(lambda module, args, out: sizes.append(out.shape))
+    cast.layernorm_mlp.register_forward_pre_hook(
+        lambda module, args, more: (tuple(a.bfloat16() for a in args), {k: v.bfloat16() for k, v in more.items()}),
+        with_kwargs=True,
+    )
+    with autocast(recipe="block"):
+        assert torch.equal(seen(x), plain(x))
+        out = cast(x)
+    assert sizes == [1, x.shape]
+    assert out.dtype == torch.float32
+
+
 def test_masks_reach_the_core():
     x = torch.randn(SHAPE)
     mask = torch.zeros(2, 1, 1, 7, dtype=torch.bool)
