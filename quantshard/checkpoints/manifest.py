@@ -16,11 +16,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
 
+from quantshard.checkpoints.store import locate
 from quantshard.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -145,7 +146,8 @@ def digest_of(path: Path_) -> tuple[int, str]:
         OSError: it cannot be read.
     """
     digest, length = xxhash.xxh3_128(), 0
-    with open(path, "rb", buffering=0) as file:
+    store, place = locate(path)
+    with store.create_stream(place, "rb") as file:
         while piece := file.read(_AT_ONCE):
             digest.update(piece)
             length += len(piece)
@@ -158,14 +160,15 @@ def read(path: Path_) -> Manifest | None:
     Raises:
         CheckpointError: it cannot be read, is damaged, or of a newer version.
     """
-    file = Path(path) / MANIFEST
+    store, folder = locate(path)
+    file = store.join(folder, MANIFEST)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = store.read(file).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); choose another checkpoint") from error
-    return Manifest.from_json(text, str(file))
+    return Manifest.from_json(text, file)
 
 
 def problems(path: Path_) -> list[str]:
@@ -174,26 +177,27 @@ def problems(path: Path_) -> list[str]:
     A missing file, a wrong length, a wrong checksum, a file that the manifest does not name, a manifest that cannot be
     read. Empty for a checkpoint without a manifest, of which nothing can be said.
     """
-    folder = Path(path)
     try:
-        manifest = read(folder)
+        manifest = read(path)
     except CheckpointError as error:
         return [str(error)]
     if manifest is None:
         return []
-    found = [wrong for name, entry in sorted(manifest.files.items()) if (wrong := _wrong_file(folder, name, entry))]
-    there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
-    unnamed = sorted(there - manifest.files.keys() - {MANIFEST})
-    return found + [f"{folder / name} is not named in {MANIFEST}" for name in unnamed]
+    store, folder = locate(path)
+    found = [wrong for name, entry in sorted(manifest.files.items()) if (wrong := wrong_file(path, name, entry))]
+    unnamed = sorted(set(store.files(folder)) - manifest.files.keys() - {MANIFEST})
+    return found + [f"{store.join(folder, name)} is not named in {MANIFEST}" for name in unnamed]
 
 
-def _wrong_file(folder: Path, name: str, entry: Entry) -> str | None:
-    file = folder / name
-    if not file.is_file():
+def wrong_file(path: Path_, name: str, entry: Entry, contents: bool = True) -> str | None:
+    """What is wrong with one file of the checkpoint in `path`; None if nothing is. `contents`: whether it is read."""
+    store, folder = locate(path)
+    file = store.join(folder, name)
+    if not store.is_file(file):
         return f"{file} is missing"
     try:
-        length = file.stat().st_size
-        if length == entry.bytes:  # else its content says no more
+        length, digest = store.size(file), entry.xxh3_128
+        if contents and length == entry.bytes:  # else its content says no more
             length, digest = digest_of(file)
     except OSError as error:
         return f"{file} cannot be read ({error.strerror})"
