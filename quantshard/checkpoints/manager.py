@@ -265,8 +265,8 @@ class Manager:
                 if problem is None:
                     try:
                         return self._load(candidate, model, optimizer, tuple(wrong))
-                    except io.DamagedError as error:
-                        problem = str(error)
+                    except io.DamagedError as error:  # or a rank is gone, which asking all of them shows
+                        problem = ranks.gathered(str(error))[0]
             wrong[candidate] = problem
             if step is None and ranks.rank() == 0:
                 warnings.warn(f"the checkpoint of step {candidate} is skipped: {problem}", stacklevel=2)
