@@ -7,7 +7,7 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick check format bench clean
+.PHONY: help demo test test-quick drill check format bench clean
 
 help:  ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -23,6 +23,9 @@ test: $(STAMP)  ## Run every test
 
 test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow" -n 2 $(ARGS)
+
+drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types
 	$(BIN)/ruff format --check

@@ -18,6 +18,8 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -400,3 +402,17 @@ def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
         return ()
     assert names is not None
     return axis_groups(root, (axis for axis, name in enumerate(known) if name != names[0]))
+
+
+def fsspec_reader(url: str) -> FsspecReader:
+    """DCP's reader of checkpoints behind a URL. `dcp.load(checkpoint_id=url)` makes one by itself; reading metadata
+    alone does not, and the class has no public name."""
+    return FsspecReader(url)
+
+
+def end_checkpoint_process() -> None:
+    """End the process that `dcp.async_save` keeps for saving, if there is one.
+
+    It lives as long as this one does, and keeps the ranks that it was started with; there is no public way to end it.
+    """
+    _async_process_executor._CHECKPOINT_PROCESS = None  # its destructor asks it to end, and waits

@@ -3,7 +3,8 @@
 One process reads both, one entry at a time: each tensor is put together from its shards as stock DCP does it, then the
 bytes are compared, not the values, so two NaNs are equal if their bits are and 0 differs from -0. Entries that are not
 tensors (an optimizer's groups, the step) are compared by value, their floats by their bits too; they are read without
-running code from the file.
+running code from the file. What each rank had for itself (its random generators) is compared where as many
+ranks wrote both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.errors import CheckpointError
 
@@ -82,7 +84,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     a, b = _Reader(path_a), _Reader(path_b)
     differences: list[Difference] = []
     tensors = others = compared = 0
-    for key in sorted(a.entries.keys() | b.entries.keys()):
+    for key in _compared(a.entries, b.entries):
         if key not in a.entries or key not in b.entries:
             here, there = (path_a, path_b) if key in a.entries else (path_b, path_a)
             differences.append(Difference(key, f"only in {here}, not in {there}"))
@@ -103,6 +105,14 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
             found = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
         differences += [] if found is None else [found]
     return Comparison(str(path_a), str(path_b), tuple(differences), tensors, others, compared)
+
+
+def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The keys of either, without those of single ranks where other ranks wrote the other."""
+    keys = sorted(a.keys() | b.keys())
+    if rank_state.writers(a) == rank_state.writers(b):
+        return keys
+    return [key for key in keys if not key.startswith(f"{rank_state.RANKS}.")]
 
 
 # Reading

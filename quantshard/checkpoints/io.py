@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,48 +18,90 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from quantshard import components, limits
+from quantshard.checkpoints import commit, ranks
+from quantshard.checkpoints.commit import METADATA_FILE, CommitWriter, is_complete
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.errors import CheckpointError, UnsupportedOperationError
 
-METADATA_FILE = ".metadata"
 EXTRA = "extra"
 
 Path_ = str | os.PathLike[str]
 
 
-def is_complete(path: Path_) -> bool:
-    """True if the checkpoint was written to its end: DCP writes its metadata last."""
-    return (Path(path) / METADATA_FILE).is_file()
+class DamagedError(CheckpointError):
+    """The files of a checkpoint cannot be read, whatever the model."""
 
 
 def save(
     path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint to a new directory. A collective call.
+    """Write a checkpoint to a new directory, wholly or not at all. A collective call.
+
+    It is written beside the directory, under a hidden name, and renamed when it is durable; where a URL leads to a
+    store that cannot do so, in place, with `manifest.json` last.
 
     Args:
-        path: the directory; it may exist if the checkpoint in it is not complete.
+        path: the directory, or a URL that fsspec knows; it may exist if it holds an incomplete checkpoint or nothing.
         model, optimizer: what to save.
         extra: a few more entries, e.g. the step: tensors, numbers or strings, equal on all ranks.
 
     Raises:
-        CheckpointError: the directory holds a complete checkpoint, or cannot be written.
+        CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
+            every rank.
         ConfigurationError: the pieces of a parameter are not where PyTorch would save them.
         UnsupportedOperationError: experts are spread over ranks.
     """
+    state = state_of(model, optimizer, extra)
+    target = commit.begin(path)
+    writer = CommitWriter(target, facts_of(model, extra or {}))
+    try:
+        write(state, writer)
+    except CheckpointError:
+        if ranks.rank() == 0:
+            commit.abandon(target)
+        raise
+
+
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What is saved: two trees and the caller's entries, as the plain idiom has them; the tensors are the live ones.
+
+    Raises:
+        ConfigurationError, UnsupportedOperationError: as `save` does.
+    """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    if is_complete(path):
-        raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
-    _wait_for_all()  # no rank may find the metadata that a faster one has just written
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), EXTRA: dict(extra or {})}
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), EXTRA: dict(extra or {})}
+
+
+def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest says of the run: a parameter's largest mesh, and `step` and `recipe` of the extra entries."""
+    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    step, recipe = extra.get("step"), extra.get("recipe")
+    names = () if mesh is None else mesh.mesh_dim_names or [f"axis {dim}" for dim in range(mesh.ndim)]
+    return {
+        "step": step if type(step) is int else None,
+        "recipe": recipe if isinstance(recipe, str) else None,
+        "mesh": None if mesh is None else dict(zip(names, mesh.shape, strict=True)),
+    }
+
+
+def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup | None = None) -> None:
+    """Write and commit a checkpoint now. A collective call of the group, or of all ranks.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
     try:
-        with _quiet():
-            dcp.save(state, checkpoint_id=path)
+        with quiet():
+            dcp.save(state, storage_writer=writer, process_group=group)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{path} could not be written: {_first_failure(error)}") from error
+        raise CheckpointError(f"{writer.target.path} could not be written: {commit.reason(error)}") from error
 
 
 def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -99,6 +140,18 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     return dict(state[EXTRA])
+
+
+def read_tensors(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Entries of a checkpoint that are plain tensors, whole and on the CPU; each rank reads for itself.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    state: dict[str, Any] = {key: _placeholder(metadata.state_dict_metadata[key]) for key in keys}
+    if state:
+        _read(path, state, no_dist=True)
+    return state
 
 
 def _check_numbers(model: nn.Module) -> None:
@@ -162,22 +215,15 @@ def _is_tag(key: str, stored: Any) -> bool:
 
 def _read(path: Path_, state: dict[str, Any], no_dist: bool = False) -> None:
     try:
-        with _quiet():
+        with quiet():
             dcp.load(state, checkpoint_id=path, no_dist=no_dist)
     except (CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or incomplete: {_first_failure(error)}; restore its files or choose another checkpoint"
+        raise DamagedError(
+            f"{path} is damaged or incomplete: {commit.reason(error)}; restore its files or choose another checkpoint"
         ) from error
 
 
-def _first_failure(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
-
-
-class _quiet(warnings.catch_warnings):
+class quiet(warnings.catch_warnings):
     """Without DCP's remarks on running in a single process, which is intended here."""
 
     def __enter__(self) -> Any:
@@ -185,8 +231,3 @@ class _quiet(warnings.catch_warnings):
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
         warnings.filterwarnings("ignore", category=FutureWarning)
         return result
-
-
-def _wait_for_all() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from quantshard.checkpoints import store
 from quantshard.errors import CheckpointError
 
 
@@ -17,7 +17,7 @@ def read_metadata(path: str | os.PathLike[str]) -> Metadata:
         CheckpointError: there is none, or it cannot be read.
     """
     try:
-        return FileSystemReader(path).read_metadata()
+        return store.reader(path).read_metadata()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: it has no .metadata, which is written last; choose another"

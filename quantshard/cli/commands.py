@@ -74,6 +74,11 @@ def resume(
         str | None, typer.Option(help="go on with another mesh, as in train. Default: as before, or all in dp_shard")
     ] = None,
     dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="copies of the model (HSDP) instead")] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="K", help="newest checkpoints that are kept instead")] = None,
+    keep_every: Annotated[int | None, typer.Option(metavar="N", help="checkpoints that are kept too instead")] = None,
+    async_save: Annotated[
+        bool | None, typer.Option(help="save in the background or not. Default: as before", show_default=False)
+    ] = None,
     deterministic: Annotated[
         bool | None, typer.Option(help="turn deterministic mode on or off. Default: as before", show_default=False)
     ] = None,
@@ -87,7 +92,8 @@ def resume(
     """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""
     folder = RunDir(run)
     given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
-    given["deterministic"] = deterministic
+    given |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
+    given["async_save"] = async_save
     if data_:
         given["data"] = [str(Path(path).absolute()) for path in data_]
     overrides = {name: value for name, value in given.items() if value is not None}

@@ -88,6 +88,9 @@ class Settings:
     exp_avg_sq_dtype: str = _setting("float32", "Precision", "Adam's second moment: float32 or fp8")
 
     save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end")
+    keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all")
+    keep_every: int = _setting(0, "Running", "keep checkpoints of steps that this divides too, where keep_last is set")
+    async_save: bool = _setting(False, "Running", "save in the background, from a copy of the state in memory")
     eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end")
     log_every: int = _setting(1, "Running", "steps between printed lines")
     sample_bytes: int = _setting(0, "Running", "print a generated text of this length when training starts and ends")
@@ -235,6 +238,7 @@ _LEAST: dict[str, float] = {
     **dict.fromkeys(("hidden", "layers", "heads", "steps", "global_batch", "micro_batches", "log_every"), 1),
     **dict.fromkeys(("eval_sequences", "dp_replicate"), 1),
     **dict.fromkeys(("kv_heads", "ffn", "warmup", "decay_steps", "save_every", "eval_every", "sample_bytes"), 0),
+    **dict.fromkeys(("keep_last", "keep_every"), 0),
     **dict.fromkeys(("threads", "weight_decay", "clip", "lr_floor", "seed"), 0),
     "seq_length": 2,
 }

@@ -4,12 +4,12 @@
     metrics.jsonl             one JSON object a step
     starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force
     samples.jsonl             generated texts, if they were asked for
-    checkpoints/step-000050   after 50 steps; complete when DCP's metadata, written last, is there
+    checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
     logs/rank-1.txt           the traceback of a process that failed
 
 Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a
-folder. What a run has written is not overwritten: files are replaced in one move, and only checkpoints that were never
-completed are removed, when their step is saved again.
+folder. What a run has written is not overwritten: files are replaced in one move. Of checkpoints only those are removed
+that the settings give up, and those that were never completed or are damaged, when their step is saved again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -45,6 +44,7 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.starts = path / "starts.jsonl"
         self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
 
     # Configuration ---------------------------------------------------------------------------------------------------
 
@@ -92,12 +92,12 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint after a step."""
-        return self.path / "checkpoints" / f"step-{step:0{_STEP_DIGITS}d}"
+        return self.checkpoints / f"step-{step:0{_STEP_DIGITS}d}"
 
     def saved_steps(self) -> tuple[list[int], list[int]]:
         """Steps with a complete checkpoint, and steps whose checkpoint was not completed, both ascending."""
         found = []
-        for path in (self.path / "checkpoints").glob("step-*"):
+        for path in self.checkpoints.glob("step-*"):
             digits = path.name.removeprefix("step-")
             if digits.isdecimal():
                 found.append(int(digits))
@@ -117,14 +117,6 @@ class RunDir:
                 f"{self.config} --run ANOTHER`"
             )
         return complete[-1], [step for step in incomplete if step > complete[-1]]
-
-    def remove_incomplete(self, step: int) -> bool:
-        """Remove a checkpoint of this step that was not completed; True if there was one."""
-        path = self.checkpoint(step)
-        if not path.exists() or checkpoints.is_complete(path):
-            return False
-        shutil.rmtree(path)
-        return True
 
     # Records ---------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -150,33 +151,48 @@ class Trainer:
 
     # The run ---------------------------------------------------------------------------------------------------------
 
-    def load(self, step: int) -> None:
-        """Load the checkpoint of a step.
+    @cached_property
+    def manager(self) -> checkpoints.Manager:
+        """The run's checkpoints, which this run owns from the first use on. A collective call."""
+        return checkpoints.Manager(
+            self.run.checkpoints,
+            keep_last=self.settings.keep_last or None,
+            keep_every=self.settings.keep_every,
+            async_="thread" if self.settings.async_save else None,
+        )
+
+    def restore(self, step: int | None = None) -> checkpoints.Restored:
+        """Load the last good checkpoint of the run, or that of a step.
 
         Raises:
-            CheckpointError: it is damaged or does not fit.
+            CheckpointError: none is good, or it does not fit.
         """
-        path = self.run.checkpoint(step)
-        try:
-            extra = checkpoints.load(path, self.model, self.optimizer)
-        except CheckpointError as error:
-            earlier = [other for other in self.run.saved_steps()[0] if other < step]
-            way_out = f" (without it, the run would go on from step {earlier[-1]})" if earlier else ""
-            raise CheckpointError(f"{error}{way_out}") from error
-        if int(extra["step"]) != step:
-            raise CheckpointError(f"{path} was saved after step {int(extra['step'])}, not {step}; restore its name")
+        restored = self.manager.restore(self.model, self.optimizer, step)
+        if restored is None:
+            raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
+        if int(restored.extra["step"]) != restored.step:
+            raise CheckpointError(
+                f"{restored.path} was saved after step {int(restored.extra['step'])}, not {restored.step}; restore its "
+                "name"
+            )
+        return restored
 
     def save(self, step: int) -> None:
-        """Save a checkpoint into the run, in place of one that was not completed."""
-        if self.place.rank == 0 and self.run.remove_incomplete(step):
-            self.progress.note(f"removed the incomplete checkpoint {self.run.checkpoint(step)}")
-        dist.barrier()
-        self.save_to(self.run.checkpoint(step), step)
+        """Save a checkpoint into the run, and show what it cost."""
+        report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
+        beside = ", written in the background" if self.settings.async_save else ""
+        self.progress.note(
+            f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
+            f"{report.held_seconds:.2f} s{beside}"
+        )
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds besides the model and the optimizer."""
+        return {"step": step, "seed": self.settings.seed, "recipe": self.settings.recipe}
 
     def save_to(self, path: Path, step: int) -> None:
         """Save a checkpoint anywhere."""
-        extra = {"step": step, "seed": self.settings.seed, "recipe": self.settings.recipe}
-        checkpoints.save(path, self.model, self.optimizer, extra)
+        checkpoints.save(path, self.model, self.optimizer, self.extra(step))
 
     def train(self, done: int) -> None:
         """Train from the step after `done` to the last, saving and evaluating as the settings say."""
@@ -196,6 +212,7 @@ class Trainer:
                     saved = step
                 if stop:
                     break
+        self.manager.wait()
         if saved < settings.steps:
             self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from os import _exit as end_at_once
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from quantshard.checkpoints import Restored
 from quantshard.cli import data, environment, launch
 from quantshard.cli.config import Settings, from_mapping
 from quantshard.cli.mesh import Axes
@@ -47,17 +50,16 @@ class Order:
 
 @dataclass(frozen=True)
 class Task:
-    """What rank 0 found out for all: the settings, how the run was started, its data, and the step to go on from.
+    """What rank 0 found out for all: the settings, how the run was started, and its data.
 
-    `skipped`: later steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
+    `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
     processes.
     """
 
     settings: Settings
     launched: dict[str, Any]
     corpus: dict[str, Any]
-    done: int = 0
-    skipped: tuple[int, ...] = ()
+    incomplete: tuple[int, ...] = ()
     left: str = ""
 
 
@@ -147,47 +149,51 @@ def work(run: RunDir, order: Order) -> None:
     task = _from_rank_0(lambda: _read(run, order, place), place)
     if place.device.type == "cpu":
         torch.set_num_threads(task.launched["threads"])
+    random.seed(task.settings.seed)
+    np.random.seed(task.settings.seed % 2**32)
     trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop)
-    if task.done:
-        trainer.load(task.done)
-    if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
-        run.write_config(task.settings, task.launched, task.corpus)
-        run.forget_after(task.done)
-    _record_start(run, task, place, trainer)
-    table = explain(trainer.model, trainer.optimizer)
-    _announce(run, task, place, trainer, str(table))
-    if order.copy_to:
-        trainer.save_to(Path(order.copy_to), task.done)
-        trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
-    trainer.train(task.done)
+    with trainer.manager:
+        restored = trainer.restore() if order.resume else None
+        done = 0 if restored is None else restored.step
+        if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
+            run.write_config(task.settings, task.launched, task.corpus)
+            run.forget_after(done)
+        _record_start(run, task, place, trainer, done)
+        table = explain(trainer.model, trainer.optimizer)
+        _announce(run, task, place, trainer, str(table), restored)
+        if order.copy_to:
+            trainer.save_to(Path(order.copy_to), done)
+            trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
+        trainer.train(done)
 
 
-def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer) -> None:
+def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, done: int) -> None:
     """Note what decides the bits from here on, and warn if it is not what did before."""
     if place.rank:
         return
     now = environment.found(task.settings, place.device)
-    before = run.last_start() if task.done else None
+    before = run.last_start() if done else None
     if before and (changes := environment.differences(before["environment"], now)):
         trainer.progress.note(
             "WARNING: from here on losses may differ from those of the run without a stop, because "
             f"{'; '.join(changes)} (starts.jsonl has both)"
         )
-    start = {"step": task.done, "processes": place.ranks, "mesh": str(trainer.axes), "environment": now}
+    start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "environment": now}
     run.append(run.starts, start)
 
 
-def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: str) -> None:
+def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: str, restored: Restored | None) -> None:
     note = trainer.progress.note
     note(table)
     note(describe(task.settings, task.corpus, place))
-    for step in task.skipped:
+    done = 0 if restored is None else restored.step
+    for step in (step for step in task.incomplete if step > done):
         note(f"skipped the incomplete checkpoint {run.checkpoint(step)}; it is written anew when its step is reached")
     if task.left:
         now = task.settings.axes(place.ranks)
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
-    if task.done:
-        note(f"resumed after step {task.done}, from {run.checkpoint(task.done)}")
+    if restored is not None:
+        note(f"resumed after step {done}, from {restored.path}")
 
 
 def _read(run: RunDir, order: Order, place: Place) -> Task:
@@ -204,11 +210,11 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     started = how_started(settings, place.ranks)
     if not settings.threads and launched["processes"] == place.ranks:
         started["threads"] = launched["threads"]  # the order of sums depends on them
-    done, skipped = run.last_complete()
+    run.last_complete()  # says what to do if there is none
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
-    return Task(settings, started, corpus, done, tuple(skipped), left)
+    return Task(settings, started, corpus, tuple(run.saved_steps()[1]), left)
 
 
 def _join(wanted: str) -> Place:

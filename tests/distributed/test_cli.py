@@ -137,7 +137,8 @@ def test_run_leaves_its_records(uninterrupted):
     assert metrics(uninterrupted)[0]["loss"] > record["loss"]
     samples = [json.loads(line) for line in (uninterrupted / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 6] and all(sample["text"] for sample in samples)
-    assert [p.name for p in sorted((uninterrupted / "checkpoints").iterdir())] == [f"step-00000{n}" for n in (2, 4, 6)]
+    names = [path.name for path in sorted((uninterrupted / "checkpoints").iterdir())]
+    assert names == [".lock", "step-000002", "step-000004", "step-000006"]
 
 
 def in_one_go(folder, whole, steps):
@@ -247,9 +248,16 @@ def test_damaged_checkpoint(uninterrupted, tmp_path):
     file = run / "checkpoints" / "step-000006" / "__1_0.distcp"
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
+    result = quantshard("resume", run, "--steps", 6, "--keep-last", 2)
+    assert result.returncode == 0 and "resumed after step 4" in result.stdout, result.stderr
+    assert losses(run) == losses(uninterrupted)
+    assert compare(run / "checkpoints" / "step-000006", uninterrupted / "checkpoints" / "step-000006").equal
+    assert RunDir(run).saved_steps() == ([4, 6], [])
+    for step in (4, 6):
+        next((run / "checkpoints" / f"step-{step:06d}").glob("*.distcp")).unlink()
     before = content(run)
     result = quantshard("resume", run, "--steps", 8)
-    one_line(result, r"step-000006 is damaged .* would go on from step 4")
+    one_line(result, r"has no checkpoint to go on from: .*distcp is missing; .*distcp is missing")
     assert content(run) == before
 
 
@@ -258,8 +266,8 @@ def refusal(folder, changes):
     settings, _, corpus = run.read_config()
     place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(replace(settings, **changes), from_table(corpus), run, place, StopFlag())
-    with pytest.raises(CheckpointError) as caught:
-        trainer.load(6)
+    with trainer.manager, pytest.raises(CheckpointError) as caught:
+        trainer.restore()
     return str(caught.value)
 
 
@@ -350,7 +358,8 @@ def born_and_resumed(folder, born, mesh):
     trainer.save_to(Path(born), 0)
     if mesh != MESH:
         return []
-    trainer.load(2)
+    with trainer.manager:
+        trainer.restore(2)
     return [[*trainer.step(step)[:2], trainer.evaluate() if step == 4 else None] for step in (3, 4)]
 
 

@@ -1,0 +1,373 @@
+"""Managing a run's checkpoints: saved whole, in the background or not, verified, restored, and retired.
+
+A directory holds `step-000050` after 50 steps, and so on; one run writes there at a time. What is guaranteed, and of
+what it is made: docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
+
+from quantshard import private_torch
+from quantshard.amax import world
+from quantshard.checkpoints import commit, io, manifest, rank_state, ranks
+from quantshard.checkpoints.commit import CommitWriter, Target
+from quantshard.checkpoints.manifest import MANIFEST
+from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
+from quantshard.checkpoints.store import Path_, locate
+from quantshard.errors import CheckpointError, ConfigurationError
+
+_NAME = re.compile(r"step-(\d{6,})")
+MODES = (None, "thread", "process")
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save cost this rank.
+
+    `bytes`: of the tensors that it holds. `held_seconds`: for how long training stood still; `background_seconds`: how
+    long the save then took beside it, None while it runs.
+    """
+
+    step: int
+    path: str
+    bytes: int
+    held_seconds: float
+    background_seconds: float | None = 0.0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` loaded: the step, the caller's `extra` entries, and the names in `state` that were left alone.
+
+    `skipped`: later steps whose checkpoint is damaged.
+    """
+
+    step: int
+    path: str
+    extra: dict[str, Any]
+    left: tuple[str, ...] = ()
+    skipped: tuple[int, ...] = ()
+
+
+@dataclass
+class _Pending:
+    """A save in the background."""
+
+    report: SaveReport
+    target: Target
+    future: Future[Any]
+    began: float
+    ended: float = 0.0
+
+
+class Manager:
+    """The checkpoints of one run in one directory. Making one is a collective call; so are save, restore and wait.
+
+    Args:
+        directory: a path, or a URL that fsspec knows. It is made if it is not there.
+        keep_last: how many of the newest checkpoints are kept; None for all. The last good one is never removed, nor
+            one that is being read.
+        keep_every: checkpoints of steps that this divides are kept as well; 0 for none.
+        async_: None to save while training waits; "thread" or "process" to save beside it, from a copy of the state in
+            memory (pinned where there is a GPU, and kept for the next save).
+        state: objects with `state_dict` and `load_state_dict` that each rank saves its own of: the order of the data, a
+            schedule. Random generators (torch's on CPU and GPU, Python's, NumPy's) are saved with them.
+        read_only: for a process that only looks and restores, beside the run that writes.
+
+    Raises:
+        CheckpointError: another run writes there, or the directory cannot be made; the same on every rank.
+        ConfigurationError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        directory: Path_,
+        *,
+        keep_last: int | None = None,
+        keep_every: int = 0,
+        async_: str | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        if (keep_last is not None and keep_last < 1) or keep_every < 0:
+            raise ConfigurationError(f"keep_last = {keep_last} and keep_every = {keep_every} must be 1 and 0 or more")
+        if async_ not in MODES:
+            raise ConfigurationError(f'async_ = {async_!r}: choose one of: None, "thread", "process"')
+        if async_ == "process" and world() is None:
+            raise ConfigurationError('async_ = "process" needs a process group; take "thread" in a single process')
+        self.directory, self.keep_last, self.keep_every, self.async_ = directory, keep_last, keep_every, async_
+        self.state = rank_state.with_generators(state or {})
+        self._store, self._folder = locate(directory)
+        self._owner: Ownership | None = None
+        self._pending: _Pending | None = None
+        self._restored: int | None = None
+        if not read_only:
+            ranks.from_rank0(self._own)
+        self._read_only = read_only
+        self._group = dist.new_group(backend="gloo") if async_ and world() is not None else None
+        self._stager = _stager(async_) if async_ else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if async_ == "thread" else None
+
+    def _own(self) -> None:
+        self._owner = Ownership(self._store, self._folder)
+
+    # Looking ---------------------------------------------------------------------------------------------------------
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be."""
+        return self._store.join(self._folder, f"step-{step:06d}")
+
+    def steps(self) -> list[int]:
+        """The steps with a complete checkpoint, ascending, as this process sees them now. Not a collective call."""
+        mark = commit.METADATA_FILE if self._store.renames else MANIFEST
+        named = [int(found[1]) for name in self._store.names(self._folder) if (found := _NAME.fullmatch(name))]
+        return [step for step in sorted(named) if self._store.is_file(self._store.join(self.path(step), mark))]
+
+    def latest(self) -> int | None:
+        """The last step with a complete checkpoint, as this process sees it now. Not a collective call."""
+        return max(self.steps(), default=None)
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
+    ) -> SaveReport:
+        """Save a checkpoint of the state as it is now. A collective call.
+
+        A save that still runs is waited for first: there are never two. In the background, this one goes on after the
+        call; that it failed is raised by the next `save` or `wait`.
+
+        Raises:
+            CheckpointError: the step is saved already (unless the run went back behind it by `restore`), or cannot be
+                written; the same on every rank, and what was saved before is as it was.
+        """
+        if self._read_only:
+            raise ConfigurationError(f"this Manager of {self.directory} is read_only, so it cannot save")
+        began = time.perf_counter()
+        self.wait()
+        state = io.state_of(model, optimizer, extra)
+        state[rank_state.RANKS] = rank_state.entries(self.state)
+        target = ranks.from_rank0(lambda: self._prepare(step))
+        writer = CommitWriter(target, {**io.facts_of(model, extra or {}), "step": step})
+        report = SaveReport(step, target.path, _held_bytes(state), 0.0)
+        if self.async_ is None:
+            with _abandoned_if_it_fails(target):
+                io.write(state, writer)
+            ranks.from_rank0(lambda: self._retire(step))
+            return replace(report, held_seconds=time.perf_counter() - began)
+        future = self._start(state, writer)
+        now = time.perf_counter()
+        report = replace(report, held_seconds=now - began, background_seconds=None)
+        pending = self._pending = _Pending(report, target, future, now)
+        future.add_done_callback(lambda _: setattr(pending, "ended", time.perf_counter()))
+        return report
+
+    def _prepare(self, step: int) -> Target:
+        assert self._owner is not None
+        self._owner.check()
+        commit.clean(self._folder)
+        left_behind = self._restored is not None and step > self._restored
+        return commit.prepare(self.path(step), replace=left_behind)
+
+    def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
+        """Copy the state, and begin to write the copy."""
+        assert self._stager is not None
+        if self._thread is not None:
+            staged: Any = self._stager.stage(state)
+            return self._thread.submit(io.write, staged, writer, self._group)
+        saving = dcp.async_save(
+            state,
+            storage_writer=writer,
+            async_stager=self._stager,
+            process_group=self._group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        assert isinstance(saving, Future)
+        return saving
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save in the background, if there is one, and say what it cost. A collective call.
+
+        Raises:
+            CheckpointError: it failed on some rank; the same on every rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        error = pending.future.exception()
+        path, step = pending.report.path, pending.report.step
+        with _abandoned_if_it_fails(pending.target):
+            ranks.raise_alike(None if error is None else _said_of(path, error))
+        ranks.from_rank0(lambda: self._retire(step))
+        return replace(pending.report, background_seconds=pending.ended - pending.began)
+
+    def _retire(self, last: int) -> None:
+        """Remove the checkpoints that need not be kept. Later steps than the last saved are not counted."""
+        if self.keep_last is None:
+            return
+        good = [step for step in self.steps() if step <= last and (step == last or self._has_all_files(step))]
+        kept = {*good[-self.keep_last :], *(step for step in good if self.keep_every and step % self.keep_every == 0)}
+        for step in good:
+            if step not in kept and not is_being_read(self._store, self._store.join(self.path(step), MANIFEST)):
+                try:
+                    commit.remove(self.path(step))
+                except OSError as error:
+                    warnings.warn(f"{self.path(step)} could not be removed: {error.strerror}", stacklevel=4)
+
+    def _has_all_files(self, step: int) -> bool:
+        return not self._problems(step, contents=False)
+
+    # Restoring -------------------------------------------------------------------------------------------------------
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None
+    ) -> Restored | None:
+        """Load the last good checkpoint, or that of a step, after its checksums are verified. A collective call.
+
+        All ranks load the same one. Each verifies a part of its files; a damaged checkpoint is skipped with a warning
+        that names the file, and the one before is taken. One without a manifest, of plain `dcp.save`, is loaded as is.
+
+        Returns:
+            None if the directory holds no complete checkpoint, and no step was asked for.
+
+        Raises:
+            CheckpointError: the step's checkpoint, or every one, is missing or damaged, or it is of another model or
+                recipe; the same on every rank.
+        """
+        self.wait()
+        steps = ranks.from_rank0(self.steps)
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"{self.path(step)} is not a complete checkpoint; there are those of {steps or 'none'}"
+            )
+        wrong: dict[int, str] = {}
+        for candidate in reversed(steps) if step is None else [step]:
+            with being_read(self._store, self._store.join(self.path(candidate), MANIFEST)):
+                problem = self._verify(candidate)
+                if problem is None:
+                    try:
+                        return self._load(candidate, model, optimizer, tuple(wrong))
+                    except io.DamagedError as error:  # or a rank is gone, which asking all of them shows
+                        problem = ranks.gathered(str(error))[0]
+            wrong[candidate] = problem
+            if step is None and ranks.rank() == 0:
+                warnings.warn(f"the checkpoint of step {candidate} is skipped: {problem}", stacklevel=2)
+        if not wrong:
+            return None
+        raise CheckpointError(
+            f"{self.directory} has no checkpoint to go on from: {'; '.join(wrong.values())}"
+            if step is None
+            else f"{wrong[step]}; choose another step of {[other for other in steps if other != step] or 'none'}"
+        )
+
+    def _verify(self, step: int) -> str | None:
+        """The first thing that is wrong with a checkpoint, on any rank; each reads a part of the files."""
+        found = ranks.gathered(next(iter(self._problems(step, contents=True)), None))
+        return next((problem for problem in found if problem is not None), None)
+
+    def _problems(self, step: int, contents: bool) -> list[str]:
+        """What is wrong with this rank's part of a checkpoint's files; without `contents`, with the length of any."""
+        path = self.path(step)
+        part = slice(ranks.rank(), None, ranks.count()) if contents else slice(None)
+        try:
+            described = manifest.read(path)
+            if described is None:  # nothing else is known of it
+                read_metadata(path)
+                return []
+        except CheckpointError as error:
+            return [str(error)]
+        entries = sorted(described.files.items())[part]
+        checked = (manifest.wrong_file(path, name, entry, contents) for name, entry in entries)
+        return [problem for problem in checked if problem is not None]
+
+    def _load(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, skipped: tuple[int, ...]
+    ) -> Restored:
+        path = self.path(step)
+        extra = io.load(path, model, optimizer)
+        metadata = read_metadata(path)
+        writers = rank_state.writers(metadata.state_dict_metadata)
+        values = io.read_tensors(path, metadata, rank_state.wanted(metadata.state_dict_metadata))
+        left = rank_state.load(self.state, values, writers)
+        self._restored = step
+        return Restored(step, path, extra, tuple(left), skipped)
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the directory, and of what saving in the background takes. Waits for no save."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+        if self._stager is not None and self._pending is None:
+            self._stager.close()
+        if self.async_ == "process" and self._pending is None:
+            private_torch.end_checkpoint_process()
+        if self._owner is not None:
+            self._owner.release()
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the last save, unless an error ends the run: then other ranks may not come to it."""
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self.close()
+
+
+@contextmanager
+def _abandoned_if_it_fails(target: Target) -> Iterator[None]:
+    """Rank 0 removes what a failed save wrote; no rank writes any more when all have learned of it."""
+    try:
+        yield
+    except CheckpointError:
+        if ranks.rank() == 0:
+            commit.abandon(target)
+        raise
+
+
+def _said_of(path: str, error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{path} could not be written: {commit.reason(error)}"
+
+
+def _stager(mode: str) -> DefaultStager:
+    """It has copied all when it returns: the state is that of the call."""
+    gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=gpu,
+            use_shared_memory=mode == "process",
+            use_async_staging=False,
+            use_non_blocking_copy=gpu,
+        )
+    )
+
+
+def _held_bytes(state: Any) -> int:
+    if isinstance(state, Mapping):
+        return sum(_held_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(_held_bytes(value) for value in state)
+    return private_torch.local_tensor(state).nbytes if isinstance(state, Tensor) else 0

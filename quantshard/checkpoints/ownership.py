@@ -1,0 +1,125 @@
+"""One run at a time writes into a directory: by a lock, or by a file that names its owner.
+
+A lock is held until the process ends, however it ends. A store without locks cannot tell whether an owner is alive:
+there the newest run owns the directory, and an older one that is still there finds out when it next saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quantshard.checkpoints.store import LocalStore, Store
+from quantshard.errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
+
+LOCK_FILE = ".lock"
+OWNER_FILE = "owner.json"
+LOCK_SECONDS = 5.0
+"""How long a run that is ending is waited for."""
+
+
+class Ownership:
+    """Of a directory, from construction to `release`, or to the end of the process.
+
+    Raises:
+        CheckpointError: another run has it.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.store, self.folder = store, folder
+        self.token = secrets.token_hex(8)
+        store.mkdir(folder)
+        handle = _locked(folder) if isinstance(store, LocalStore) else None
+        self._close = None if handle is None else weakref.finalize(self, os.close, handle)
+        if not store.renames:
+            owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())}
+            store.write(store.join(folder, OWNER_FILE), json.dumps(owner).encode())
+
+    def release(self) -> None:
+        """Let another run have it."""
+        if self._close is not None:
+            self._close()
+
+    def check(self) -> None:
+        """See that the directory is still ours.
+
+        Raises:
+            CheckpointError: a newer run has taken it.
+        """
+        if self.store.renames:
+            return
+        file = self.store.join(self.folder, OWNER_FILE)
+        try:
+            owner = json.loads(self.store.read(file))
+        except (OSError, ValueError):
+            owner = {}
+        if owner.get("token") != self.token:
+            raise CheckpointError(
+                f"{self.folder} is in use by another run, which was started later (on {owner.get('host')}, process "
+                f"{owner.get('pid')}); stop one of them, or give each a directory of its own"
+            )
+
+
+def _locked(folder: str) -> int | None:
+    """The handle of the folder's lock; None where the file system has no locks."""
+    if sys.platform == "win32":
+        return None
+    handle = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise CheckpointError(
+                    f"{folder} is in use by another run; stop that one, or give each a directory of its own"
+                ) from None
+            time.sleep(0.1)
+        except OSError:  # as on some network file systems
+            os.close(handle)
+            return None
+
+
+@contextmanager
+def being_read(store: Store, file: str) -> Iterator[None]:
+    """Tell others, while the context lasts, that a checkpoint is read: `file` is one of its files."""
+    if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
+        yield
+        return
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_being_read(store: Store, file: str) -> bool:
+    """True if some process on this file system reads the checkpoint that `file` is of; False where nobody can tell."""
+    if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
+        return False
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)

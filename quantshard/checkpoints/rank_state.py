@@ -1,0 +1,125 @@
+"""What each rank has for itself: random generators, and the caller's objects, as plain tensors.
+
+Each is one uint8 tensor under `ranks.RANK.NAME`, a file of torch.save that is read with `weights_only`: "random" for
+the generators, and the caller's names for what has `state_dict` and `load_state_dict` (the order of the data, a
+schedule).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from quantshard.checkpoints import ranks
+from quantshard.errors import CheckpointError, ConfigurationError
+
+RANKS = "ranks"
+RANDOM = "random"
+
+
+class Generators:
+    """The random generators of this process: torch's on the CPU and on its GPU, Python's and NumPy's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each, in plain types."""
+        name, keys, *rest = np.random.get_state(legacy=True)
+        state = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": (str(name), [int(key) for key in keys], *(x.item() if hasattr(x, "item") else x for x in rest)),
+        }
+        return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set each to its state; one that is not there is left as it is."""
+        torch.set_rng_state(state_dict["torch"])
+        random.setstate(state_dict["python"])
+        name, keys, *rest = state_dict["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"])
+
+
+def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
+    """The caller's objects and the generators, by name.
+
+    Raises:
+        ConfigurationError: a name cannot be part of a key, or an object has no state_dict.
+    """
+    for name, value in objects.items():
+        if not name.isidentifier() or name == RANDOM:
+            raise ConfigurationError(f"state: {name!r} cannot be the name of an entry; take an identifier that is free")
+        if not isinstance(value, Stateful):
+            raise ConfigurationError(f"state: {name!r} is a {type(value).__name__}, which has no state_dict to save")
+    return {RANDOM: Generators(), **objects}
+
+
+def entries(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
+    """This rank's entries, below `ranks`.
+
+    Raises:
+        CheckpointError: a state needs code to be read.
+    """
+    return {str(ranks.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
+
+
+def writers(stored: Iterable[str]) -> int:
+    """How many ranks wrote entries of their own, by the keys of a checkpoint."""
+    return len(_by_rank(stored))
+
+
+def wanted(stored: Iterable[str]) -> list[str]:
+    """Of the keys of a checkpoint, those that this rank needs: its own, or, if as many ranks did not write it, all."""
+    found = _by_rank(stored)
+    if len(found) == ranks.count():
+        return list(found.get(str(ranks.rank()), {}).values())
+    return [key for keys in found.values() for key in keys.values()]
+
+
+def load(objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_by: int) -> list[str]:
+    """Load what was `wanted`; the names of the objects that were left as they are.
+
+    Where another number of ranks wrote it, what was equal on all of them is loaded on all; the rest belongs to nobody.
+    Nor do the generators of a single rank, which would make all alike.
+    """
+    found, left = _by_rank(values), []
+    nobodys = {RANDOM} if written_by == 1 and ranks.count() > 1 else set()
+    for name, value in objects.items():
+        held = [values[keys[name]] for keys in found.values() if name in keys and name not in nobodys]
+        if not held or not all(torch.equal(held[0], other) for other in held):
+            left.append(name)
+            continue
+        value.load_state_dict(torch.load(io.BytesIO(held[0].numpy().tobytes()), weights_only=True))
+    return left
+
+
+def _by_rank(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """{rank: {name: key}}."""
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        head, _, rest = key.partition(".")
+        rank, _, name = rest.partition(".")
+        if head == RANKS and rank.isdecimal() and name:
+            found.setdefault(rank, {})[name] = key
+    return found
+
+
+def _packed(name: str, state: Any) -> Tensor:
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state of {name!r} cannot be saved as plain data ({str(error).splitlines()[0]}); let its state_dict "
+            "return numbers, strings, tensors, lists and dicts"
+        ) from error
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)

@@ -1,0 +1,57 @@
+"""What one rank finds out and all must know: values and errors that are the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from quantshard import amax
+from quantshard.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """This process's rank; 0 where there is no process group."""
+    return 0 if amax.world() is None else dist.get_rank()
+
+
+def count() -> int:
+    """How many ranks there are; 1 where there is no process group."""
+    return 1 if amax.world() is None else dist.get_world_size()
+
+
+def gathered(value: T) -> list[T]:
+    """Every rank's value, by rank. A collective call."""
+    found = [value] * count()
+    if amax.world() is not None:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def from_rank0(find: Callable[[], T]) -> T:
+    """What `find` returns on rank 0, on all ranks. A collective call.
+
+    Raises:
+        CheckpointError: on every rank, if it or an OSError was raised there.
+    """
+    sent: list[object] = [None, None]
+    if rank() == 0:
+        try:
+            sent = [find(), None]
+        except (CheckpointError, OSError) as error:
+            sent = [None, str(error)]
+    if amax.world() is not None:
+        dist.broadcast_object_list(sent, src=0)
+    if sent[1] is not None:
+        raise CheckpointError(str(sent[1]))
+    return sent[0]  # type: ignore[return-value]
+
+
+def raise_alike(error: str | None) -> None:
+    """Raise the error of the first rank that has one, on every rank. A collective call."""
+    for number, message in enumerate(gathered(error)):
+        if message is not None:
+            raise CheckpointError(message if number == 0 else f"on rank {number}: {message}")

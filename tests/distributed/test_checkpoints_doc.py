@@ -1,0 +1,38 @@
+"""docs/checkpoints.md is true: its snippets run as they stand, on 2 ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+DOC = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+def run_document(folder: str) -> int:
+    snippets = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), flags=re.S)
+    names: dict[str, Any] = {"dist": dist, "Path": Path}
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for snippet in snippets:
+                exec(snippet, names)
+    finally:
+        os.chdir(here)
+    return len(snippets)
+
+
+def test_the_snippets_run(tmp_path: Path) -> None:
+    """2 ranks."""
+    assert run_ranks(2, run_document, str(tmp_path)) == [3, 3]
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-000004", "step-000006"]

@@ -1,0 +1,80 @@
+"""Jobs that are killed and resumed lose no bit; in the long form `make drill`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quantshard.checkpoints import manifest
+from quantshard.checkpoints.compare import compare
+from tests.faults.drill import BOUND_SECONDS, Drill, attempt, differences, errors
+from tests.faults.job import Fault, Job
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = Job(str(tmp_path_factory.mktemp("whole") / "job"), "nvfp4")
+    assert attempt(job).codes == [0, 0], errors(job)
+    return job
+
+
+def test_a_handful_of_kills(tmp_path: Path, show: Callable[[str], None]) -> None:
+    """2 ranks."""
+    result = Drill(tmp_path, kills=5, seed=3, recipes=("nvfp4",)).run()
+    show(result.table())
+    assert sum(result.moments.values()) == 5 and result.lines >= 8
+    assert not result.wrong, result.wrong
+
+
+def test_one_process_that_dies_alone_ends_the_job(whole: Job, tmp_path: Path) -> None:
+    """2 ranks: within a bounded time, with an error; resumed, nothing is lost."""
+    job = replace(whole, folder=str(tmp_path / "job"), mode="thread")
+    dead = attempt(job, Fault("step: before the optimizer", 4, 1), all_at_once=False)
+    assert dead.codes == [1, -9] and dead.others_ended_after < BOUND_SECONDS
+    assert "Error" in errors(job)[0]
+    assert attempt(job).codes == [0, 0]
+    assert differences(job, whole) == []
+
+
+def test_a_kill_in_the_rename_leaves_no_trace_and_a_lost_bit_is_found(whole: Job, tmp_path: Path) -> None:
+    """2 ranks: what is half written is hidden, and gone with the next save. The comparison can fail."""
+    job = replace(whole, folder=str(tmp_path / "job"))
+    assert attempt(job, Fault("rename: before", 2, 0)).killed == "rename: before"
+    assert sorted(path.name for path in job.checkpoints.glob("step-*")) == ["step-000002"]
+    assert [path.suffix for path in job.checkpoints.glob(".step*")] == [".tmp"]
+    assert attempt(job).codes == [0, 0]
+    assert differences(job, whole) == []
+    other = replace(job, folder=str(tmp_path / "other"), recipe="mxfp8")
+    assert attempt(other).codes == [0, 0]
+    assert any("loss" in wrong for wrong in differences(other, whole))
+
+
+def test_elastic(whole: Job, tmp_path: Path) -> None:
+    """2 ranks, killed; 1 goes on from the very bits."""
+    job = replace(whole, folder=str(tmp_path / "job"), keep_last=9)
+    assert attempt(job, Fault("writing: the data are there", 3, 1)).killed
+    alone = attempt(replace(job, ranks=1, copy=True))
+    assert alone.codes == [0], errors(job)
+    step = int(Path(job.folder, "from").read_text())
+    for path in job.checkpoints.glob("step-*"):
+        assert manifest.problems(path) == []
+    assert step == 4 and {line["step"] for line in job.lines()} == set(range(1, 9))
+    compared = compare(job.checkpoints / "step-000004", Path(job.folder, "copy"))
+    assert compared.equal and compared.tensors > 20
+
+
+@pytest.mark.slow
+def test_saved_by_a_process_of_its_own(whole: Job, tmp_path: Path) -> None:
+    """2 ranks, each with a process that saves: the same bits, killed at some time and resumed, or not."""
+    job = replace(whole, folder=str(tmp_path / "job"), mode="process")
+    began = time.monotonic()
+    killed = attempt(job, after=4.0)
+    assert killed.killed or killed.codes == [0, 0], errors(job)
+    assert attempt(job).codes == [0, 0], errors(job)
+    assert differences(job, whole) == [] and time.monotonic() - began < 240
