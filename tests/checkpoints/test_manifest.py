@@ -1,0 +1,137 @@
+"""The manifest of a checkpoint: read back as written, and each kind of damage is found and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from quantshard.checkpoints import manifest
+from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
+from quantshard.errors import CheckpointError
+
+CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "deep/er/__1_0.distcp": b""}
+
+
+def written(folder: Path) -> Path:
+    """A directory with the files of CONTENT and their manifest."""
+    files = {}
+    for name, content in CONTENT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        files[name] = Entry(*manifest.digest_of(folder / name))
+    made = Manifest(files, 2, "2.13.0", "2026-01-02T03:04:05+00:00", 50, {"dp_shard": 2}, "mxfp8")
+    (folder / MANIFEST).write_text(made.to_json(), encoding="utf-8")
+    return folder
+
+
+def test_a_digest_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(manifest, "_AT_ONCE", 7)
+    (tmp_path / "file").write_bytes(CONTENT["__0_0.distcp"])
+    assert manifest.digest_of(tmp_path / "file") == (10240, xxhash.xxh3_128_hexdigest(CONTENT["__0_0.distcp"]))
+
+
+def test_what_was_written_is_read(tmp_path: Path):
+    found = manifest.read(written(tmp_path))
+    assert found is not None
+    assert (found.step, found.mesh, found.recipe, found.world_size) == (50, {"dp_shard": 2}, "mxfp8", 2)
+    assert found.bytes == sum(map(len, CONTENT.values()))
+    assert Manifest.from_json(found.to_json()) == found
+    assert manifest.problems(tmp_path) == []
+
+
+def test_a_checkpoint_without_one_has_no_problems(tmp_path: Path):
+    assert manifest.read(tmp_path) is None
+    assert manifest.problems(tmp_path) == []
+
+
+def damage(folder: Path, how: str) -> None:
+    file = folder / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    if how == "bit":
+        content[100] ^= 1
+        file.write_bytes(content)
+    elif how == "cut":
+        file.write_bytes(content[:-1])
+    elif how == "gone":
+        file.unlink()
+    elif how == "folder":
+        file.unlink()
+        file.mkdir()
+    elif how == "more":
+        (folder / "deep" / "more").write_bytes(b"x")
+    elif how == "swapped":
+        (folder / ".metadata").rename(folder / "other")
+        file.rename(folder / ".metadata")
+        (folder / "other").rename(file)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("bit", ["__0_0.distcp is damaged: its checksum is"]),
+        ("cut", ["__0_0.distcp has 10239 bytes, and manifest.json says 10240"]),
+        ("gone", ["__0_0.distcp is missing"]),
+        ("folder", ["__0_0.distcp is missing"]),
+        ("more", ["deep/more is not named in manifest.json"]),
+        ("swapped", [".metadata has 10240 bytes", "__0_0.distcp has 4 bytes"]),
+    ],
+)
+def test_damage_is_one_line_each(tmp_path: Path, how: str, words: list[str]):
+    damage(written(tmp_path), how)
+    found = manifest.problems(tmp_path)
+    assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True)), found
+
+
+def altered(**fields) -> str:
+    entry = {"bytes": 1, "xxh3_128": "0" * 32}
+    whole = {"quantshard": 1, "files": {"a": entry}, "world_size": 1, "torch": "2", "saved_at": "now"}
+    return json.dumps({k: v for k, v in (whole | fields).items() if v != "leave out"})
+
+
+def test_fields_that_are_unknown_or_null_are_read():
+    assert Manifest.from_json(altered(later=1, step=None)).step is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not JSON"),
+        ("{" * 100_000, "is not JSON"),
+        ('{"a":' * 100_000, "is not JSON"),
+        ("[]", "holds no JSON object"),
+        (altered(quantshard=2), "is of version 2, and this quantshard reads versions up to 1"),
+        (altered(quantshard="1"), "its version is '1'"),
+        (altered(quantshard=0), "its version is 0"),
+        (altered(world_size="leave out"), "world_size is None"),
+        (altered(step=True), "step is True"),
+        (altered(mesh={"dp": -1}), "mesh is"),
+        (altered(files=[]), "files is"),
+        (altered(files={"a": 1}), "the entry of 'a' has no length"),
+        (altered(files={"a": {"bytes": -1}}), "the entry of 'a' has no length"),
+        (altered(files={"a": {"bytes": 1, "xxh3_128": "0"}}), "the entry of 'a' has no checksum"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str, words: str):
+    (tmp_path / MANIFEST).write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=words):
+        manifest.read(tmp_path)
+    found = manifest.problems(tmp_path)
+    assert len(found) == 1 and words in found[0]
+
+
+def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path):
+    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "a/../b", "/etc/passwd", "a//b", "./a", "a/", "a\\b", "C:a", "a\0", MANIFEST]
+)
+def test_names_outside_the_checkpoint_are_refused(name: str):
+    entry = {"bytes": 1, "xxh3_128": "0" * 32}
+    with pytest.raises(CheckpointError, match="not inside the checkpoint"):
+        Manifest.from_json(altered(files={name: entry}))
