@@ -18,6 +18,8 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,6 +41,13 @@ PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public s
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed both, and warns of the old names."""
+
+
+storage_info = _StorageInfo
+"""Where DCP's metadata say that one piece of an entry is. Its readers want this class, which has no public name."""
+
+set_element = set_element
+"""Puts a value into nested dicts and lists by the path that DCP's planners keep for it; they have no public way to."""
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:

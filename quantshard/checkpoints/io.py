@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from quantshard import components, limits
-from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
+from quantshard.checkpoints.reader import SafePlanner, SafeReader
 from quantshard.errors import CheckpointError, UnsupportedOperationError
 
-METADATA_FILE = ".metadata"
 EXTRA = "extra"
 
 Path_ = str | os.PathLike[str]
@@ -77,10 +77,6 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    if not is_complete(path):
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
-        )
     metadata = read_metadata(path)
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
@@ -91,7 +87,7 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
         for key, stored in metadata.state_dict_metadata.items()
         if key.startswith(f"{EXTRA}.")
     }
-    _read(path, state)
+    _read(path, metadata, state)
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -117,7 +113,7 @@ def _placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor
 def _check_same_model(path: Path_, metadata: Metadata, state: dict[str, Any]) -> None:
     stored = metadata.state_dict_metadata
     wanted = {f"model.{key}": value for key, value in state["model"].items()}
-    _check_formats(path, stored, wanted)
+    _check_formats(path, metadata, wanted)
     for index, entries in state.get("optimizer", {}).get("state", {}).items():
         wanted.update({f"optimizer.state.{index}.{key}": value for key, value in entries.items()})
     prefixes = ("model.", "optimizer.state.") if "optimizer" in state else ("model.",)
@@ -136,12 +132,12 @@ def _check_same_model(path: Path_, metadata: Metadata, state: dict[str, Any]) ->
             )
 
 
-def _check_formats(path: Path_, stored: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
-    suffix = components.FORMAT_SUFFIX
+def _check_formats(path: Path_, metadata: Metadata, wanted: Mapping[str, Tensor]) -> None:
+    suffix, stored = components.FORMAT_SUFFIX, metadata.state_dict_metadata
     theirs = [key for key, value in stored.items() if key.startswith("model.") and _is_tag(key, value)]
     tags: dict[str, Any] = {key: torch.zeros(components.FORMAT_TAG_BYTES, dtype=torch.uint8) for key in theirs}
     if tags:
-        _read(path, tags, no_dist=True)
+        _read(path, metadata, tags, no_dist=True)
     for key in sorted({*theirs, *(key for key in wanted if key.endswith(suffix))}):
         weight = key.removesuffix(suffix)
         if weight not in stored or weight not in wanted:
@@ -160,11 +156,11 @@ def _is_tag(key: str, stored: Any) -> bool:
     return key.endswith(components.FORMAT_SUFFIX) and getattr(stored, "size", None) == size
 
 
-def _read(path: Path_, state: dict[str, Any], no_dist: bool = False) -> None:
+def _read(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> None:
     try:
         with _quiet():
-            dcp.load(state, checkpoint_id=path, no_dist=no_dist)
-    except (CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=SafePlanner(), no_dist=no_dist)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{path} is damaged or incomplete: {_first_failure(error)}; restore its files or choose another checkpoint"
         ) from error
