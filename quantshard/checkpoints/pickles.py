@@ -63,10 +63,12 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        while (code := self.take(1)) != pickle.STOP:
-            operation = _OPERATIONS.get(code)
+        data, operations, stop = self.data, _BY_CODE, pickle.STOP[0]
+        while (code := data[self.at]) != stop:
+            self.at += 1
+            operation = operations.get(code)
             if operation is None:
-                raise CheckpointError(f"it has the pickle operation {code!r}, which no checkpoint needs")
+                raise CheckpointError(f"it has the pickle operation {bytes([code])!r}, which no checkpoint needs")
             operation(self)
         return self.stack.pop()
 
@@ -78,6 +80,10 @@ class _Machine:
         return found
 
     def unsigned(self, count: int) -> int:
+        if count == 1:
+            found = self.data[self.at]
+            self.at += 1
+            return found
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> str:
@@ -151,6 +157,9 @@ class _Machine:
             raise TypeError
         target.update(zip(keys, values, strict=True))
 
+    def memoize(self) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
     def frame(self) -> None:
         self.take(8)  # how long it is, which helps whoever reads from a stream
 
@@ -165,8 +174,8 @@ def _constant(make: Callable[[], Any]) -> Callable[[_Machine], None]:
     return lambda machine: machine.push(make())
 
 
-def _number(count: int, signed: bool) -> Callable[[_Machine], None]:
-    return lambda machine: machine.push(int.from_bytes(machine.take(count), "little", signed=signed))
+def _number(count: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.unsigned(count))
 
 
 def _text(count: int) -> Callable[[_Machine], None]:
@@ -185,11 +194,11 @@ def _remember(count: int) -> Callable[[_Machine], None]:
 
 
 def _recall(count: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.push(machine.memo[machine.unsigned(count)])
+    return lambda machine: machine.stack.append(machine.memo[machine.unsigned(count)])
 
 
 def _tuple(count: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.push(tuple(machine.pop(count)))
+    return lambda machine: machine.stack.append(tuple(machine.pop(count)))
 
 
 PERSISTENT = "persistent"
@@ -206,9 +215,9 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.EMPTY_LIST: _constant(list),
     pickle.EMPTY_SET: _constant(set),
     pickle.EMPTY_TUPLE: _constant(tuple),
-    pickle.BININT: _number(4, signed=True),
-    pickle.BININT1: _number(1, signed=False),
-    pickle.BININT2: _number(2, signed=False),
+    pickle.BININT: lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
+    pickle.BININT1: _number(1),
+    pickle.BININT2: _number(2),
     pickle.LONG1: _Machine.long,
     pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
     pickle.SHORT_BINUNICODE: _text(1),
@@ -224,7 +233,7 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.ADDITEMS: _Machine.add,
     pickle.SETITEM: lambda m: m.set_items(m.pop(2)),
     pickle.SETITEMS: lambda m: m.set_items(m.pop_mark()),
-    pickle.MEMOIZE: lambda m: m.memo.update({len(m.memo): m.stack[-1]}),
+    pickle.MEMOIZE: _Machine.memoize,
     pickle.BINPUT: _remember(1),
     pickle.LONG_BINPUT: _remember(4),
     pickle.BINGET: _recall(1),
@@ -236,6 +245,7 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.BUILD: _Machine.build,
     pickle.BINPERSID: lambda m: m.push(Record(PERSISTENT, tuple(m.pop(1)))),
 }
+_BY_CODE = {code[0]: operation for code, operation in _OPERATIONS.items()}
 
 
 def _is_key(value: Any) -> bool:
