@@ -80,7 +80,7 @@ class _Slice(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
         if start + offset < 0:
-            raise OSError("seek before the beginning")
+            raise ValueError("it points before its beginning")
         self.at = start + offset
         return self.at
 
@@ -121,9 +121,10 @@ class _Archive:
             raise CheckpointError(f"its archive has no record {name[:80]!r}")
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
             raise CheckpointError(f"its record {name[:80]!r} is compressed or encrypted, which torch.save never does")
-        self.slice.seek(info.header_offset)
+        self.slice.seek(max(info.header_offset, 0))
         header = self.slice.read(_LOCAL_HEADER)
-        if header is None or len(header) != _LOCAL_HEADER or header[:4] != b"PK\3\4":
+        is_whole = header is not None and len(header) == _LOCAL_HEADER and header[:4] == b"PK\3\4"
+        if info.header_offset < 0 or header is None or not is_whole:
             raise CheckpointError(f"its record {name[:80]!r} has no header where its archive says")
         start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
         if start + info.file_size > self.length:

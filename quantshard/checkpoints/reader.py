@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -52,24 +54,52 @@ class SafeReader(FileSystemReader):
         for item in plan.items:
             by_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in by_file.items():
-            with open(Path(self.path) / name, "rb", buffering=0) as file:
+            with self._open(name) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     self._read_item(file, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_item(self, file: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        """Each chunk of a tensor with its values, one at a time in memory.
+
+        Raises:
+            CheckpointError: naming the entry; it is damaged, or not what the metadata say.
+        """
+        metadata = self.read_metadata()
+        entry = metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            index = MetadataIndex(key, chunk.offsets)
+            info = metadata.storage_data[index]
+            with self._open(info.relative_path) as file:
+                yield chunk, self._tensor(file, index, info)
+
+    def object(self, key: str) -> Any:
+        """The plain object in an entry that is no tensor.
+
+        Raises:
+            CheckpointError: naming the entry; it is damaged, or no plain value.
+        """
+        info = self.read_metadata().storage_data[MetadataIndex(key)]
+        with self._open(info.relative_path) as file:
+            file.seek(info.offset)
+            return decoded(key, file.read(info.length))
+
+    def _open(self, name: str) -> BinaryIO:
+        try:
+            return open(Path(self.path) / name, "rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read ({error.strerror})") from error
+
+    def _read_item(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
         info, key = self.storage_data[item.storage_index], item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
             file.seek(info.offset)
             planner.load_bytes(item, io.BytesIO(file.read(info.length)))
             return
-        try:
-            found = entries.read(file, info.offset, info.length)
-            self._check(found, item.storage_index)
-        except CheckpointError as error:
-            raise CheckpointError(f"{key} cannot be read: {error}") from error
+        found = self._tensor(file, item.storage_index, info)
         target = planner.resolve_tensor(item).detach()
         part = found[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
         if part.shape != target.shape:
@@ -77,16 +107,28 @@ class SafeReader(FileSystemReader):
         target.copy_(part)
         planner.commit_tensor(item, target)
 
-    def _check(self, found: object, index: MetadataIndex) -> None:
-        """Check that what was read is the tensor that the metadata describe: DCP would cast or cut another."""
-        assert self._metadata is not None
-        entry = self._metadata.state_dict_metadata[index.fqn]
+    def _tensor(self, file: BinaryIO, index: MetadataIndex, info: Any) -> Tensor:
+        """A chunk, shown to be the tensor that the metadata describe: DCP would cast or cut another."""
+        entry = self.read_metadata().state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        size = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        size = next(chunk.sizes for chunk in _hinted(entry.chunks, index) if chunk.offsets == index.offset)
         dtype = entry.properties.dtype
-        if not hasattr(found, "dtype") or found.dtype != dtype or found.shape != size:  # type: ignore[attr-defined]
-            what = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', ()))}"
-            raise CheckpointError(f"it is {what}, and the metadata say {dtype} {list(size)}")
+        try:
+            found = entries.read(file, info.offset, info.length)
+            if not isinstance(found, Tensor) or found.dtype != dtype or found.shape != size:
+                what = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', ()))}"
+                raise CheckpointError(f"it is {what}, and the metadata say {dtype} {list(size)}")
+        except CheckpointError as error:
+            raise CheckpointError(f"{index.fqn} cannot be read: {error}") from error
+        return found
+
+
+def _hinted(chunks: list[ChunkStorageMetadata], index: MetadataIndex) -> list[ChunkStorageMetadata]:
+    """The chunk at the place that an index hints at, if it is that; else all of them."""
+    at = index.index
+    if at is not None and 0 <= at < len(chunks) and chunks[at].offsets == index.offset:
+        return [chunks[at]]
+    return chunks
 
 
 class SafePlanner(DefaultLoadPlanner):

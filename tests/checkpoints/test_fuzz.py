@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 from quantshard import checkpoints
 from quantshard.checkpoints import entries, metadata, pickles
 from quantshard.checkpoints.compare import compare
+from quantshard.checkpoints.inspection import inspect
 from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES
@@ -119,7 +121,11 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest() + repr(optimizer.state_dict()["param_groups"])
 
 
-READERS: dict[str, Callable[[Path], Any]] = {"compare": lambda path: compare(path, path)}
+READERS: dict[str, Callable[[Path], Any]] = {
+    "compare": lambda path: compare(path, path),
+    "verify": verify,
+    "inspect": inspect,
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
