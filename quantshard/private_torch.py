@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import _async_process_executor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,6 +42,13 @@ PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public s
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed both, and warns of the old names."""
+
+
+storage_info = _StorageInfo
+"""Where DCP's metadata say that one piece of an entry is. Its readers want this class, which has no public name."""
+
+set_element = set_element
+"""Puts a value into nested dicts and lists by the path that DCP's planners keep for it; they have no public way to."""
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -402,12 +410,6 @@ def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
         return ()
     assert names is not None
     return axis_groups(root, (axis for axis, name in enumerate(known) if name != names[0]))
-
-
-def fsspec_reader(url: str) -> FsspecReader:
-    """DCP's reader of checkpoints behind a URL. `dcp.load(checkpoint_id=url)` makes one by itself; reading metadata
-    alone does not, and the class has no public name."""
-    return FsspecReader(url)
 
 
 def end_checkpoint_process() -> None:

@@ -32,10 +32,9 @@ from torch.futures import Future
 
 from quantshard.checkpoints import ranks
 from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
+from quantshard.checkpoints.metadata import METADATA_FILE
 from quantshard.checkpoints.store import LocalStore, Path_, Store, locate
 from quantshard.errors import CheckpointError
-
-METADATA_FILE = ".metadata"
 
 _DIGESTS = "quantshard: digests"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(tmp|old)")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.reader import SafeReader, decoded
 from quantshard.errors import CheckpointError
 
 Path_ = str | os.PathLike[str]
@@ -125,14 +125,11 @@ class _Reader:
         self.path = path
         self.metadata = read_metadata(path)
         self.entries = dict(self.metadata.state_dict_metadata)
-        self.files = FileSystemReader(path)
+        self.files = SafeReader(path, self.metadata)
         self.files.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def tensor(self, key: str, entry: TensorStorageMetadata) -> Tensor:
         """A whole tensor, on the CPU."""
-        held, wanted = sum(chunk.sizes.numel() for chunk in entry.chunks), entry.size.numel()
-        if held < wanted:
-            raise CheckpointError(f"{self.path} is damaged: the shards of {key} hold {held} of its {wanted} elements")
         found = torch.empty(entry.size, dtype=entry.properties.dtype)
         self._read(key, found)
         return found
@@ -146,14 +143,14 @@ class _Reader:
         try:
             planner.set_up_planner({key: into}, self.metadata, is_coordinator=True)
             self.files.read_data(planner.create_local_plan(), planner).wait()
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError, AssertionError, pickle.UnpicklingError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix(f"{key} cannot be read: ")
             raise CheckpointError(f"{self.path} is damaged: {key} cannot be read ({why})") from error
         return planner
 
 
 class _Planner(DefaultLoadPlanner):
-    """Keeps the bytes of entries that are not tensors; DCP's own planner would unpickle them."""
+    """Keeps the bytes of entries that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -205,8 +202,8 @@ def _objects(key: str, a: bytes, b: bytes) -> Difference | None:
     if a == b:
         return None
     try:
-        one, two = (torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) for content in (a, b))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+        one, two = (decoded(key, content) for content in (a, b))
+    except CheckpointError:
         return Difference(key, f"objects whose {len(a)} and {len(b)} bytes differ, and which need code to be read")
     found = _first_unequal(one, two, "")
     return None if found is None else Difference(key, found)

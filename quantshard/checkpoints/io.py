@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import components, limits
 from quantshard.checkpoints import commit, ranks
-from quantshard.checkpoints.commit import METADATA_FILE, CommitWriter, is_complete
+from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.reader import SafePlanner, SafeReader
 from quantshard.errors import CheckpointError, UnsupportedOperationError
 
 EXTRA = "extra"
@@ -118,10 +119,6 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    if not is_complete(path):
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
-        )
     metadata = read_metadata(path)
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
@@ -132,7 +129,7 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
         for key, stored in metadata.state_dict_metadata.items()
         if key.startswith(f"{EXTRA}.")
     }
-    _read(path, state)
+    _read(path, metadata, state)
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -150,7 +147,7 @@ def read_tensors(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[s
     """
     state: dict[str, Any] = {key: _placeholder(metadata.state_dict_metadata[key]) for key in keys}
     if state:
-        _read(path, state, no_dist=True)
+        _read(path, metadata, state, no_dist=True)
     return state
 
 
@@ -170,7 +167,7 @@ def _placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor
 def _check_same_model(path: Path_, metadata: Metadata, state: dict[str, Any]) -> None:
     stored = metadata.state_dict_metadata
     wanted = {f"model.{key}": value for key, value in state["model"].items()}
-    _check_formats(path, stored, wanted)
+    _check_formats(path, metadata, wanted)
     for index, entries in state.get("optimizer", {}).get("state", {}).items():
         wanted.update({f"optimizer.state.{index}.{key}": value for key, value in entries.items()})
     prefixes = ("model.", "optimizer.state.") if "optimizer" in state else ("model.",)
@@ -189,12 +186,12 @@ def _check_same_model(path: Path_, metadata: Metadata, state: dict[str, Any]) ->
             )
 
 
-def _check_formats(path: Path_, stored: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
-    suffix = components.FORMAT_SUFFIX
+def _check_formats(path: Path_, metadata: Metadata, wanted: Mapping[str, Tensor]) -> None:
+    suffix, stored = components.FORMAT_SUFFIX, metadata.state_dict_metadata
     theirs = [key for key, value in stored.items() if key.startswith("model.") and _is_tag(key, value)]
     tags: dict[str, Any] = {key: torch.zeros(components.FORMAT_TAG_BYTES, dtype=torch.uint8) for key in theirs}
     if tags:
-        _read(path, tags, no_dist=True)
+        _read(path, metadata, tags, no_dist=True)
     for key in sorted({*theirs, *(key for key in wanted if key.endswith(suffix))}):
         weight = key.removesuffix(suffix)
         if weight not in stored or weight not in wanted:
@@ -213,11 +210,11 @@ def _is_tag(key: str, stored: Any) -> bool:
     return key.endswith(components.FORMAT_SUFFIX) and getattr(stored, "size", None) == size
 
 
-def _read(path: Path_, state: dict[str, Any], no_dist: bool = False) -> None:
+def _read(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> None:
     try:
         with quiet():
-            dcp.load(state, checkpoint_id=path, no_dist=no_dist)
-    except (CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=SafePlanner(), no_dist=no_dist)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise DamagedError(
             f"{path} is damaged or incomplete: {commit.reason(error)}; restore its files or choose another checkpoint"
         ) from error

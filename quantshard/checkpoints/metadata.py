@@ -1,26 +1,291 @@
-"""Reading DCP's metadata: the one place, since it is a pickle and so must only be read from trusted files."""
+"""Reading DCP's metadata: the one place. It is a pickle, and it is read as one that anybody may have written.
+
+`torch.distributed.checkpoint` unpickles `.metadata` with `pickle.load`, which runs what the file says. Here it becomes
+records (`pickles`), which are checked field by field, against each other and against the files, before DCP's classes
+are made of them: the name of a file cannot lead out of the directory, the chunks of a tensor cover it exactly once,
+and no tensor is larger than the bytes that are stored for it. So whoever allocates what the metadata say allocates no
+more than the files hold.
+"""
 
 from __future__ import annotations
 
-import os
+import math
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from quantshard.checkpoints import store
+from quantshard import private_torch
+from quantshard.checkpoints import pickles
+from quantshard.checkpoints.entries import DTYPES, size_of
+from quantshard.checkpoints.pickles import Record
+from quantshard.checkpoints.store import Path_, locate
 from quantshard.errors import CheckpointError
 
+METADATA_FILE = ".metadata"
 
-def read_metadata(path: str | os.PathLike[str]) -> Metadata:
-    """The metadata of the checkpoint in directory `path`.
+_MODULE = "torch.distributed.checkpoint.metadata."
+_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _META, _MEMORY_FORMAT = (
+    f"{_MODULE}{name}"
+    for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )
+)  # fmt: skip
+_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_LAYOUT = "torch.serialization._get_layout"
+_PATHS = {f"pathlib.{local}{kind}Path" for local in ("", "_local.") for kind in ("Posix", "Windows")}
+"""Python 3.13 writes the second module. Where a checkpoint was saved is not looked at."""
+
+_NAMES = {
+    _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _META, _MEMORY_FORMAT, _INFO, _LAYOUT, "torch.Size",
+    *_PATHS, *DTYPES,
+}  # fmt: skip
+_PATH_PARTS = 64  # of a nested state dict
+_COMPARISONS = 50_000_000
+
+
+class _Wrong(ValueError):
+    """What is wrong, in words that follow ".metadata is damaged: "."""
+
+
+def read_metadata(path: Path_) -> Metadata:
+    """The metadata of the checkpoint in directory `path`, or behind a URL. Nothing in it is run, all of it is checked.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none; it cannot be read; it names a class that no checkpoint needs; it contradicts
+            itself; or the files are missing, shorter than it says, or out of the directory.
     """
-    try:
-        return store.reader(path).read_metadata()
-    except FileNotFoundError:
+    store, place = locate(path)
+    file = store.join(place, METADATA_FILE)
+    if not store.is_file(file):  # nor a pipe, which would be waited for
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: it has no .metadata, which is written last; choose another"
-        ) from None
-    except Exception as error:  # what is not a pickle, or half of one, can fail in any way
-        raise CheckpointError(f"{path}: its .metadata cannot be read ({error}); choose another checkpoint") from error
+            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
+        )
+    try:
+        found = _metadata(pickles.load(store.read(file), _NAMES))
+        _check_stored(found, file_sizes(path, found))
+    except (CheckpointError, _Wrong, OSError) as error:
+        raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {error}; choose another checkpoint") from (
+            error
+        )
+    return found
+
+
+def file_sizes(path: Path_, metadata: Metadata) -> dict[str, int]:
+    """The files that the metadata names, each with its length in bytes."""
+    store, place = locate(path)
+    sizes = {}
+    for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
+        file = store.join(place, name)
+        if store.leads_out(file, place):
+            raise _Wrong(f"its file {_shown(name)} is a link out of the directory")
+        if not store.is_file(file):
+            raise _Wrong(f"its file {_shown(name)} is missing")
+        sizes[name] = store.size(file)
+    return sizes
+
+
+# From records to DCP's classes ----------------------------------------------------------------------------------------
+
+
+def _metadata(raw: object) -> Metadata:
+    fields = _fields(raw, _METADATA, "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+    entries, stored = fields["state_dict_metadata"], fields["storage_data"]
+    if type(entries) is not dict or type(stored) is not dict or not all(type(key) is str for key in entries):
+        raise _Wrong("it has no entries, or does not say where they are")
+    if sum(_chunk_count(entry) for entry in entries.values()) != len(stored):
+        raise _Wrong("it has more or fewer pieces of entries than it says where they are")
+    described = {key: _entry(key, entry) for key, entry in entries.items()}
+    where = {_index(key): _info(value) for key, value in stored.items()}
+    if len(where) != len(stored):
+        raise _Wrong("it says twice where one piece is")
+    version = fields["version"]
+    return Metadata(
+        described,
+        planner_data=_planner_data(fields["planner_data"]),
+        storage_data=where,
+        storage_meta=StorageMeta(),
+        version=version if type(version) is str else None,
+    )
+
+
+def _chunk_count(entry: object) -> int:
+    """Pieces of an entry; looked at first, since many entries may have one long list."""
+    state = entry.state if isinstance(entry, Record) and entry.name == _TENSOR else None
+    chunks = state.get("chunks") if isinstance(state, dict) else None
+    return len(chunks) if isinstance(chunks, list) else 1
+
+
+def _fields(raw: object, name: str, *fields: str) -> Mapping[str, Any]:
+    """The fields of a record of a dataclass, of which those that it lacks are None."""
+    if type(raw) is not Record or raw.name != name or raw.args != ():
+        raise _Wrong(f"{_kind(raw)} stands where a {name.rpartition('.')[2]} should")
+    state: Any = {} if raw.state is None else raw.state
+    if type(state) is not dict or not set(state) <= set(fields):
+        raise _Wrong(f"a {name.rpartition('.')[2]} has other fields")
+    return dict.fromkeys(fields) | state
+
+
+def _kind(raw: object) -> str:
+    return raw.name if isinstance(raw, Record) else f"a {type(raw).__name__}"
+
+
+def _size(raw: object) -> torch.Size:
+    try:
+        return size_of(raw)
+    except ValueError as error:
+        raise _Wrong(f"a size is {error}") from None
+
+
+def _entry(key: str, raw: object) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(raw) is Record and raw.name == _BYTES:
+        _fields(raw, _BYTES)
+        return BytesStorageMetadata()
+    fields = _fields(raw, _TENSOR, "properties", "size", "chunks")
+    size, chunks = _size(fields["size"]), []
+    if type(fields["chunks"]) is not list:
+        raise _Wrong(f"{_shown(key)} has no list of chunks")
+    for chunk in fields["chunks"]:
+        held = _fields(chunk, _CHUNK, "offsets", "sizes")
+        chunks.append(ChunkStorageMetadata(_size(held["offsets"]), _size(held["sizes"])))
+    properties = _properties(fields["properties"])
+    if wrong := uncovered(size, chunks):
+        raise _Wrong(f"{_shown(key)} {list(size)}: {wrong}")
+    return TensorStorageMetadata(properties, size, chunks)
+
+
+def _properties(raw: object) -> TensorProperties:
+    state = raw.state if isinstance(raw, Record) and raw.name == _PROPERTIES and raw.args == () else None
+    if not isinstance(state, tuple) or len(state) != 5 or type(state[0]) is not Record or state[0].name not in DTYPES:
+        raise _Wrong(f"{_kind(raw)} stands where a tensor's dtype should")
+    layout = state[1]
+    if type(layout) is not Record or layout.name != _LAYOUT or layout.args != ("torch.strided",):
+        raise _Wrong("a tensor is sparse")
+    return TensorProperties(dtype=DTYPES[state[0].name])
+
+
+def _index(raw: object) -> MetadataIndex:
+    fields = _fields(raw, _INDEX, "fqn", "offset", "index")
+    index, offset = fields["index"], fields["offset"]
+    if type(fields["fqn"]) is not str or type(index) not in (int, type(None)):
+        raise _Wrong("a piece has no name")
+    return MetadataIndex(fields["fqn"], None if offset is None else _size(offset), index)
+
+
+def _info(raw: object) -> Any:
+    fields = _fields(raw, _INFO, "relative_path", "offset", "length", "transform_descriptors")
+    name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    if not _is_inside(name):
+        raise _Wrong(f"it names the file {_shown(name)}, which is not inside the directory")
+    if not all(type(value) is int and 0 <= value < 1 << 62 for value in (offset, length)):
+        raise _Wrong("a piece has no place in its file")
+    if fields["transform_descriptors"]:
+        raise _Wrong("its files are compressed by an extension of DCP, which is not supported here")
+    return private_torch.storage_info(name, offset, length)
+
+
+def _is_inside(name: object) -> bool:
+    """True for a relative path of plain parts, the same on every system."""
+    if type(name) is not str or any(c in name for c in "\\:\0\n\r"):
+        return False
+    parts = PurePosixPath(name).parts
+    return bool(parts) and "/".join(parts) == name and ".." not in parts and not name.startswith("/")
+
+
+def _planner_data(raw: object) -> dict[str, tuple[str | int, ...]] | None:
+    """Where each entry stands in the nested state dict."""
+    if raw is None:
+        return None
+    if type(raw) is not dict:
+        raise _Wrong("its planner data are no dict")
+    for key, at in raw.items():
+        if type(key) is not str or type(at) is not tuple or len(at) > _PATH_PARTS:
+            raise _Wrong("its planner data do not say where entries stand")
+        if not all(type(part) in (str, int) for part in at):
+            raise _Wrong(f"its planner data do not say where {_shown(key)} stands")
+    return raw
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if type(value) is str else f"a {type(value).__name__}"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+# What is said against what is there -----------------------------------------------------------------------------------
+
+
+def uncovered(size: Sequence[int], chunks: Iterable[ChunkStorageMetadata]) -> str | None:
+    """Why chunks do not cover a tensor exactly once, in words; None if they do."""
+    held, boxes = 0, []
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+            return "its chunks have other dims"
+        if any(start + n > whole for start, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            return f"a chunk of {list(chunk.sizes)} at {list(chunk.offsets)} is not inside it"
+        held += math.prod(chunk.sizes)
+        if math.prod(chunk.sizes):
+            boxes.append((tuple(chunk.offsets), tuple(chunk.sizes)))
+    if held != math.prod(size):
+        return f"its shards hold {held} of its {math.prod(size)} elements"
+    return _overlapping(boxes)
+
+
+def _overlapping(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    """Two boxes that overlap, in words: each is compared with those that the sweep along one dim has not left."""
+    if len(boxes) < 2:
+        return None
+    if not boxes[0][0]:
+        return "it is stored more than once"
+    dim = max(range(len(boxes[0][0])), key=lambda d: len({box[0][d] for box in boxes}))
+    open_: list[tuple[int, int]] = []
+    boxes, comparisons = sorted(boxes, key=lambda box: box[0][dim]), 0
+    for number, (offsets, sizes) in enumerate(boxes):
+        del open_[: bisect_right(open_, (offsets[dim], len(boxes)))]
+        comparisons += len(open_)
+        if comparisons > _COMPARISONS:
+            return f"its {len(boxes)} chunks are too many to compare"
+        for _, other in open_:
+            theirs, lengths = boxes[other]
+            if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, theirs, lengths, strict=True)):
+                return f"its chunks at {list(theirs)} and {list(offsets)} overlap"
+        insort(open_, (offsets[dim] + sizes[dim], number))
+    return None
+
+
+def _check_stored(metadata: Metadata, sizes: Mapping[str, int]) -> None:
+    """Check that every piece has a place of its own, within its file and large enough."""
+    where, ends = metadata.storage_data, dict.fromkeys(sizes, 0)
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            if MetadataIndex(key) not in where:
+                raise _Wrong(f"it does not say where {_shown(key)} is")
+            continue
+        for chunk in entry.chunks:
+            info = where.get(MetadataIndex(key, chunk.offsets))
+            needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if info is None:
+                raise _Wrong(f"it does not say where the chunk of {_shown(key)} at {list(chunk.offsets)} is")
+            if info.length < needed:
+                raise _Wrong(
+                    f"{_shown(key)}: a chunk of {list(chunk.sizes)} takes {needed} bytes, and {info.length} are stored"
+                )
+    for info in sorted(where.values(), key=lambda info: (info.relative_path, info.offset, info.length)):
+        name = info.relative_path
+        if info.offset < ends[name] and info.length:
+            raise _Wrong(f"two pieces lie in the same bytes of {_shown(name)}")
+        ends[name] = max(ends[name], info.offset + info.length)
+    for name, end in ends.items():
+        if end > sizes[name]:
+            raise _Wrong(f"its file {_shown(name)} is cut short: {sizes[name]} bytes of {end}")

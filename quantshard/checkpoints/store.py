@@ -12,13 +12,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
-
-from quantshard import private_torch
 
 Path_ = str | os.PathLike[str]
 
@@ -53,6 +50,10 @@ class LocalStore(FileSystem):
     def is_file(self, path: Path_) -> bool:
         """True for a file that exists."""
         return os.path.isfile(path)
+
+    def leads_out(self, path: Path_, folder: Path_) -> bool:
+        """True if links make of a path in a folder one outside."""
+        return not Path(path).resolve().is_relative_to(Path(folder).resolve())
 
     def size(self, path: Path_) -> int:
         """The length of a file."""
@@ -152,6 +153,10 @@ class FsspecStore(FileSystemBase):
         root = url_to_fs(os.fspath(path))[1].rstrip("/") + "/"
         return [file.removeprefix(root) for file in self.fs.find(os.fspath(path))]
 
+    def leads_out(self, path: Path_, folder: Path_) -> bool:
+        """False: there are no links."""
+        return False
+
     def is_file(self, path: Path_) -> bool:
         """True for a file that exists."""
         return bool(self.fs.isfile(os.fspath(path)))
@@ -187,9 +192,3 @@ def locate(path: Path_) -> tuple[Store, str]:
         if text.startswith(scheme):
             return LocalStore(), text.removeprefix(scheme)
     return (FsspecStore(text), text) if "://" in text else (LocalStore(), text)
-
-
-def reader(path: Path_) -> FileSystemReader:
-    """DCP's reader of a checkpoint, wherever it lies."""
-    store, place = locate(path)
-    return FileSystemReader(place) if store.renames else cast(FileSystemReader, private_torch.fsspec_reader(place))

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import typer
 
-from quantshard.cli import commands, demo, diff, doctor
+from quantshard.cli import commands, demo, diff, doctor, inspect, verify
 from quantshard.errors import QuantshardError
 
-REGISTER: tuple[Callable[[typer.Typer], None], ...] = (commands.register, demo.register, diff.register, doctor.register)
+REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
+    *(module.register for module in (commands, demo, diff, inspect, verify, doctor)),
+)
 """What adds commands to the command line."""
 
 __all__ = ["app", "main"]

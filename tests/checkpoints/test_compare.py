@@ -303,9 +303,9 @@ def missing(path: Path) -> Path:
 
 
 DAMAGES = {
-    truncated: "x cannot be read",
-    without_a_file: "x cannot be read (.*No such file",
-    with_a_hole: "the shards of x hold 0 of its 100 elements",
+    truncated: "its file '__0_0.distcp' is cut short: [0-9]+ bytes of [0-9]+",
+    without_a_file: "its file '__0_0.distcp' is missing",
+    with_a_hole: "has more or fewer pieces of entries than it says where they are",
     without_metadata: "not a complete checkpoint",
     with_half_the_metadata: "metadata cannot be read",
     missing: "not a complete checkpoint",
@@ -318,7 +318,7 @@ def test_damaged_checkpoints_are_one_line(tmp_path, damage, first):
     good = plain(tmp_path / "a", x=torch.ones(100))
     bad = damage(plain(tmp_path / "b", x=torch.ones(100)))
     pair = (bad, good) if first else (good, bad)
-    with pytest.raises(CheckpointError, match=DAMAGES[damage].replace("(", r"\(")) as raised:
+    with pytest.raises(CheckpointError, match=DAMAGES[damage]) as raised:
         compare(*pair)
     assert str(bad) in str(raised.value)
     result = command(*pair)

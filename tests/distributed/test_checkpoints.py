@@ -73,8 +73,8 @@ def garble_metadata(path: Path) -> None:
 
 
 DAMAGE = {
-    truncate: "damaged or incomplete",
-    remove_file: "damaged or incomplete",
+    truncate: "is cut short",
+    remove_file: "is missing",
     remove_metadata: "not a complete checkpoint",
     garble_metadata: "cannot be read",
 }

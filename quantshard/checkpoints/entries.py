@@ -1,0 +1,271 @@
+"""One entry of a `.distcp` file: a tensor or a plain object as `torch.save` writes it, read without trusting it.
+
+An entry is an archive (zip) of uncompressed records: a pickle and the bytes of each storage. The pickle goes through
+`pickles`, the tensors are made here: each is shown to lie within its storage, whose bytes are those of the record, so
+that nothing is allocated that the file does not hold. Checksums of the records, which `torch.load` does not look at,
+are compared too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from quantshard.checkpoints import pickles
+from quantshard.checkpoints.pickles import PERSISTENT, Record
+from quantshard.errors import CheckpointError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+"""Every dtype by its full name; `torch.half` and other second names are `torch.float16`."""
+
+_TYPED_STORAGES = {
+    f"torch.{name}Storage": dtype
+    for name, dtype in {
+        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+        "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
+    }.items()
+}  # fmt: skip
+_UNTYPED = "torch.storage.UntypedStorage"
+_TENSOR, _TENSOR_OF_DTYPE = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+_PARAMETER = "torch._utils._rebuild_parameter"
+_ORDERED = "collections.OrderedDict"
+
+_LOCAL_HEADER = 30  # bytes before the name of a record
+_DEPTH, _DIMS = 32, 64
+_NODES_PER_BYTE = 16
+"""Values that an entry may have for each of its bytes; more come of containers that hold each other many times."""
+
+
+def read(file: BinaryIO, offset: int, length: int) -> Any:
+    """The tensor or object in `length` bytes of a file.
+
+    None, numbers, strings, bytes, lists, tuples, sets, dicts, `torch.Size`, dtypes, devices, and tensors on the CPU.
+
+    Raises:
+        CheckpointError: it holds anything else, is damaged, or says more than its bytes hold.
+        OSError: the file cannot be read.
+    """
+    archive = _Archive(file, offset, length)
+    content = archive.record("data.pkl")
+    return _Values(archive, len(content)).value(pickles.load(content, _NAMES))
+
+
+class _Slice(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self.file, self.offset, self.length, self.at = file, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        if start + offset < 0:
+            raise ValueError("it points before its beginning")
+        self.at = start + offset
+        return self.at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self.length - self.at))]
+        self.file.seek(self.offset + self.at)
+        count = self.file.readinto(view) if len(view) else 0  # type: ignore[attr-defined]
+        self.at += count
+        return int(count)
+
+
+class _Archive:
+    """The records of one entry, each found, checked to be what it says, and read when it is asked for."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self.slice, self.length = _Slice(file, offset, length), length
+        try:
+            listed = zipfile.ZipFile(self.slice).infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OverflowError) as error:
+            raise CheckpointError(f"it is no whole archive of torch.save ({error})") from error
+        self.records = {record.filename.partition("/")[2]: record for record in listed}
+        if len(self.records) != len(listed):
+            raise CheckpointError("its archive has two records of one name")
+        if sum(record.file_size for record in listed) > length:
+            raise CheckpointError(f"its records claim more than its {length} bytes")
+        if "byteorder" in self.records and self.record("byteorder") != b"little":
+            raise CheckpointError("it was written on a big-endian machine")
+
+    def record(self, name: str) -> bytes:
+        """The bytes of a record."""
+        return self.storage(name).numpy().tobytes()
+
+    def storage(self, name: str) -> Tensor:
+        """The bytes of a record, as uint8 [n] in memory of its own."""
+        info = self.records.get(name)
+        if info is None:
+            raise CheckpointError(f"its archive has no record {name[:80]!r}")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
+            raise CheckpointError(f"its record {name[:80]!r} is compressed or encrypted, which torch.save never does")
+        self.slice.seek(max(info.header_offset, 0))
+        header = self.slice.read(_LOCAL_HEADER)
+        is_whole = header is not None and len(header) == _LOCAL_HEADER and header[:4] == b"PK\3\4"
+        if info.header_offset < 0 or header is None or not is_whole:
+            raise CheckpointError(f"its record {name[:80]!r} has no header where its archive says")
+        start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
+        if start + info.file_size > self.length:
+            raise CheckpointError(f"its record {name[:80]!r} ends behind the entry")
+        found = torch.empty(info.file_size, dtype=torch.uint8)
+        view, at = found.numpy().data, 0
+        self.slice.seek(start)
+        while at < len(view) and (count := self.slice.readinto(view[at:])):
+            at += count
+        if at < len(view) or (info.CRC and zlib.crc32(view) != info.CRC):  # 0: torch.save was told to write none
+            raise CheckpointError(f"its record {name[:80]!r} is damaged: it is cut short or has another checksum")
+        return found
+
+
+class _Values:
+    """Plain values and tensors from the records of a pickle."""
+
+    def __init__(self, archive: _Archive, size: int) -> None:
+        self.archive, self.budget, self.depth = archive, max(size, 1) * _NODES_PER_BYTE, 0
+        self.storages: dict[str, Tensor] = {}
+
+    def value(self, raw: Any) -> Any:
+        self.budget -= 1
+        if self.budget < 0 or self.depth > _DEPTH:
+            raise CheckpointError("its objects are nested too deeply, or hold each other")
+        if raw is None or isinstance(raw, bool | int | float | str | bytes):
+            return raw
+        self.depth += 1
+        found = self._container(raw)
+        self.depth -= 1
+        return found
+
+    def _container(self, raw: Any) -> Any:
+        if isinstance(raw, list | tuple | set):
+            return type(raw)(map(self.value, raw))
+        if isinstance(raw, dict):
+            return {self.value(key): self.value(value) for key, value in raw.items()}
+        if raw.args is None:
+            if raw.name not in DTYPES:
+                raise CheckpointError(f"it holds {raw.name}, which is no value")
+            return DTYPES[raw.name]
+        maker = _MAKERS.get(raw.name)
+        if maker is None:
+            raise CheckpointError(f"it calls {raw.name}")
+        try:
+            return maker(self, raw)
+        except (TypeError, ValueError, IndexError, RuntimeError, LookupError, OverflowError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"its {raw.name.rpartition('.')[2]} is damaged ({type(error).__name__})") from error
+
+    def ordered(self, raw: Record) -> OrderedDict[Any, Any]:
+        if raw.args:
+            raise ValueError
+        return OrderedDict(self.value(raw.state or {}))
+
+    def tensor(self, raw: Record) -> Tensor:
+        pid, offset, size, stride = raw.args[:4]
+        typed = raw.name == _TENSOR
+        rest = raw.args[6:] if typed else raw.args[7:]
+        if any(rest) or not (_is_count(offset) and _are_counts(size) and _are_counts(stride)):
+            raise ValueError
+        dtype, storage = self._storage(pid, None if typed else DTYPES[raw.args[6].name])
+        if len(size) != len(stride):
+            raise ValueError
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if math.prod(size) else -1
+        if math.prod(size) * dtype.itemsize > storage.numel() or (last + 1) * dtype.itemsize > storage.numel():
+            raise CheckpointError(f"its tensor of shape {list(size)} does not lie within its {storage.numel()} bytes")
+        whole = storage[: storage.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(size, stride, offset if math.prod(size) else 0)
+
+    def _storage(self, pid: Record, dtype: torch.dtype | None) -> tuple[torch.dtype, Tensor]:
+        if type(pid) is not Record or pid.name != PERSISTENT:
+            raise ValueError
+        kind, storage, key, _, _ = pid.args[0]
+        if kind != "storage" or type(key) is not str:
+            raise ValueError
+        if dtype is None:
+            dtype = _TYPED_STORAGES[storage.name]
+        elif storage.name != _UNTYPED:
+            raise ValueError
+        if key not in self.storages:
+            self.storages[key] = self.archive.storage(f"data/{key}")
+        return dtype, self.storages[key]
+
+    def parameter(self, raw: Record) -> Tensor:
+        found = self.value(raw.args[0])
+        if not isinstance(found, Tensor):
+            raise ValueError
+        return found
+
+    def set(self, raw: Record) -> set[Any]:
+        (values,) = raw.args
+        return set(map(self.value, values))
+
+    def bytes(self, raw: Record) -> bytes:
+        text, encoding = raw.args
+        if type(text) is not str or encoding != "latin1":
+            raise ValueError
+        return text.encode("latin1")
+
+    def size(self, raw: Record) -> torch.Size:
+        return size_of(raw)
+
+    def device(self, raw: Record) -> torch.device:
+        if not all(type(arg) in (str, int) for arg in raw.args):
+            raise ValueError
+        return torch.device(*raw.args)
+
+
+def size_of(raw: object) -> torch.Size:
+    """The `torch.Size` that a record stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    if type(raw) is not Record or raw.name != "torch.Size" or raw.args is None or raw.state is not None:
+        raise ValueError("no torch.Size")
+    (dims,) = raw.args or ((),)
+    if not _are_counts(dims):
+        raise ValueError("a torch.Size that is none")
+    return torch.Size(dims)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _are_counts(values: object) -> bool:
+    return type(values) is tuple and len(values) <= _DIMS and all(map(_is_count, values))
+
+
+_MAKERS: dict[str, Callable[[_Values, Record], Any]] = {
+    _TENSOR: _Values.tensor,
+    _TENSOR_OF_DTYPE: _Values.tensor,
+    _PARAMETER: _Values.parameter,
+    _ORDERED: _Values.ordered,
+    "torch.Size": _Values.size,
+    "torch.device": _Values.device,
+    "_codecs.encode": _Values.bytes,
+    "builtins.set": _Values.set,
+    "__builtin__.set": _Values.set,
+}
+_NAMES = {*_MAKERS, *DTYPES, *_TYPED_STORAGES, _UNTYPED}

@@ -1,0 +1,182 @@
+"""What `quantshard inspect` shows of a checkpoint or of safetensors files: a row a tensor, and totals by format."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from quantshard.checkpoints import contents, manifest
+from quantshard.checkpoints.contents import STATE_MARK, Figures, Group
+from quantshard.checkpoints.exported import SUFFIX, Files, Weight
+from quantshard.checkpoints.io import EXTRA
+from quantshard.checkpoints.metadata import METADATA_FILE
+from quantshard.checkpoints.reader import SafeReader
+from quantshard.errors import CheckpointError
+
+Path_ = str | os.PathLike[str]
+
+WEIGHT, STATE = "weight", "state"
+"""Kinds of rows: what a model holds, and an optimizer's states. The caller's own entries are `EXTRA`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor. `bytes`: of all its entries. `chunks`: pieces that its codes, or values, are stored in.
+
+    Of codes: how many (`codes`), how many of them are zero, how many have the largest magnitude. `scales`: the smallest
+    and the largest. These are None where data were not read, or there are none. `wrong`: what `verify` would say.
+    """
+
+    name: str
+    kind: str
+    format: str
+    quantized: bool
+    shape: tuple[int, ...] | None
+    bytes: int
+    chunks: int
+    codes: int | None = None
+    zeros: int | None = None
+    saturated: int | None = None
+    scales: tuple[float, float] | None = None
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape or (0,))
+
+
+@dataclass(frozen=True)
+class Total:
+    """The tensors of one kind and format: weights, or states of one name."""
+
+    kind: str
+    format: str
+    tensors: int
+    numel: int
+    bytes: int
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Scales and state included."""
+        return self.bytes / self.numel if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found. `others`: keys of entries that are no tensors; `run`: what the manifest says, if there is one."""
+
+    path: str
+    rows: tuple[Row, ...]
+    others: tuple[str, ...]
+    run: dict[str, Any] | None
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """Weights by format, then states by name and format."""
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            kind = row.name.rpartition(".")[2] if row.kind == STATE else row.kind
+            found.setdefault((kind, row.format), []).append(row)
+        order = sorted(found, key=lambda key: (key[0] != WEIGHT, key))
+        return tuple(
+            Total(*key, len(found[key]), sum(r.numel for r in found[key]), sum(r.bytes for r in found[key]))
+            for key in order
+        )
+
+    def to_json(self) -> str:
+        """All of it."""
+        totals = [asdict(total) | {"bytes_per_element": total.bytes_per_element} for total in self.totals]
+        rows = [asdict(row) for row in self.rows]
+        whole = {"path": self.path, "run": self.run, "rows": rows, "totals": totals, "others": self.others}
+        return json.dumps(whole, indent=1)
+
+
+def inspect(path: Path_, data: bool = True) -> Inspection:
+    """Look into a checkpoint directory, or into safetensors files: one, or all of a directory.
+
+    Not a collective call; nothing in the files is run, and one chunk, or some rows, are in memory at a time.
+
+    Args:
+        data: whether to read scales and codes; else metadata, headers and tags alone are read.
+
+    Raises:
+        CheckpointError: it is none of these, or damaged.
+    """
+    folder = Path(path)
+    if folder.name.endswith(SUFFIX) or (not (folder / METADATA_FILE).exists() and any(folder.glob(f"*{SUFFIX}"))):
+        return _exported(folder, data)
+    reader = contents.opened(path)
+    rows = [_row(reader, group, data) for group in contents.groups(reader)]
+    entries = reader.read_metadata().state_dict_metadata
+    others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    return Inspection(str(path), tuple(rows), tuple(sorted(others)), _run(path))
+
+
+def _run(path: Path_) -> dict[str, Any] | None:
+    found = manifest.read(path)
+    if found is None:
+        return None
+    names = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")
+    return {name: getattr(found, name) for name in names}
+
+
+def _kind(name: str) -> str:
+    if name.startswith(f"{EXTRA}."):
+        return EXTRA
+    return STATE if STATE_MARK in name else WEIGHT
+
+
+def _row(reader: SafeReader, group: Group, data: bool) -> Row:
+    figures = contents.figures(reader, group) if data and group.format is not None else None
+    return Row(
+        group.name,
+        _kind(group.name),
+        group.tag,
+        group.format is not None,
+        group.shape,
+        contents.stored_bytes(reader, group),
+        contents.chunks(reader, group),
+        **_of(figures, group.wrong),
+    )
+
+
+def _of(figures: Figures | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
+    if figures is None or not figures.elements:
+        return {"wrong": wrong}
+    return {
+        "codes": figures.elements,
+        "zeros": figures.zeros,
+        "saturated": figures.saturated,
+        "scales": figures.scales,
+        "wrong": (*wrong, *figures.wrong),
+    }
+
+
+def _exported(path: Path, data: bool) -> Inspection:
+    with Files(path) as files:
+        rows = [_exported_row(files, weight, data) for weight in files.weights()]
+    if not rows:
+        raise CheckpointError(f"{path} holds no tensors")
+    return Inspection(str(path), tuple(rows), (), None)
+
+
+def _exported_row(files: Files, weight: Weight, data: bool) -> Row:
+    parts = [part for part in (weight.codes, weight.scale, weight.second) if part is not None]
+    figures = files.figures(weight) if data and weight.encoding is not None else None
+    return Row(
+        weight.codes.key,
+        WEIGHT,
+        weight.tag,
+        weight.encoding is not None,
+        weight.shape,
+        sum(part.bytes for part in parts),
+        1,
+        **_of(figures),
+    )

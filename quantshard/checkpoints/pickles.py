@@ -1,0 +1,255 @@
+"""Reading pickles that anybody may have written: a stack machine that makes records of what it is told to call.
+
+`pickle.load` calls whatever a file names. Here nothing that a file names is imported or called: a name must be in a
+list that the caller gives, and a call of it becomes a `Record` of the name, the arguments and the state, which the
+caller then checks and makes something of. The operations are those that Python's pickler and torch's write for plain
+values, dataclasses and tensors (protocols 2 to 5); any other is an error, and so is a name that is not in the list.
+
+Time and memory are linear in the length of the pickle. What it gives may be shared, or contain itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Container
+from typing import Any
+
+from quantshard.errors import CheckpointError
+
+_INTEGER_BYTES = 16
+"""Longest integer that is read; sizes and offsets have 8 at most."""
+
+_KEY_LIMIT = 1 << 60
+"""Integers from here on may have equal hashes, many of which make a dict slow."""
+
+
+class Record:
+    """What a pickle wants made: `name`, as "module.name", of what it would call; its `args`; the `state` it would set.
+
+    A name that stands for itself, as a dtype does, has `args` None.
+    """
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: Any = None) -> None:
+        self.name = name
+        self.args: Any = args
+        self.state: Any = None
+
+
+def load(data: bytes | memoryview, allowed: Container[str]) -> Any:
+    """What a pickle holds, with a `Record` in place of each object that is no plain value.
+
+    Args:
+        allowed: the names, as "module.name", that may stand in it.
+
+    Raises:
+        CheckpointError: it names something else, or is damaged, cut short or no pickle. Nothing of it was run.
+    """
+    try:
+        return _Machine(bytes(data), allowed).run()
+    except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+        raise CheckpointError(f"it is no whole pickle ({type(error).__name__})") from error
+
+
+class _Machine:
+    """The stack, the marks on it and the memo of one pickle. A lookup that fails says that the pickle is damaged."""
+
+    def __init__(self, data: bytes, allowed: Container[str]) -> None:
+        self.data, self.allowed, self.at = data, allowed, 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        data, operations, stop = self.data, _BY_CODE, pickle.STOP[0]
+        while (code := data[self.at]) != stop:
+            self.at += 1
+            operation = operations.get(code)
+            if operation is None:
+                raise CheckpointError(f"it has the pickle operation {bytes([code])!r}, which no checkpoint needs")
+            operation(self)
+        return self.stack.pop()
+
+    def take(self, count: int) -> bytes:
+        found = self.data[self.at : self.at + count]
+        if len(found) != count:
+            raise IndexError(self.at)
+        self.at += count
+        return found
+
+    def unsigned(self, count: int) -> int:
+        if count == 1:
+            found = self.data[self.at]
+            self.at += 1
+            return found
+        return int.from_bytes(self.take(count), "little")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        found = self.data[self.at : end]
+        self.at = end + 1
+        return found.decode("utf-8")
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop_mark(self) -> list[Any]:
+        mark = self.marks.pop()
+        if mark > len(self.stack):
+            raise IndexError(mark)
+        found = self.stack[mark:]
+        del self.stack[mark:]
+        return found
+
+    def pop(self, count: int) -> list[Any]:
+        if count > len(self.stack):
+            raise IndexError(count)
+        found = self.stack[-count:]
+        del self.stack[-count:]
+        return found
+
+    # Operations ------------------------------------------------------------------------------------------------------
+
+    def named(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError
+        full = f"{module}.{name}"
+        if full not in self.allowed:
+            shown = "".join(c if c.isprintable() else "?" for c in full[:120])
+            raise CheckpointError(f"it names {shown}, which no checkpoint needs, so that nothing of it was read or run")
+        self.push(Record(full))
+
+    def call(self) -> None:
+        function, args = self.pop(2)
+        if type(function) is not Record or function.args is not None or type(args) is not tuple:
+            raise TypeError
+        self.push(Record(function.name, args))
+
+    def build(self) -> None:
+        (state,) = self.pop(1)
+        made = self.stack[-1]
+        if type(made) is not Record or made.args is None or made.state is not None:
+            raise TypeError
+        made.state = state
+
+    def append(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise TypeError
+        target.extend(values)
+
+    def add(self) -> None:
+        values = self.pop_mark()
+        target = self.stack[-1]
+        if type(target) is not set or not all(map(_is_key, values)):
+            raise TypeError
+        target.update(values)
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is Record:  # an OrderedDict, a dict's subclass
+            target.state = {} if target.state is None else target.state
+            target = target.state
+        keys, values = items[::2], items[1::2]
+        if type(target) is not dict or not all(map(_is_key, keys)):
+            raise TypeError
+        target.update(zip(keys, values, strict=True))
+
+    def memoize(self) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def frame(self) -> None:
+        self.take(8)  # how long it is, which helps whoever reads from a stream
+
+    def long(self) -> None:
+        count = self.unsigned(1)
+        if count > _INTEGER_BYTES:
+            raise ValueError
+        self.push(int.from_bytes(self.take(count), "little", signed=True))
+
+
+def _constant(make: Callable[[], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.push(make())
+
+
+def _number(count: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.unsigned(count))
+
+
+def _text(count: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.push(machine.take(machine.unsigned(count)).decode("utf-8", "surrogatepass"))
+
+
+def _bytes(count: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.push(machine.take(machine.unsigned(count)))
+
+
+def _remember(count: int) -> Callable[[_Machine], None]:
+    def remember(machine: _Machine) -> None:
+        machine.memo[machine.unsigned(count)] = machine.stack[-1]
+
+    return remember
+
+
+def _recall(count: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.memo[machine.unsigned(count)])
+
+
+def _tuple(count: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(tuple(machine.pop(count)))
+
+
+PERSISTENT = "persistent"
+"""Name of the record of a storage that lies beside the pickle; its argument is what the pickle says of it."""
+
+_OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
+    pickle.PROTO: lambda m: None if m.unsigned(1) <= 5 else m.named("pickle protocol", "6 or later"),
+    pickle.FRAME: _Machine.frame,
+    pickle.MARK: lambda m: m.marks.append(len(m.stack)),
+    pickle.NONE: _constant(lambda: None),
+    pickle.NEWTRUE: _constant(lambda: True),
+    pickle.NEWFALSE: _constant(lambda: False),
+    pickle.EMPTY_DICT: _constant(dict),
+    pickle.EMPTY_LIST: _constant(list),
+    pickle.EMPTY_SET: _constant(set),
+    pickle.EMPTY_TUPLE: _constant(tuple),
+    pickle.BININT: lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
+    pickle.BININT1: _number(1),
+    pickle.BININT2: _number(2),
+    pickle.LONG1: _Machine.long,
+    pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+    pickle.SHORT_BINUNICODE: _text(1),
+    pickle.BINUNICODE: _text(4),
+    pickle.SHORT_BINBYTES: _bytes(1),
+    pickle.BINBYTES: _bytes(4),
+    pickle.TUPLE: lambda m: m.push(tuple(m.pop_mark())),
+    pickle.TUPLE1: _tuple(1),
+    pickle.TUPLE2: _tuple(2),
+    pickle.TUPLE3: _tuple(3),
+    pickle.APPEND: lambda m: m.append(m.pop(1)),
+    pickle.APPENDS: lambda m: m.append(m.pop_mark()),
+    pickle.ADDITEMS: _Machine.add,
+    pickle.SETITEM: lambda m: m.set_items(m.pop(2)),
+    pickle.SETITEMS: lambda m: m.set_items(m.pop_mark()),
+    pickle.MEMOIZE: _Machine.memoize,
+    pickle.BINPUT: _remember(1),
+    pickle.LONG_BINPUT: _remember(4),
+    pickle.BINGET: _recall(1),
+    pickle.LONG_BINGET: _recall(4),
+    pickle.GLOBAL: lambda m: m.named(m.line(), m.line()),
+    pickle.STACK_GLOBAL: lambda m: m.named(*m.pop(2)),
+    pickle.REDUCE: _Machine.call,
+    pickle.NEWOBJ: _Machine.call,
+    pickle.BUILD: _Machine.build,
+    pickle.BINPERSID: lambda m: m.push(Record(PERSISTENT, tuple(m.pop(1)))),
+}
+_BY_CODE = {code[0]: operation for code, operation in _OPERATIONS.items()}
+
+
+def _is_key(value: Any) -> bool:
+    """What may be a key of a dict. No tuple: the hash of a deeply nested one overflows the interpreter's stack."""
+    if type(value) is int:
+        return -_KEY_LIMIT < value < _KEY_LIMIT
+    return type(value) in (str, bool, bytes, type(None), Record)

@@ -1,0 +1,163 @@
+"""DCP's storage reader and load planner for files that anybody may have written: nothing in them is run."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from quantshard import private_torch
+from quantshard.checkpoints import entries
+from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.store import Path_, locate
+from quantshard.errors import CheckpointError
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint in a directory by its checked metadata; entries are decoded by `entries`, not by `torch.load`.
+
+    Args:
+        path: the directory, or its URL.
+        metadata: what `read_metadata(path)` gave, if that was called before.
+    """
+
+    def __init__(self, path: Path_, metadata: Metadata | None = None) -> None:
+        super().__init__(path)
+        self.store, self.place = locate(path)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        """The checked metadata. Without DCP's keywords: there are no metadata of single ranks to fall back on."""
+        if self._metadata is None:
+            self._metadata = read_metadata(self.place)
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As DCP's."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan, each file opened once and from its beginning to its end.
+
+        Raises:
+            CheckpointError: naming the entry that is damaged or is not what the metadata say.
+        """
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, items in by_file.items():
+            with self._open(name) as file:
+                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+                    self._read_item(file, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        """Each chunk of a tensor with its values, one at a time in memory.
+
+        Raises:
+            CheckpointError: naming the entry; it is damaged, or not what the metadata say.
+        """
+        metadata = self.read_metadata()
+        entry = metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            index = MetadataIndex(key, chunk.offsets)
+            info = metadata.storage_data[index]
+            with self._open(info.relative_path) as file:
+                yield chunk, self._tensor(file, index, info)
+
+    def object(self, key: str) -> Any:
+        """The plain object in an entry that is no tensor.
+
+        Raises:
+            CheckpointError: naming the entry; it is damaged, or no plain value.
+        """
+        info = self.read_metadata().storage_data[MetadataIndex(key)]
+        with self._open(info.relative_path) as file:
+            file.seek(info.offset)
+            return decoded(key, file.read(info.length))
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[BinaryIO]:
+        try:
+            with self.store.create_stream(self.store.join(self.place, name), "rb") as file:
+                yield cast(BinaryIO, file)
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read ({error.strerror})") from error
+
+    def _read_item(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
+        info, key = self.storage_data[item.storage_index], item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            file.seek(info.offset)
+            planner.load_bytes(item, io.BytesIO(file.read(info.length)))
+            return
+        found = self._tensor(file, item.storage_index, info)
+        target = planner.resolve_tensor(item).detach()
+        part = found[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+        if part.shape != target.shape:
+            raise CheckpointError(f"{key} has {tuple(part.shape)} here where {tuple(target.shape)} are wanted")
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+
+    def _tensor(self, file: BinaryIO, index: MetadataIndex, info: Any) -> Tensor:
+        """A chunk, shown to be the tensor that the metadata describe: DCP would cast or cut another."""
+        entry = self.read_metadata().state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        size = next(chunk.sizes for chunk in _hinted(entry.chunks, index) if chunk.offsets == index.offset)
+        dtype = entry.properties.dtype
+        try:
+            found = entries.read(file, info.offset, info.length)
+            if not isinstance(found, Tensor) or found.dtype != dtype or found.shape != size:
+                what = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', ()))}"
+                raise CheckpointError(f"it is {what}, and the metadata say {dtype} {list(size)}")
+        except CheckpointError as error:
+            raise CheckpointError(f"{index.fqn} cannot be read: {error}") from error
+        return found
+
+
+def _hinted(chunks: list[ChunkStorageMetadata], index: MetadataIndex) -> list[ChunkStorageMetadata]:
+    """The chunk at the place that an index hints at, if it is that; else all of them."""
+    at = index.index
+    if at is not None and 0 <= at < len(chunks) and chunks[at].offsets == index.offset:
+        return [chunks[at]]
+    return chunks
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Decodes entries that are not tensors by `entries`; DCP's own planner would unpickle them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object where it belongs in the state dict.
+
+        Raises:
+            CheckpointError: it is no plain value.
+        """
+        key = read_item.dest_index.fqn
+        found = decoded(key, value.getvalue())
+        if self.flatten_state_dict:
+            private_torch.set_element(self.original_state_dict, self.mappings[key], found)
+        else:
+            self.state_dict[key] = found
+
+
+def decoded(key: str, content: bytes) -> Any:
+    """The plain object in an entry that is no tensor.
+
+    Raises:
+        CheckpointError: naming the entry; it is damaged, or no plain value.
+    """
+    try:
+        return entries.read(io.BytesIO(content), 0, len(content))
+    except CheckpointError as error:
+        raise CheckpointError(f"{key} cannot be read: {error}") from error

@@ -1,0 +1,94 @@
+"""`quantshard inspect`: what is inside a checkpoint, or inside exported safetensors files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from quantshard.checkpoints.inspection import Inspection, Row
+from quantshard.checkpoints.inspection import inspect as inspect_checkpoint
+from quantshard.observe.table import human_bytes
+
+_TEXT_WIDTH = 200
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("inspect", no_args_is_help=True)(inspect)
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="CKPT", help="a checkpoint, or safetensors: a file or a folder")],
+    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="read scales and codes too")] = True,
+) -> None:
+    """Show what is inside a checkpoint: formats, shapes, bytes, scales, and shares of saturated and zero codes.
+
+    It may come from anybody: nothing in it is run.
+    """
+    found = inspect_checkpoint(path, data)
+    if json_:
+        print(found.to_json())
+    else:
+        Console(highlight=False, width=None if sys.stdout.isatty() else _TEXT_WIDTH).print(report(found))
+
+
+def report(found: Inspection) -> Group:
+    """What was found, as tables."""
+    parts: list[Any] = [_rows(found), _totals(found)]
+    if found.run is not None:
+        told = ", ".join(f"{name} {value}" for name, value in found.run.items() if value is not None)
+        parts.append(Text(f"written by: {told}"))
+    if found.others:
+        parts.append(Text(f"{len(found.others)} entries that are no tensors, the first {found.others[0]}"))
+    parts += [Text(f"wrong: {line}", style="bold red") for row in found.rows for line in row.wrong]
+    return Group(*parts)
+
+
+def _rows(found: Inspection) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("stored as")
+    for heading in ("shape", "bytes", "pieces", "scales", "saturated", "zero"):
+        table.add_column(heading, justify="right")
+    for row in found.rows:
+        table.add_row(
+            row.name,
+            row.format,
+            "-" if row.shape is None else " x ".join(map(str, row.shape)) or "scalar",
+            human_bytes(row.bytes),
+            str(row.chunks),
+            "-" if row.scales is None else f"{row.scales[0]:.3g} to {row.scales[1]:.3g}",
+            _share(row.saturated, row),
+            _share(row.zeros, row),
+        )
+    return table
+
+
+def _share(count: int | None, row: Row) -> str:
+    return "-" if count is None or not row.codes else f"{count} ({count / row.codes:.2%})"
+
+
+def _totals(found: Inspection) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("what", "stored as"):
+        table.add_column(heading)
+    for heading in ("tensors", "elements", "bytes", "bytes an element"):
+        table.add_column(heading, justify="right")
+    for total in found.totals:
+        table.add_row(
+            total.kind,
+            total.format,
+            str(total.tensors),
+            f"{total.numel:,}",
+            human_bytes(total.bytes),
+            f"{total.bytes_per_element:.3f}",
+        )
+    return table

@@ -1,0 +1,46 @@
+"""`quantshard verify`: is one checkpoint whole?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantshard.checkpoints.verify import Verification
+from quantshard.checkpoints.verify import verify as verify_checkpoint
+from quantshard.observe.table import human_bytes
+
+WRONG = 1
+"""Exit code where anything is wrong."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("verify", no_args_is_help=True)(verify)
+
+
+def verify(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100")],
+    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+) -> None:
+    """Check that a checkpoint is whole: its files' checksums, its tensors' pieces, its weights' components.
+
+    It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
+    """
+    found = verify_checkpoint(checkpoint)
+    print(json.dumps({**asdict(found), "ok": found.ok}, indent=1) if json_ else "\n".join(report(found)))
+    if not found.ok:
+        raise typer.Exit(WRONG)
+
+
+def report(found: Verification) -> list[str]:
+    """What was found, as lines."""
+    lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
+    if not found.checksums:
+        lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
+    size = f"{found.tensors} tensors ({found.quantized} quantized), {found.others} other entries"
+    state = f"not whole: {len(found.problems)} problems" if found.problems else "whole"
+    return [*lines, f"{state}: {found.path}, {size}, {human_bytes(found.bytes)}"]

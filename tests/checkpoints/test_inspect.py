@@ -1,0 +1,338 @@
+"""`verify` and `inspect`: what they find in checkpoints of every recipe, against counting by hand; other files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import quantshard as qs
+from quantshard import components
+from quantshard.checkpoints import manifest
+from quantshard.checkpoints.inspection import inspect
+from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.verify import verify
+from quantshard.cli import inspect as inspect_command
+from quantshard.cli import verify as verify_command
+from quantshard.errors import CheckpointError
+from quantshard.formats import FORMATS, Role
+from tests.checkpoints.small import SHAPES, built, written
+from tests.checkpoints.test_untrusted import change_object
+from tests.distributed.models import RECIPES, Case, build, optimizer_of
+from tests.distributed.pool import run_ranks
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("inspect")
+    return {name: written(folder / name, name, exp_avg_dtype=torch.uint8) for name in RECIPES}
+
+
+def by_hand(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Codes, zero codes and largest codes of a weight's copies, by decoding each code alone."""
+    storage = components.storage_of(weight)
+    codes = zeros = largest = 0
+    for copy in storage.cell.format.copies.values():
+        encoding = copy.codes.encoding
+        for byte in storage.components[copy.codes.name].flatten().tolist():
+            for code in (byte,) if encoding.bits == 8 else (byte & 15, byte >> 4):
+                magnitude = code & ((1 << encoding.bits - 1) - 1)
+                codes, zeros = codes + 1, zeros + (magnitude == 0)
+                largest += magnitude >= {"E4M3": 0x7E, "E5M2": 0x7B, "E2M1": 7}[encoding.name]
+    return codes, zeros, largest
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_figures_of_every_recipe(checkpoints: dict[str, Path], recipe: str) -> None:
+    """The second layer is 18 wide and 5 high, so blocks and bytes are cut."""
+    model, _ = built(recipe, exp_avg_dtype=torch.uint8)
+    found = {row.name: row for row in inspect(checkpoints[recipe]).rows}
+    for index, (cols, rows) in enumerate(SHAPES):
+        weight, row = model[index].weight, found[f"model.{index}.weight"]
+        storage = components.storage_of(weight)
+        assert (row.format, row.shape, row.kind, row.quantized) == (storage.cell.tag, (rows, cols), "weight", True)
+        assert (row.codes, row.zeros, row.saturated) == by_hand(weight)
+        assert row.chunks == 1 and not row.wrong
+        own = [*storage.components.values(), *storage.state.values()]
+        assert row.bytes == sum(part.nbytes for part in own) + components.FORMAT_TAG_BYTES
+        blocks = [c for c in storage.cell.format.components if c.role is Role.SCALE]
+        assert row.scales is not None and 0 < row.scales[0] <= row.scales[1] and blocks
+        moment = found[f"optimizer.state.{2 * index}.exp_avg"]
+        assert (moment.format, moment.quantized, moment.shape) == ("fp8_1x128", True, (rows, cols))
+        assert moment.codes == rows * cols
+    one = found["model.0.weight"]
+    assert one.scales is not None
+    largest = model[0].weight.dequantize().float().abs().max()
+    encoding = FORMATS[one.format.removesuffix("+hist")].by_name["codes"].encoding
+    bound = one.scales[1] * encoding.max * (1 + 2**-8)  # the weight's nominal dtype is BF16
+    assert largest <= bound and (not one.saturated or largest >= one.scales[0] * encoding.max * (1 - 2**-8))
+
+
+def test_totals(checkpoints: dict[str, Path]) -> None:
+    totals = {(total.kind, total.format): total for total in inspect(checkpoints["mxfp8"], data=False).totals}
+    weights = totals["weight", "mxfp8_32x32"]
+    assert (weights.tensors, weights.numel) == (2, 24 * 18 + 18 * 5)
+    assert weights.bytes_per_element == weights.bytes / weights.numel
+    assert totals["exp_avg", "fp8_1x128"].tensors == 2
+    assert totals["exp_avg", "float32"].tensors == 2  # of the biases
+    assert totals["master_param", "float32"].numel == 24 * 18 + 18 * 5 + 18 + 5
+    assert totals["extra", "int64"].numel == 5
+
+
+def sharded(path: str) -> None:
+    case = Case("block", (3,), shapes=((40, 30),))
+    model = build(case)
+    qs.checkpoints.save(path, model, optimizer_of(model, case))
+
+
+@pytest.mark.distributed
+def test_a_sharded_checkpoint(tmp_path: Path) -> None:
+    """3 ranks: pieces are counted, and the figures are those of the whole."""
+    run_ranks(3, sharded, str(tmp_path / "c"))
+    row = next(row for row in inspect(tmp_path / "c").rows if row.name == "model.0.weight")
+    assert (row.chunks, row.shape, row.codes) == (3, (30, 40), 1200)
+    assert verify(tmp_path / "c").ok
+
+
+# Verify
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_whole_checkpoints(checkpoints: dict[str, Path], recipe: str) -> None:
+    found = verify(checkpoints[recipe])
+    assert found.ok, found.problems
+    assert not found.checksums
+    assert found.quantized == 4  # two weights and their first moments
+    result = command("verify", checkpoints[recipe])
+    assert result.exit_code == 0
+    assert "there is no manifest" in result.stdout
+    assert "whole: " in result.stdout
+
+
+def with_manifest(path: Path) -> None:
+    names = [file.name for file in path.iterdir()]
+    digests = {name: manifest.Entry(*manifest.digest_of(path / name)) for name in names}
+    told = manifest.Manifest(digests, 1, torch.__version__, "2026-11-22T00:00:00Z", 7, {"dp_shard": 1}, "nvfp4")
+    (path / manifest.MANIFEST).write_text(told.to_json())
+
+
+def test_with_a_manifest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoints["nvfp4"], tmp_path / "c"))
+    with_manifest(path)
+    found = verify(path)
+    assert found.ok and found.checksums
+    run = inspect(path, data=False).run
+    assert run is not None and (run["recipe"], run["step"], run["mesh"]) == ("nvfp4", 7, {"dp_shard": 1})
+    assert "recipe nvfp4" in command("inspect", path, "--no-data").stdout
+    (path / "more").write_text("x")
+    assert [line.endswith(f"more is not named in {manifest.MANIFEST}") for line in verify(path).problems] == [True]
+    (path / manifest.MANIFEST).write_text(json.dumps({"quantshard": 9}))
+    assert "is of version 9" in verify(path).problems[0]
+
+
+def forged(path: Path, **tensors: torch.Tensor) -> None:
+    for key, value in tensors.items():
+        name = "model.0.weight" + key.removeprefix("codes")
+        change_object(path, name, value)
+        found = read_changed(path, name, value)
+        (path / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def read_changed(path: Path, key: str, value: torch.Tensor) -> Any:
+    """Metadata in which an entry has the size and dtype of another value."""
+    with open(path / ".metadata", "rb") as file:
+        found = pickle.load(file)
+    entry = found.state_dict_metadata[key]
+    entry.size = entry.chunks[0].sizes = value.shape
+    entry.properties.dtype = value.dtype
+    return found
+
+
+def without(key: str) -> Callable[[Path], None]:
+    def remove(path: Path) -> None:
+        found = read_metadata(path)
+        del found.state_dict_metadata[key]
+        for index in [index for index in found.storage_data if index.fqn == key]:
+            del found.storage_data[index]
+        (path / ".metadata").write_bytes(pickle.dumps(found))
+
+    return remove
+
+
+TAG = torch.tensor([1, *b"nvfp4_16x16\0\0\0", 0], dtype=torch.uint8)
+NEWER, UNKNOWN = TAG.clone(), TAG.clone()
+NEWER[0], UNKNOWN[1] = 2, ord("x")
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no scale": (without("model.0.weight_scale_inv"), "model.0.weight_scale_inv is missing"),
+    "no amax": (without("model.0.weight_amax"), "model.0.weight_amax is missing"),
+    "no key": (without("model.0.weight_key"), "model.0.weight_key is missing"),
+    "no scale of a state": (without("optimizer.state.0.exp_avg_scale_inv"), ""),
+    "NaN": (lambda p: forged(p, _amax=torch.tensor([[float("nan")]])), "1 of 1 amax entries are not finite"),
+    "NaN in E4M3": (
+        lambda p: forged(p, _scale_inv=torch.tensor([[1, 255], [127, 2]], dtype=torch.uint8)),
+        "2 of 4 scale entries are not finite",
+    ),
+    "another shape": (lambda p: forged(p, _scale_inv=torch.ones(1, 2, dtype=torch.uint8)), r"of \[18, 24\] has"),
+    "another dtype": (lambda p: forged(p, _scale_inv=torch.ones(2, 2)), "is torch.float32"),
+    "a newer version": (lambda p: forged(p, _format=NEWER), "format version 2, this release .* reads version 1"),
+    "an unknown format": (lambda p: forged(p, _format=UNKNOWN), "its format 'xvfp4_16x16' is none"),
+}
+
+
+@pytest.mark.parametrize("damage", WRONG)
+def test_what_is_wrong(checkpoints: dict[str, Path], tmp_path: Path, damage: str) -> None:
+    path = Path(shutil.copytree(checkpoints["nvfp4"], tmp_path / "c"))
+    change, said = WRONG[damage]
+    change(path)
+    found = verify(path)
+    if said:
+        with pytest.raises(AssertionError, match=said):
+            assert not found.problems, "\n".join(found.problems)
+        assert len(found.problems) == 1, found.problems
+        result = command("verify", path)
+        assert result.exit_code == 1
+        assert result.stdout.startswith("wrong: model.0.weight")
+        assert json.loads(command("verify", path, "--json").stdout)["ok"] is False
+    else:
+        assert found.quantized == 3  # codes without a scale are a plain tensor
+    inspect(path)
+
+
+def test_a_flipped_bit_is_found_without_a_manifest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoints["mxfp8"], tmp_path / "c"))
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    master = built("mxfp8", exp_avg_dtype=torch.uint8)[1].state_dict()["state"][0]["master_param"]
+    content[content.index(master.numpy().tobytes()) + 9] ^= 4
+    file.write_bytes(content)
+    (problem,) = verify(path).problems
+    assert "optimizer.state.0.master_param cannot be read" in problem
+
+
+# Exported files
+
+
+def layouts() -> dict[str, tuple[dict[str, torch.Tensor], str, tuple[int, int], float]]:
+    """Of each layout: tensors, what it is called, its shape and its largest scale."""
+    e4m3 = torch.arange(256 * 200).remainder(256).to(torch.uint8).view(256, 200)
+    e4m3[e4m3 & 127 == 127] = 0
+    packed, codes = torch.full((64, 32), 0x7F, dtype=torch.uint8), e4m3.view(torch.float8_e4m3fn)
+    blocks = torch.full((64, 4), 2.0).to(torch.float8_e4m3fn)
+    e8m0 = torch.full((256, 7), 129, dtype=torch.uint8)
+    return {
+        "HF block": ({"l.weight": codes, "l.weight_scale_inv": torch.full((2, 2), 4.0)}, "128x", (256, 200), 4.0),
+        "HF tensor": ({"l.weight": codes, "l.weight_scale": torch.tensor(3.0)}, "a tensor", (256, 200), 3.0),
+        "CT tensor": ({"l.weight": codes, "l.weight_scale": torch.tensor([3.0])}, "a tensor", (256, 200), 3.0),
+        "CT channel": ({"l.weight": codes, "l.weight_scale": torch.ones(256, 1)}, "a row", (256, 200), 1.0),
+        "ModelOpt channel": ({"l.weight": codes, "l.weight_scale": torch.ones(256)}, "a row", (256, 200), 1.0),
+        "CT MXFP8": ({"l.weight": codes, "l.weight_scale": e8m0}, "E8M0", (256, 200), 4.0),
+        "SGLang MXFP8": ({"l.weight": codes, "l.weight_scale_inv": e8m0}, "E8M0", (256, 200), 4.0),
+        "CT NVFP4": (
+            {"l.weight_packed": packed, "l.weight_scale": blocks, "l.weight_global_scale": torch.tensor([8.0])},
+            "E2M1, E4M3 a 1x16 block",
+            (64, 64),
+            0.25,
+        ),
+        "ModelOpt NVFP4": (
+            {"l.weight": packed, "l.weight_scale": blocks, "l.weight_scale_2": torch.tensor(0.125)},
+            "E2M1, E4M3 a 1x16 block",
+            (64, 64),
+            0.25,
+        ),
+        "torchao": ({"l._weight_qdata": codes, "l._weight_scale": torch.ones(256, 1)}, "a row", (256, 200), 1.0),
+    }
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_exported_files(tmp_path: Path, layout: str) -> None:
+    tensors, called, shape, largest = layouts()[layout]
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"norm.weight": torch.ones(5, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
+    row, plain = inspect(tmp_path).rows
+    assert row.quantized and called in row.format and row.shape == shape
+    assert row.scales == (largest, largest)
+    assert row.bytes == sum(value.nbytes for value in tensors.values())
+    codes = next(iter(tensors.values()))
+    if shape == (64, 64):
+        assert (row.codes, row.saturated, row.zeros) == (4096, 4096, 0)
+    else:
+        values = codes.float().abs()
+        assert (row.zeros, row.saturated) == (int((values == 0).sum()), int((values == 448).sum()))
+    assert (plain.name, plain.format, plain.quantized, plain.codes) == ("norm.weight", "bfloat16", False, None)
+    assert inspect(tmp_path / "a.safetensors", data=False).rows[0].codes is None
+    result = command("inspect", tmp_path)
+    assert result.exit_code == 0 and row.format in result.stdout
+
+
+HEADERS = {
+    "a huge header": (1 << 60).to_bytes(8, "little") + b"{}",
+    "half a header": b"\x08\x00",
+    "no JSON": (4).to_bytes(8, "little") + b"abcd",
+    "behind the end": b'{"x":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
+    "overlapping": b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+    b'"y":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}',
+    "negative": b'{"x":{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}}',
+    "another length": b'{"x":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}',
+    "huge": b'{"x":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,4]}}',
+    "deep": b"[" * 100_000,
+    "unknown": b'{"x":{"dtype":"F5","shape":[4],"data_offsets":[0,4]}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_headers_of_safetensors(tmp_path: Path, header: str) -> None:
+    content = HEADERS[header]
+    if content.startswith((b"{", b"[")):
+        content = len(content).to_bytes(8, "little") + content + b"\0" * 6
+    (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"m\.safetensors is damaged") as raised:
+        inspect(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "nowhere.safetensors"):
+        with pytest.raises(CheckpointError, match=r"not a complete checkpoint|is no file"):
+            inspect(path)
+    assert not verify(tmp_path).ok
+
+
+# Commands
+
+
+def command(name: str, *arguments: Any) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    inspect_command.register(app)
+    verify_command.register(app)
+    return CliRunner().invoke(app, [name, *map(str, arguments)])
+
+
+def test_inspect_prints_tables_and_json(checkpoints: dict[str, Path]) -> None:
+    result = command("inspect", checkpoints["nvfp4"])
+    assert result.exit_code == 0, result.output
+    for text in ("model.0.weight", "nvfp4_16x16", "18 x 24", "master_param", "bytes an element"):
+        assert text in result.stdout
+    told = json.loads(command("inspect", checkpoints["nvfp4"], "--json").stdout)
+    row = next(row for row in told["rows"] if row["name"] == "model.0.weight")
+    assert row["codes"] == 18 * 24 and row["scales"][0] > 0
+    fast = json.loads(command("inspect", checkpoints["nvfp4"], "--json", "--no-data").stdout)
+    assert all(row["codes"] is None for row in fast["rows"])
+    assert fast["totals"] == told["totals"]
+
+
+def test_a_model_without_quantized_weights(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", None)
+    assert verify(path).quantized == 0 and verify(path).ok
+    assert {row.format for row in inspect(path).rows if row.kind == "weight"} == {"bfloat16", "int64"}
+    assert isinstance(built(None)[0], nn.Sequential)
