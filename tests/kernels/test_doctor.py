@@ -18,9 +18,7 @@ IRREGULAR, *OTHERS = checks.INTERPRETED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [IRREGULAR, *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in OTHERS)]
-)
+@pytest.mark.parametrize("shape", [IRREGULAR, *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in OTHERS)])
 def test_all_kernels_are_right(shape: checks.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter one shape at a time, the irregular one first."""
     monkeypatch.setattr(checks, "INTERPRETED", (shape,))
