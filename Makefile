@@ -7,7 +7,7 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick drill check format bench clean
+.PHONY: help demo test test-all test-quick drill check format bench clean
 
 help:  ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -18,11 +18,16 @@ demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits a
 
 # Two processes, each of which starts four ranks; a file stays on one of them, since its tests share what they build.
 # In the order of names: the long files of tests/distributed begin early. ARGS="-n 0" runs all in one process.
-test: $(STAMP)  ## Run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+SUITE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP)  ## Run every test, of long tables those cells that cover all pairs of options
+	$(SUITE) -m "not exhaustive" $(ARGS)
+
+test-all: $(STAMP)  ## Run every cell of every test too; takes several times as long
+	$(SUITE) $(ARGS)
 
 test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow" -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow and not exhaustive" -n 2 $(ARGS)
 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)

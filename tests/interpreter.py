@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +20,17 @@ from quantshard import compute
 @contextmanager
 def prepared_once() -> Iterator[None]:
     """The interpreter prepares Triton's module anew for each call of a device function, which takes longer than the
-    function. The call of a kernel prepares it; a device function finds it so, but for a part that stays as it is."""
+    function. The call of a kernel prepares it; a device function finds it so, but for a part that stays as it is.
+
+    Besides, of each sum and product of integers it computes whether it overflows, which it would say if `debug` were
+    set, and of each value it finds out anew what its type is in NumPy and what the sizes of its shape are.
+    """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     if torch.cuda.is_available():
         yield
         return
-    prepared = set()
+    prepared, builder = set(), interpreter.interpreter_builder
+    assert not builder.options.debug
 
     def call(self, *args, **kwargs):
         if "core" in self.fn.__globals__ and self.fn not in prepared:
@@ -30,7 +40,42 @@ def prepared_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        for owner, name, function in _found_once(interpreter):
+            patch.setattr(owner, name, function)
         yield
+
+
+def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """What Triton computes of types and shapes, kept; what it is set on, its name, and the function."""
+    core, numpy_of = interpreter.tl.core, cache(interpreter._get_np_dtype)
+    unwrap = core._unwrap_if_constexpr
+
+    @cache
+    def sizes(*shape: int) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes(*type.shape.values) if type.is_block() else sizes()
+
+    def numpy_type(dtype):
+        return numpy_of(core.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
+
+    def plain(value):
+        return value if type(value) in (int, core.tensor) else unwrap(value)
+
+    def with_element_ty(self, element):
+        new = copy.copy(self)  # the shape is valid
+        new.element_ty, new.name = element, f"<{self.shape}, {element}>"
+        return new
+
+    return [
+        (core.tensor, "__init__", tensor),
+        (interpreter, "_get_np_dtype", numpy_type),
+        (core, "_unwrap_if_constexpr", plain),
+        (core.block_type, "with_element_ty", with_element_ty),
+    ]
 
 
 @contextmanager

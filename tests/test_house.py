@@ -11,7 +11,7 @@ import inspect
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -71,9 +71,15 @@ def at(path: str, node: ast.AST) -> str:
     return f"{PACKAGE}/{path}:{getattr(node, 'lineno', 1)}"
 
 
+@cache
+def parse(source: str) -> ast.Module:
+    """Once for all rules."""
+    return ast.parse(source)
+
+
 def nodes(tree: Tree) -> Iterator[tuple[str, ast.AST]]:
     for path, source in tree.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             yield path, node
 
 
@@ -87,10 +93,10 @@ def absolute(path: str, node: ast.ImportFrom) -> str:
 
 def own_imports(tree: Tree, path: str, node: ast.AST) -> Iterator[str]:
     """The modules of the package that `node` imports; a `from` import of a module's content counts as the module."""
-    known = {module(p) for p in tree} | {f"{PACKAGE}.{u}" for u in LAYERS}
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
+        known = {module(p) for p in tree} | {f"{PACKAGE}.{u}" for u in LAYERS}
         base = absolute(path, node)
         names = [full if (full := f"{base}.{alias.name}") in known else base for alias in node.names]
     elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
@@ -153,7 +159,7 @@ def imports_are_not_lazy(tree: Tree) -> list[str]:
     return [
         f"{at(path, node)}: {function.name}() imports {target}; import it at the top of the file"
         for path, source in tree.items()
-        for function in functions(ast.parse(source))
+        for function in functions(parse(source))
         for node in ast.walk(function)
         for target in own_imports(tree, path, node)
     ]
@@ -167,7 +173,7 @@ def formats_are_not_named(tree: Tree, names: Iterable[str] = ()) -> list[str]:
     for path, source in tree.items():
         if unit(path) in MAY_NAME_FORMATS:
             continue
-        skipped = docstrings(parsed := ast.parse(source))
+        skipped = docstrings(parsed := parse(source))
         for node in ast.walk(parsed):
             hits = {hit for text in identifiers(node) for hit in pattern.findall(text)} if node not in skipped else ()
             found += [
@@ -187,7 +193,7 @@ def sizes_are_small(tree: Tree) -> list[str]:
     for path, source in tree.items():
         if (lines := len(source.splitlines())) > FILE_LINES:
             found.append(f"{PACKAGE}/{path}: {lines} lines, more than {FILE_LINES}; split it by noun")
-        for function in functions(ast.parse(source)):
+        for function in functions(parse(source)):
             body = function.body[1:] if ast.get_docstring(function) else function.body
             lines = (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
             if lines > FUNCTION_LINES:
@@ -200,13 +206,13 @@ def private_torch_is_kept_apart(tree: Tree) -> list[str]:
 
     Names below `torch.ops` are the names of operators, whose underscores are not a mark of privacy.
     """
-    own = set().union(*map(defined, map(ast.parse, tree.values())))
+    own = set().union(*map(defined, map(parse, tree.values())))
     found = []
     for path, source in tree.items():
         if path == "private_torch.py":
             continue
         aliases: dict[str, str] = {}
-        for node in ast.walk(parsed := ast.parse(source)):
+        for node in ast.walk(parsed := parse(source)):
             aliases.update(torch_aliases(path, node, aliases))
         for node in ast.walk(parsed):
             for name in private_uses(path, node, aliases, own):
@@ -351,7 +357,7 @@ def test_rule_finds(rule: Callable[[Tree], list[str]], tree: Tree, count: int):
 def public_names(source: str) -> set[str]:
     """The public names that a module binds at its top level."""
     bound: set[str] = set()
-    for node in ast.parse(source).body:
+    for node in parse(source).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):

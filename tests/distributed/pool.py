@@ -25,6 +25,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MAX_RANKS = 4
 TIMEOUT_SECONDS = 240
+IMPORTED = ["quantshard", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+"""By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""
 
 
 class RankError(AssertionError):
@@ -33,7 +35,8 @@ class RankError(AssertionError):
 
 class _Pool:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self.folder = tempfile.TemporaryDirectory()
         self.calls = 0
         self.pipes: list[Connection] = []

@@ -1,6 +1,6 @@
 """Optimizer x recipe x wrap: each trains to the bits of the same optimizer over the same model, unwrapped.
 
-On 1, 2, 3 and 4 ranks; a table is printed. `recipe_of` says which recipe a pair of optimizer and wrap is tried with:
+On 1, 2, 3 and 4 ranks; a table is printed. `RECIPE_OF` says which recipe a pair of optimizer and wrap is tried with:
 every pair (optimizer, recipe), (optimizer, wrap) and (wrap, recipe) is covered. Compared are weights, scales, random
 keys and draws, histories, masters and moments, after two steps.
 
@@ -25,6 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam, MasterWeights
+from tests.covering import in_turns
 from tests.distributed.models import RECIPES, bits, set_gradients
 from tests.distributed.pool import run_ranks
 from tests.distributed.wraps import (
@@ -122,10 +123,8 @@ WRAPS = {
 2x2: HSDP. mixed: float32 weights, computed in bfloat16. recompute: activation checkpointing of every layer."""
 
 
-def recipe_of(optimizer: str, wrap: str) -> str:
-    """In turns. There are more optimizers and more wraps than recipes, so each of both meets every recipe."""
-    recipes = list(RECIPES)
-    return recipes[(list(OPTIMIZERS).index(optimizer) + list(WRAPS).index(wrap)) % len(recipes)]
+RECIPE_OF = {(optimizer, wrap): recipe for optimizer, wrap, recipe in in_turns(OPTIMIZERS, WRAPS, [*RECIPES])}
+"""In turns. There are more optimizers and more wraps than recipes, so each of both meets every recipe."""
 
 
 # Training
@@ -188,7 +187,7 @@ def compare(name: str, fixed: dict[tuple[str, str], Found]) -> dict[str, str]:
     """What differs, by optimizer; "" if nothing does."""
     found = {}
     for optimizer in OPTIMIZERS:
-        recipe = recipe_of(optimizer, name)
+        recipe = RECIPE_OF[optimizer, name]
         want, got = want_and_got(optimizer, name, recipe, fixed.get((optimizer, recipe), {}))
         found[optimizer] = ", ".join(key for key in want | got if want.get(key) != got.get(key))
     return found
@@ -198,7 +197,7 @@ def compare(name: str, fixed: dict[tuple[str, str], Found]) -> dict[str, str]:
 
 
 def test_every_pair_is_covered() -> None:
-    cells = [(optimizer, wrap, recipe_of(optimizer, wrap)) for optimizer in OPTIMIZERS for wrap in WRAPS]
+    cells = [(optimizer, wrap, RECIPE_OF[optimizer, wrap]) for optimizer in OPTIMIZERS for wrap in WRAPS]
     assert len({(optimizer, recipe) for optimizer, _, recipe in cells}) == len(OPTIMIZERS) * len(RECIPES)
     assert len({(wrap, recipe) for _, wrap, recipe in cells}) == len(WRAPS) * len(RECIPES)
 
@@ -213,7 +212,7 @@ def cell(words: dict[str, str]) -> str:
 def test_table(show: Callable[[str], None]) -> None:
     """1, 2, 3 and 4 ranks."""
     fixed_pairs = [
-        (optimizer, recipe_of(optimizer, name)) for name in WRAPS if not WRAPS[name].like for optimizer in OPTIMIZERS
+        (optimizer, RECIPE_OF[optimizer, name]) for name in WRAPS if not WRAPS[name].like for optimizer in OPTIMIZERS
     ]
     [fixed] = run_ranks(1, alone, fixed_pairs)
     differ: dict[tuple[str, str], list[str]] = {}
@@ -226,7 +225,7 @@ def test_table(show: Callable[[str], None]) -> None:
         by_recipe: dict[str, dict[str, str]] = {recipe: {} for recipe in RECIPES}
         for name in WRAPS:
             word = "DIFFER" if differ[optimizer, name] else "equal"
-            by_recipe[recipe_of(optimizer, name)][name] = word
+            by_recipe[RECIPE_OF[optimizer, name]][name] = word
         rows.append([optimizer, *map(cell, by_recipe.values())])
     width = max(len(entry) for row in rows for entry in row) + 2
     lines = ["".join(entry.ljust(width) for entry in row).rstrip() for row in rows]

@@ -1,7 +1,7 @@
 """Ways to wrap a model: each trains to the bits of the unwrapped model whose gradients are averaged by hand.
 
-On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. Every way is tried with every recipe: on 2 or 3 ranks with those
-that keep most, and with the others in turns.
+On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. Every way is tried with the recipes that keep most, on 2 or 3
+ranks, and with the others in turns, two each, one of them on 1 rank; `make test-all` tries the rest, on 1 rank.
 Sums of gradients have no order here, since the losses of all ranks but the first two are multiplied by zero; of three
 terms, wrappers that lay out their buffers differently take different sums.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -268,16 +268,27 @@ def thaw(model: Any) -> Any:
     return model.requires_grad_(True)
 
 
-def cells() -> dict[int, list[tuple[str, str]]]:
-    """Ranks -> (way, recipe): every way with every recipe."""
+Cells = dict[int, list[tuple[str, str]]]
+"""Ranks -> (way, recipe)."""
+
+
+def cells() -> Cells:
+    """Every way with every recipe that keeps something, and with two of the others in turns."""
     others = [recipe for recipe in RECIPES if recipe not in KEEPING]
-    found: dict[int, list[tuple[str, str]]] = {ranks: [] for ranks in (1, 2, 3, 4)}
+    found: Cells = {ranks: [] for ranks in (1, 2, 3, 4)}
     for number, name in enumerate(ROWS):
-        for recipe in RECIPES:
-            in_turn = recipe == others[number % len(others)]
-            found[KEEPING.get(recipe, 2 if in_turn else 1)].append((name, recipe))
+        for recipe, ranks in KEEPING.items():
+            found[ranks].append((name, recipe))
+        for turn, ranks in ((0, 2), (1, 1)):
+            found[ranks].append((name, others[(number + turn) % len(others)]))
     found[4] = [(name, recipe) for name in HSDP_ROWS for recipe in RECIPES if name == "HSDP 2x2" or recipe in KEEPING]
     return found
+
+
+def rest() -> Cells:
+    """Every way with every recipe that it is not tried with above."""
+    tried = {cell for found in cells().values() for cell in found}
+    return {1: [cell for cell in product(ROWS, RECIPES) if cell not in tried]}
 
 
 def compare(cells: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -293,11 +304,12 @@ def compare(cells: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return found
 
 
-def test_table(show: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("cells", [cells(), pytest.param(rest(), marks=pytest.mark.exhaustive)], ids=["some", "rest"])
+def test_table(cells: Cells, show: Callable[[str], None]) -> None:
     """1, 2, 3 and 4 ranks."""
     found: dict[tuple[str, str], list[str]] = {}
     words: dict[tuple[str, str], str] = {}
-    for ranks, chosen in cells().items():
+    for ranks, chosen in cells.items():
         for rank, differing in enumerate(run_ranks(ranks, compare, chosen)):
             for cell, differ in differing.items():
                 found.setdefault(cell, []).extend([f"rank {rank} of {ranks}: {differ}"] if differ else [])

@@ -14,10 +14,14 @@ from quantshard.optimizers import on_kernels
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = (5, 34)
+IRREGULAR, *OTHERS = checks.INTERPRETED
 
 
 @pytest.mark.slow
-def test_all_kernels_are_right() -> None:
+@pytest.mark.parametrize("shape", [IRREGULAR, *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in OTHERS)])
+def test_all_kernels_are_right(shape: checks.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter one shape at a time, the irregular one first."""
+    monkeypatch.setattr(checks, "INTERPRETED", (shape,))
     results = checks.run(DEVICE)
     assert [result for result in results if result.state == "WRONG"] == []
     absent = [r.name for r in results if r.state == "not here" and not r.name.startswith(("oracle", "native"))]

@@ -23,6 +23,7 @@ from quantshard.optimizers import FusedAdam, on_kernels
 from quantshard.recipe import resolve
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.tensor import quantize
+from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
 from tests.interpreter import kernels_on, prepared_once
@@ -128,22 +129,14 @@ def check(recipe: str, masters: str, moments: str, second: str | None = None, **
     assert optimizer.skipped_steps == 1
 
 
-TURNS = ("mxfp8", "current", "nvfp4", "block", "delayed", "rowwise", "mxfp8 two copies")
-SOME = list(itertools.product(MASTERS, MOMENTS))[::3]
-CELLS = [(recipe, *both) for recipe, both in zip(TURNS, SOME, strict=True)]
+EVERY = list(itertools.product(RECIPES, MASTERS, MOMENTS))
 
 
-@pytest.mark.parametrize(("recipe", "masters", "moments"), CELLS)
+@pytest.mark.parametrize(("recipe", "masters", "moments"), exhaustive(EVERY, in_turns(RECIPES, MASTERS, [*MOMENTS])))
 def test_a_step_has_the_oracles_bits(recipe: str, masters: str, moments: str) -> None:
-    check(recipe, masters, moments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("masters", MASTERS)
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
-def test_every_option(recipe: str, masters: str, moments: str) -> None:
-    check(recipe, masters, moments, second="bf16" if moments == "fp8" else None)
+    """FP8 moments beside FP8 ones, and beside others."""
+    second = "bf16" if moments == "fp8" and masters != "fp32" else None
+    check(recipe, masters, moments, second)
 
 
 @pytest.mark.parametrize("masters", ["fp32", "remainder"])
