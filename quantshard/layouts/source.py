@@ -107,7 +107,7 @@ class Source:
 
     def _master_keys(self) -> dict[str, str]:
         """Name of a parameter -> the key of its master, where the optimizer has one and was told names."""
-        found = {}
+        found: dict[str, str] = {}
         for key in self._reader.entries:
             if not key.startswith(f"{OPTIMIZER}param_groups.") or not key.endswith(".param_names"):
                 continue

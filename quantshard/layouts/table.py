@@ -11,14 +11,14 @@ Hugging Face export (modelopt-*).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
 import torch
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Copy, Encoding, Format, Scaling
 from quantshard.recipe import Cell
 
@@ -312,6 +312,41 @@ def find(name: str, formats: set[str]) -> Layout:
         f"no layout of {name!r} takes weights in {', '.join(sorted(formats)) or 'high precision'} exactly; name one of "
         f"{', '.join(layout.name for layout in family)} and allow requantization (lossy)"
     )
+
+
+def detect(config: Any, names: Iterable[str], where: str) -> Layout | None:
+    """The layout of files from their `quantization_config` and the names of their tensors; None: high precision.
+
+    Raises:
+        CheckpointError: it is none of `LAYOUTS`.
+    """
+    if config is None:
+        return None
+    wanted = _signature(config) if isinstance(config, Mapping) else None
+    ends = {name.rpartition(".")[2] for name in names}
+    for layout in LAYOUTS.values():
+        if not layout.is_plain and wanted == _signature(layout.config([])) and layout.scale_key in ends:
+            return layout
+    raise CheckpointError(
+        f"{where}: its quantization_config ({wanted}) is none of the layouts that are read: "
+        f"{', '.join(name for name, layout in LAYOUTS.items() if not layout.is_plain)}"
+    )
+
+
+def _signature(config: Config) -> tuple[str, ...]:
+    """What tells configurations apart."""
+    method = str(config.get("quant_method"))
+    if "mxfp8" in method:
+        return ("mxfp8",)
+    if method == "modelopt":
+        return (method, str(config.get("quant_algo")).removeprefix("W4A16_"))
+    if method == "compressed-tensors":
+        groups = config.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, Mapping) and len(groups) == 1 else None
+        weights = first.get("weights") if isinstance(first, Mapping) else None
+        strategy = weights.get("strategy") if isinstance(weights, Mapping) else None
+        return (method, str(config.get("format")), str(strategy))
+    return (method, str(config.get("weight_block_size")))
 
 
 def cell_of_tag(tag: str) -> Cell:
