@@ -36,13 +36,13 @@ def is_complete(path: Path_) -> bool:
 
 
 def save(
-    path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
+    path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write a checkpoint to a new directory. A collective call.
 
     Args:
         path: the directory; it may exist if the checkpoint in it is not complete.
-        model, optimizer: what to save.
+        model, optimizer: what to save; without an optimizer what is loaded can only begin a training.
         extra: a few more entries, e.g. the step: tensors, numbers or strings, equal on all ranks.
 
     Raises:
@@ -55,7 +55,9 @@ def save(
     if is_complete(path):
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
     _wait_for_all()  # no rank may find the metadata that a faster one has just written
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), EXTRA: dict(extra or {})}
+    state = {"model": model.state_dict(), EXTRA: dict(extra or {})}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
     try:
         with _quiet():
             dcp.save(state, checkpoint_id=path)

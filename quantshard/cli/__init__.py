@@ -7,10 +7,16 @@ from collections.abc import Callable
 
 import typer
 
-from quantshard.cli import commands, demo, diff, doctor
+from quantshard.cli import commands, demo, diff, doctor, exchange
 from quantshard.errors import QuantshardError
 
-REGISTER: tuple[Callable[[typer.Typer], None], ...] = (commands.register, demo.register, diff.register, doctor.register)
+REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
+    commands.register,
+    demo.register,
+    diff.register,
+    doctor.register,
+    exchange.register,
+)
 """What adds commands to the command line."""
 
 __all__ = ["app", "main"]
