@@ -16,7 +16,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E8M0, FP32, Copy, Encoding, Format
-from quantshard.layouts.table import Layout, Shape, refines
+from quantshard.layouts.table import Layout, Shape, refines, said
 from quantshard.sharding import ceil_div
 
 
@@ -120,7 +120,7 @@ def scales(
 def _grid(scale: Tensor, rows: Tensor, ours: tuple[int, int], theirs: tuple[int, int], cols: int) -> Tensor:
     """Our grid of scales -> theirs."""
     if not all(refines(there, here) for there, here in zip(theirs, ours, strict=True)):
-        raise NotExact(f"its blocks of {_said(ours)} do not hold whole blocks of {_said(theirs)}")
+        raise NotExact(f"its blocks of {said(ours)} do not hold whole blocks of {said(theirs)}")
     at = rows // ours[0]
     height = min(theirs[0], max(len(rows), 1))
     first = at[::height]
@@ -128,15 +128,11 @@ def _grid(scale: Tensor, rows: Tensor, ours: tuple[int, int], theirs: tuple[int,
     if len(crossing):
         row = int(crossing[0])
         raise NotExact(
-            f"its rows are cut inside a block: row {row} of the part lies in another block of {_said(ours)} than row "
-            f"{row // height * height}, and a block of {_said(theirs)} there has one scale"
+            f"its rows are cut inside a block: row {row} of the part lies in another block of {said(ours)} than row "
+            f"{row // height * height}, and a block of {said(theirs)} there has one scale"
         )
     width = min(theirs[1], max(cols, 1))
     return scale[first][:, torch.arange(0, cols, width) // ours[1]]
-
-
-def _said(block: tuple[int, int]) -> str:
-    return f"{block[0]}x{block[1]}" if max(block) < 1 << 30 else f"{block[0] if block[0] == 1 else 'all'} x all"
 
 
 def _encoded(grid: Tensor, ours: Encoding, theirs: Encoding) -> Tensor:
@@ -186,17 +182,13 @@ def our_grid(
 
     `by_row`: their scales of each element row of these entries, [rows, their blocks along a row].
 
+    For a format and a layout whose `import_verdict` is not lossy.
+
     Raises:
         NotExact: several blocks of theirs in one of ours have different scales, or a scale has no encoding here.
     """
     copy = fmt.copies[Copy.ROWWISE]
     block = copy.block
-    if copy.codes.encoding != layout.element:
-        assert layout.element is not None
-        raise NotExact(f"its codes are {layout.element.name}, those of {fmt.name} {copy.codes.encoding.name}")
-    along = [bool(refines(a, b) or refines(b, a)) for a, b in zip(layout.block, block, strict=True)]
-    if not all(along):
-        raise NotExact(f"its blocks of {_said(layout.block)} and those of {fmt.name}, {_said(block)}, cross")
     (r0, r1), (c0, c1) = extents
     height = min(block[0], max(len(by_row), 1))
     rows = by_row[::height]
@@ -215,8 +207,8 @@ def our_grid(
 def _check_same(scales: Tensor, alike: Tensor, layout: Layout, fmt: Format) -> None:
     if not torch.equal(scales, alike):
         raise NotExact(
-            f"blocks of {_said(layout.block)} have different scales where {fmt.name} has one, of "
-            f"{_said(fmt.copies[Copy.ROWWISE].block)}"
+            f"blocks of {said(layout.block)} have different scales where {fmt.name} has one, of "
+            f"{said(fmt.copies[Copy.ROWWISE].block)}"
         )
 
 

@@ -25,7 +25,7 @@ from quantshard.layouts import conversion, files, table
 from quantshard.layouts.conversion import NotExact, Run
 from quantshard.layouts.files import Files
 from quantshard.layouts.names import LLAMA, Names
-from quantshard.layouts.table import Layout
+from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import HEAD, NOTED_AMAX, heads_of
 from quantshard.sharding import ceil_div
 from quantshard.storage import AMAX_HISTORY, QuantizedStorage
@@ -88,7 +88,7 @@ def load(
 
     Raises:
         CheckpointError: a file is damaged or missing, a tensor is missing, unknown or of another shape, or cannot be
-            copied; on every rank, if so on one. Nothing was written.
+            copied; on every rank, if so on one. Nothing was written, unless a file cannot be read any more.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     components.check_offsets(model.named_parameters())
@@ -229,11 +229,10 @@ class _Loader:
             return None
         assert self.layout is not None
         storage = item.storage
-        if storage is None:
-            return "it is quantized there, and in high precision in this model"
+        found = table.import_verdict(None if storage is None else storage.cell, self.layout)
+        if storage is None or found.kind != EXACT:
+            return found.why
         fmt = storage.cell.format
-        if len(fmt.copies) > 1:
-            return f"{fmt.name} keeps a second copy, quantized along the columns, which no layout has"
         scale = fmt.copies[Copy.ROWWISE].scale
         extents = storage.shard.resident(scale)
         rows, cols = storage.shard.global_shape
@@ -280,17 +279,25 @@ class _Loader:
 
     def write(self) -> None:
         """Copy, and quantize in batches; a collective call."""
-        batch: list[_Item] = []
-        for item in self.items:
-            if item.storage is not None and (not item.is_stored_quantized or item.name in self.report.requantized):
-                if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
-                    self._quantize(batch)
-                    batch = []
-                batch.append(item)
-            elif item.storage is not None:
-                self._copy(item, item.storage)
-            else:
-                self._fill(item)
+        error = None
+        anew, batch = [], list[_Item]()
+        try:
+            for item in self.items:
+                storage = item.storage
+                if storage is None:
+                    self._fill(item)
+                elif not item.is_stored_quantized or item.name in self.report.requantized:
+                    anew.append(item)
+                else:
+                    self._copy(item, storage)
+        except QuantshardError as found:
+            error = str(found)
+        _raise_alike(error)
+        for item in anew:
+            if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
+                self._quantize(batch)
+                batch = []
+            batch.append(item)
         if batch:
             self._quantize(batch)
 

@@ -39,6 +39,11 @@ class Weight:
     dtype: torch.dtype
 
     @property
+    def rows(self) -> int:
+        """Its first dim; 1 for a number."""
+        return self.shape[0] if self.shape else 1
+
+    @property
     def format(self) -> Format:
         """The format of one that is quantized."""
         assert self.tag is not None

@@ -123,7 +123,7 @@ def verdict(cell: Cell | None, layout: Layout, has_input_amax: bool | None = Non
         assert layout.element is not None
         return Verdict(LOSSY, f"codes are {copy.codes.encoding.name}, the layout's {layout.element.name}")
     if not all(refines(theirs, ours) for theirs, ours in zip(layout.block, copy.block, strict=True)):
-        return Verdict(LOSSY, f"blocks are {_said(copy.block)}, the layout's {_said(layout.block)}")
+        return Verdict(LOSSY, f"blocks are {said(copy.block)}, the layout's {said(layout.block)}")
     if layout.scale == E8M0 and copy.scale.encoding == FP32 and not cell.scaling.power_of_two:
         return Verdict(LOSSY, "scales are not powers of two")
     if layout.second is not None:
@@ -142,15 +142,39 @@ def _plain_verdict(cell: Cell | None, layout: Layout) -> Verdict:
     return Verdict(LOSSY, "code times scale has more digits than BF16")
 
 
+def import_verdict(cell: Cell | None, layout: Layout) -> Verdict:
+    """How a weight of a layout goes into one stored as `cell` (None: in high precision)."""
+    if layout.is_plain:
+        return Verdict(EXACT) if cell is None else Verdict(LOSSY, "values are quantized, which they are loaded for")
+    if cell is None:
+        return Verdict(LOSSY, "it is quantized there, and in high precision here: dequantized")
+    copy = cell.format.copies[Copy.ROWWISE]
+    assert layout.element is not None
+    if copy.codes.encoding != layout.element:
+        return Verdict(LOSSY, f"codes are {layout.element.name} there, {copy.codes.encoding.name} here")
+    if len(cell.format.copies) > 1:
+        return Verdict(LOSSY, "a second copy, quantized along the columns, is in no layout")
+    pairs = list(zip(layout.block, copy.block, strict=True))
+    if not all(refines(theirs, ours) or refines(ours, theirs) for theirs, ours in pairs):
+        return Verdict(LOSSY, f"blocks are {said(layout.block)} there, {said(copy.block)} here")
+    checked = []
+    if not all(refines(ours, theirs) for theirs, ours in pairs):
+        checked.append("blocks of theirs in one of ours have one scale, as in our exports")
+    if (layout.scale, copy.scale.encoding) == (FP32, E8M0):
+        checked.append("scales are powers of two")
+    return Verdict(EXACT, " and ".join(["where " + checked[0], *checked[1:]]) if checked else "")
+
+
 def refines(theirs: int, ours: int) -> bool:
     """Whether each of their blocks lies in one of ours, along one dim."""
     return theirs == ours or (theirs < ours and (ours == ALL or ours % theirs == 0))
 
 
-def _said(block: tuple[int, int]) -> str:
+def said(block: tuple[int, int]) -> str:
+    """A block in words."""
     if block == (ALL, ALL):
         return "the whole tensor"
-    return "x".join("all" if size == ALL else str(size) for size in block)
+    return "x".join("row" if size == ALL else str(size) for size in block)
 
 
 # quantization_config

@@ -188,14 +188,14 @@ class _Plan:
         self.report.layout = self.layout
         heads, found = heads_of(self.config), []
         weights = self._untied()
-        lacking = [w.name for w in weights if not self.names.theirs(w.name, w.shape[0] if w.shape else 1, heads)]
+        lacking = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
         if lacking:
             raise ConfigurationError(
                 f"{len(lacking)} tensors of {self.source.path} have no name there (first: {lacking[0]}); give a map of "
                 "names (--names)"
             )
         for weight in weights:
-            for name, runs in self.names.theirs(weight.name, weight.shape[0], heads).items():
+            for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
                 found.append(self._group(weight, name, runs))
         check_distinct(name for group in found for name in group.tensors)
         self._check_sizes({name: shape for group in found for name, (_, shape) in group.tensors.items()})
@@ -207,7 +207,7 @@ class _Plan:
         weights = list(self.source.weights.values())
         if not self.config.get("tie_word_embeddings"):
             return weights
-        at = {name: w for w in weights for name in self.names.theirs(w.name, w.shape[0] if w.shape else 1, None)
+        at = {name: w for w in weights for name in self.names.theirs(w.name, w.rows, None)
               if name in (_EMBEDDING, f"{HEAD}.weight")}  # fmt: skip
         if len(at) < 2:
             return weights

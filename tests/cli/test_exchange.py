@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,24 @@ def test_export_and_import(run, tmp_path):
     assert "21 tensors copied bit for bit, 0 weights quantized" in said
     differing = {found.key for found in compare(run, tmp_path / "back").differences if found.key.startswith("model.")}
     assert differing and all(key.endswith(("_key", "_draws")) for key in differing)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_page_runs(run, tmp_path, monkeypatch):
+    """The commands and the Python of docs/layouts.md."""
+    page = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-000100").symlink_to(run)
+    (tmp_path / "run/config.toml").write_bytes((run.parents[1] / "config.toml").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.S)
+    for line in commands.splitlines():
+        invoke(*shlex.split(line)[1:])
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    names = {"model": models.build("mxfp8", seed=1)}
+    exec(code, names)
+    assert len(names["done"].copied) == 21
+    assert {"served", "plain", "blocks", "imported", "requantized", "modelopt"} <= {p.name for p in tmp_path.iterdir()}
 
 
 def test_mistakes_name_themselves(run, tmp_path):

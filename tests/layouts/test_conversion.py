@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from quantshard import numerics
+from quantshard import numerics, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.formats import FORMATS, Copy
-from quantshard.layouts import LAYOUTS, conversion, names
+from quantshard.layouts import LAYOUTS, Layout, conversion, names, table
 from quantshard.layouts.conversion import NotExact
 from quantshard.layouts.names import Heads, Names, fused_runs
+from quantshard.recipe import Cell
+from tests.layouts import models
 
 QUERIES, GROUPS = 4, 2
 
@@ -62,6 +66,56 @@ def test_a_cut_inside_a_block_is_refused_with_the_numbers():
     rows = conversion.our_rows(runs[1])  # keys: rows 192...287 and 576...671
     with pytest.raises(NotExact, match=r"cut inside a block: row 64 of the part .* 128x128 than row 0"):
         conversion.export(LAYOUTS["hf-fp8-block"], row, parts, (len(weight), 128), rows)
+
+
+def cells() -> dict[str, Cell]:
+    found = {name: recipe.weight for name, recipe in models.RECIPES.items()}
+    return {name: cell for name, cell in found.items() if cell is not None}
+
+
+QUANTIZED = [layout for layout in LAYOUTS.values() if not layout.is_plain]
+
+
+@pytest.mark.parametrize("layout", QUANTIZED, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("ours", cells())
+def test_the_matrix_of_exports_is_what_conversion_does(ours, layout):
+    cell = cells()[ours]
+    parts = numerics.quantize(torch.randn(160, 256), cell.format, replace(cell.scaling, history=0))
+    if table.verdict(cell, layout, has_input_amax=True).kind != table.EXACT:
+        with pytest.raises(NotExact):
+            conversion.export(layout, cell.format, parts, (160, 256))
+        return
+    tensors = conversion.export(layout, cell.format, parts, (160, 256))
+    assert torch.equal(tensors[layout.codes_key].view(torch.uint8), parts["codes"])
+    for target_name, target in cells().items():
+        check_import(layout, tensors, cell, target, values_of(cell, parts), (ours, target_name))
+
+
+def values_of(cell: Cell, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    return numerics.dequantize(cell.format.copies[Copy.ROWWISE], parts, (160, 256))
+
+
+def check_import(
+    layout: Layout, tensors: dict[str, torch.Tensor], source: Cell, target: Cell, values: torch.Tensor, case: object
+) -> None:
+    """What `import_verdict` says of a layout and a cell is what becomes of these tensors."""
+    found = table.import_verdict(target, layout)
+    if found.kind != table.EXACT:
+        return
+    copy = target.format.copies[Copy.ROWWISE]
+    grid = conversion.stored_scale(layout, tensors[layout.scale_key])
+    by_row = grid[torch.arange(160) // layout.block[0]]
+    extents = sharding.whole((160, 256)).resident(copy.scale)
+    holds = all(map(table.refines, copy.block, source.format.copies[Copy.ROWWISE].block))
+    try:
+        scale = conversion.our_grid(by_row, layout, target.format, extents, 256)
+    except NotExact:
+        assert found.why and not (holds and source.format == target.format), case
+        return
+    parts = {"codes": tensors[layout.codes_key].view(torch.uint8), "scale_inv": scale}
+    if layout.second is not None:
+        parts["amax"] = conversion.amax_of(tensors[layout.second.key], target.format, layout.second.divides)
+    assert torch.allclose(values_of(target, parts), values, rtol=2**-21, atol=0), case
 
 
 def test_columns_must_be_whole_blocks():
