@@ -1,7 +1,7 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
 from quantshard import arithmetic as _arithmetic  # fills the table of ATen rules, with ops
-from quantshard import checkpoints, errors, optimizers, recipe
+from quantshard import checkpoints, errors, layouts, optimizers, recipe
 from quantshard import ops as _ops
 from quantshard.amax import requantize_
 from quantshard.determinism import deterministic
@@ -48,6 +48,7 @@ __all__ = [
     "dispatch_tokens",
     "errors",
     "explain",
+    "layouts",
     "optimizers",
     "plan",
     "quantized_model_init",

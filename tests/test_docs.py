@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quantshard import limits, modules, recipe
+from quantshard.layouts.conversion import shapes
+from quantshard.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.modules import unsupported
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -77,7 +80,128 @@ def limits_page() -> str:
     return "\n".join(lines)
 
 
-PAGES = {"transformer-engine.md": rendered, "limits.md": limits_page}
+LAYOUTS_HEAD = """# Layouts: weights to and from other programs
+
+Made from the table in `quantshard/layouts/table.py`, by which exports and imports are done.
+
+`quantshard export` writes a checkpoint's model as safetensors in the layout of another program: files of at most 5 GB
+with an index, `config.json` with its `quantization_config` (ModelOpt: `hf_quant_config.json` too). Any number of
+processes may have written the checkpoint, on any mesh; one process exports it, with one weight in memory at a time.
+Codes and scales go over as bytes: a block of ours that is larger than theirs has its scale repeated. What does not go
+over exactly is refused with the numbers; `--lossy` quantizes it anew, from its master where there is one, and says so.
+
+```sh
+quantshard export run/checkpoints/step-000100 --layout compressed-tensors --out served
+quantshard export run/checkpoints/step-000100 --layout plain --out plain
+quantshard export run/checkpoints/step-000100 --layout hf-fp8-block --lossy --max-shard-size 1GB --out blocks
+quantshard import served --recipe mxfp8 --out imported
+quantshard import plain --recipe nvfp4 --out requantized
+```
+
+`--layout` takes a row of the first table below, or the name of a family (`compressed-tensors`, `modelopt`, `plain`),
+of which the first row is taken that is exact. `--config DIR` gives the model's Hugging Face configuration and
+tokenizer; the checkpoint of a run has its own. The directory appears when it is complete, and none is overwritten.
+
+In Python, where a model of yours may be sharded (FSDP2, tensor parallelism) and each rank reads the slices that it
+holds. An optimizer built afterwards has masters seeded from the weights, or, where the file is in high precision, from
+the file's values:
+
+```python
+import quantshard as qs
+
+done = qs.layouts.export("run/checkpoints/step-000100", "modelopt", "modelopt", config="served")
+print("\\n".join(done.lines()))
+done = qs.layouts.load("modelopt", model)  # on every rank; lossy=True requantizes what cannot be copied
+optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
+```
+
+## What to know
+
+- Names are those of Llama in transformers, from models of `TransformerLayer` with RMSNorm, swiglu and parameters named
+  as in `quantshard/cli/model.py`; `--names MAP` (TOML, see `quantshard/layouts/names.py`) gives others. One fused qkv
+  weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever the order of its rows; where the cut would cut a
+  128x128 block, it is refused.
+- Embeddings, norms and the output head stay as they are, and are in the layout's list of modules to ignore. A head
+  that is the embedding is written once.
+- Masters are found by the names of parameters: `FusedAdam(model.named_parameters(), ...)`. `plain` has them;
+  `--values weights` writes the weights' own values instead.
+- NVFP4 is exported weight-only: its readers would need a scale of the activations, which dynamic scaling does not know.
+  The second scale is ours (amax) in another form (`amax / 2688`, or its inverse), a float32: codes and block scales are
+  the same bytes, and values agree to 5 half-ulps of float32. The amax is noted in the file's header, so that
+  importing our own export brings every bit back; from other files it is the nearest float32.
+- vLLM fuses q, k, v and gate, up and takes the largest of their second scales without changing the blocks': under NVFP4
+  ours differ from weight to weight.
+- transformers 5 derives the block of `hf-fp8-block` from the shape of the grid when it dequantizes, and so is wrong for
+  weights whose sides are not multiples of 128; vLLM wants such multiples of each tensor-parallel part.
+- `hf-fp8` is transformers' form of one scale for a tensor (`weight_scale_inv`), `vllm-fp8` vLLM's and SGLang's
+  (`weight_scale`).
+- Nothing is unpickled but a checkpoint's own `.metadata`. Safetensors are checked: headers and ranges by the library
+  (`tests/layouts/test_files.py` holds it to that), names of files in an index by us.
+- A norm with `zero_centered_gamma` has weights less 1, and Llama's has not: such a model does not mean the same there.
+
+Checked by their readers on the CPU (`tests/layouts/test_readers.py`): transformers (`plain`, `hf-fp8-block`, `hf-fp8`,
+compressed-tensors' channel, MXFP8 and NVFP4), compressed-tensors (all of its rows), PyTorch's
+`QuantizedHuggingFaceStorageReader` (`hf-fp8-block`). Not run, since they need a GPU: vLLM, SGLang, TensorRT-LLM.
+
+## Export
+"""
+
+IMPORT_HEAD = """
+## Import
+
+What a model of each recipe takes from each layout.
+"""
+
+VARIANTS = {
+    "current": recipe.Float8CurrentScaling(),
+    "current, powers of two": recipe.Float8CurrentScaling(use_power_2_scales=True),
+    "delayed": recipe.DelayedScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "block, float32 scales": recipe.Float8BlockScaling(use_f32_scales=True),
+    "rowwise": recipe.Float8RowwiseScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "mxfp8, two copies": recipe.MXFP8BlockScaling(enable_2d_quantization=False),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+    "nvfp4, two copies": recipe.NVFP4BlockScaling(disable_2d_quantization=True),
+    "bf16": recipe.HighPrecision(),
+}
+
+
+def matrix(judge: Callable[[recipe.Cell | None, Layout], Verdict]) -> list[str]:
+    """A row a layout, a column a recipe; what there is to say of a cell stands below, by number."""
+    notes: dict[str, int] = {}
+    lines = ["| layout | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
+    for layout in LAYOUTS.values():
+        cells = []
+        for kind in VARIANTS.values():
+            found = judge(kind.weight, layout)
+            note = f" ({notes.setdefault(found.why, len(notes) + 1)})" if found.why else ""
+            cells.append({UNDEFINED: "not defined"}.get(found.kind, found.kind) + note)
+        lines.append(f"| `{layout.name}` | " + " | ".join(cells) + " |")
+    return [*lines, "", *(f"{number}. {why}" for why, number in notes.items())]
+
+
+def layouts_page() -> str:
+    lines = [
+        LAYOUTS_HEAD,
+        "| layout | family | tensors of a weight `X.weight` [N, K] | block | readers |",
+        "|---" * 5 + "|",
+    ]
+    for layout in LAYOUTS.values():
+        tensors = f"`X.weight` {str(layout.dtype).removeprefix('torch.')}"
+        block = "-"
+        if not layout.is_plain:
+            block = said(layout.block)
+            tensors = ", ".join(
+                f"`X.{key}` {str(dtype).removeprefix('torch.')}" for key, (dtype, _) in shapes(layout, 256, 256).items()
+            )
+            tensors += f", `X.{layout.input_scale}` float32" if layout.input_scale else ""
+        lines.append(f"| `{layout.name}` | `{layout.family}` | {tensors} | {block} | {layout.readers} |")
+    lines += ["", "What a checkpoint of each recipe gives:", "", *matrix(verdict)]
+    return "\n".join([*lines, IMPORT_HEAD, *matrix(import_verdict)]) + "\n"
+
+
+PAGES = {"transformer-engine.md": rendered, "limits.md": limits_page, "layouts.md": layouts_page}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -37,7 +37,7 @@ class DamagedError(CheckpointError):
 
 
 def save(
-    path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
+    path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write a checkpoint to a new directory, wholly or not at all. A collective call.
 
@@ -46,7 +46,7 @@ def save(
 
     Args:
         path: the directory, or a URL that fsspec knows; it may exist if it holds an incomplete checkpoint or nothing.
-        model, optimizer: what to save.
+        model, optimizer: what to save; without an optimizer what is loaded can only begin a training.
         extra: a few more entries, e.g. the step: tensors, numbers or strings, equal on all ranks.
 
     Raises:
@@ -67,7 +67,7 @@ def save(
 
 
 def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What is saved: two trees and the caller's entries, as the plain idiom has them; the tensors are the live ones.
 
@@ -76,7 +76,8 @@ def state_of(
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), EXTRA: dict(extra or {})}
+    state = {"model": model.state_dict(), EXTRA: dict(extra or {})}
+    return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ class LanguageModel(nn.Module):
         device: where the parameters are made.
         tp_mesh: the axis of tensor parallelism.
         sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
+        vocabulary: how many tokens there are.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class LanguageModel(nn.Module):
         device: torch.device | str,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
         self.settings, self.recipe = settings, recipe
@@ -98,7 +100,7 @@ class LanguageModel(nn.Module):
         hidden, dtype = settings.hidden, settings.torch_params_dtype
         llama = settings.architecture == "llama"
         cut: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
-        self.embedding = Embedding(VOCABULARY, hidden, dtype, device, tp_mesh)
+        self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
         self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
         with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
             self.layers = nn.ModuleList(_layer(settings, number + 1, device, cut) for number in range(settings.layers))
@@ -107,7 +109,7 @@ class LanguageModel(nn.Module):
         self.head = None
         if not settings.tied:
             with quantized_model_init(enabled=False):
-                self.head = Linear(hidden, VOCABULARY, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
+                self.head = Linear(hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
 
     @property
     def batch_multiple(self) -> int:

@@ -252,7 +252,7 @@ def test_objects_are_read_without_running_their_code(tmp_path):
 def test_two_tensors_at_a_time(tmp_path, monkeypatch):
     a = plain(tmp_path / "a", **{f"t{i}": torch.ones(10) for i in range(5)})
     alive: list[weakref.ref[torch.Tensor]] = []
-    read = module._Reader.tensor
+    read = module.Reader.tensor
 
     def recorded(self: Any, *args: Any) -> torch.Tensor:
         gc.collect()
@@ -261,7 +261,7 @@ def test_two_tensors_at_a_time(tmp_path, monkeypatch):
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(module._Reader, "tensor", recorded)
+    monkeypatch.setattr(module.Reader, "tensor", recorded)
     assert compare(a, a).equal
     assert len(alive) == 10
 

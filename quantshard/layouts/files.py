@@ -1,0 +1,208 @@
+"""Safetensors files: written as a stream, read slice by slice, and not believed.
+
+A file is 8 bytes, the length of the header (little endian); the header, JSON: name -> dtype, shape and the range of
+bytes that holds the tensor; and these bytes. The `safetensors` library refuses headers that are too long, not JSON, or
+whose ranges overlap, have gaps or are of another length than dtype and shape say (tests/layouts/test_files.py holds it
+to that); names of files in an index are checked here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quantshard.errors import CheckpointError
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+
+DTYPES: Final = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+"""The dtypes that layouts have, as a header says them."""
+
+_BY_NAME: Final = {name: dtype for dtype, name in DTYPES.items()}
+
+Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that lie in one file and are made together: their dtypes and shapes, and what makes them."""
+
+    tensors: Described
+    make: Callable[[], Mapping[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(_nbytes(*described) for described in self.tensors.values())
+
+
+def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return count
+
+
+def write(folder: Path, groups: Sequence[Group], max_shard_bytes: int, metadata: Mapping[str, str]) -> int:
+    """Write groups as sharded safetensors with their index; one group is in memory at a time. Returns the bytes.
+
+    `metadata`: strings for the headers.
+    """
+    shards: list[list[Group]] = [[]]
+    for group in groups:
+        if shards[-1] and sum(g.nbytes for g in shards[-1]) + group.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(group)
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, shard, metadata)
+        weight_map.update({tensor: name for group in shard for tensor in group.tensors})
+    total = sum(group.nbytes for group in groups)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / INDEX, index)
+    return total
+
+
+def _write_file(path: Path, groups: Sequence[Group], metadata: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    for group in groups:
+        for name, (dtype, shape) in group.tensors.items():
+            end = at + _nbytes(dtype, shape)
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+            at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, as the library writes them
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for group in groups:
+            made = group.make()
+            for name, (dtype, shape) in group.tensors.items():
+                tensor = made[name]
+                assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), (name, tensor.dtype, tensor.shape)
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file to disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        CheckpointError: it is missing or not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+class Files:
+    """The safetensors files of a folder, as one table of tensors of which slices are read.
+
+    Raises:
+        CheckpointError: there is none, an index names a file outside the folder or a tensor that is not in its file, a
+            header is not one, or a dtype is none of `DTYPES`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._file_of: dict[str, str] = {}
+        for file in self._names():
+            self._describe(file)
+        self._check_index()
+
+    def _names(self) -> list[str]:
+        self._index: dict[str, str] = {}
+        if not (self.folder / INDEX).is_file():
+            names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            if not names:
+                raise CheckpointError(f"{self.folder} holds no safetensors files")
+            return names
+        weight_map = read_json(self.folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self.folder / INDEX} has no weight_map")
+        for tensor, file in weight_map.items():
+            plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file
+            if not plain or file in ("", ".", "..") or not file.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{self.folder / INDEX}: {tensor} is said to lie in {file!r}, which is not the name of a "
+                    "safetensors file beside it"
+                )
+        self._index = weight_map
+        return sorted(set(weight_map.values()))
+
+    def _describe(self, file: str) -> None:
+        try:
+            opened = self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+            found = {name: opened.get_slice(name) for name in opened.keys()}
+            described = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
+            self.metadata.update(opened.metadata() or {})
+        except (SafetensorError, OSError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {_line(error)}") from None
+        for name, (dtype, shape) in described.items():
+            if dtype not in _BY_NAME:
+                raise CheckpointError(f"{self.folder / file}: {name} is of dtype {dtype}, which no layout has")
+            if name in self.tensors:
+                raise CheckpointError(f"{name} lies in {self._file_of[name]} and in {file} of {self.folder}")
+            self.tensors[name], self._file_of[name] = (_BY_NAME[dtype], shape), file
+
+    def _check_index(self) -> None:
+        for tensor, file in self._index.items():
+            if self._file_of.get(tensor) != file:
+                raise CheckpointError(f"{self.folder / INDEX}: {tensor} is not in {file}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def names(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self.tensors)
+
+    def read(self, name: str, *slices: slice) -> Tensor:
+        """A slice of a tensor; the rest is not read."""
+        try:
+            opened = self._open[self._file_of[name]]
+            shape = self.tensors[name][1]
+            found = opened.get_slice(name)[tuple(slices)] if slices and shape else opened.get_tensor(name)
+        except (SafetensorError, OSError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {_line(error)}") from None
+        assert isinstance(found, Tensor)
+        return found
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

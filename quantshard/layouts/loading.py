@@ -1,0 +1,419 @@
+"""Import: a model's weights from safetensors of any layout, each rank reading the slices that it holds.
+
+Codes and scales are copied bit for bit where the grids agree. Values in high precision are quantized, which is what
+they are loaded for; quantized ones that do not fit are refused, or, with `lossy`, dequantized and quantized anew, a few
+weights at a time. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from quantshard import amax, components, numerics, private_torch
+from quantshard.errors import CheckpointError, QuantshardError
+from quantshard.formats import Copy, Role
+from quantshard.layouts import conversion, files, table
+from quantshard.layouts.conversion import NotExact, Run
+from quantshard.layouts.files import Files
+from quantshard.layouts.names import LLAMA, Names
+from quantshard.layouts.table import EXACT, Layout
+from quantshard.layouts.writing import HEAD, NOTED_AMAX, heads_of
+from quantshard.sharding import ceil_div
+from quantshard.storage import AMAX_HISTORY, QuantizedStorage
+
+BATCH_BYTES: Final = 2**28
+"""Float32 values that are quantized together, on all ranks: as many weights as fit, or one larger one."""
+
+_SKIPPED: Final = ("rotary_emb.inv_freq", "input_scale", "input_global_scale", "k_scale", "v_scale")
+"""What the names of tensors end in that say nothing of weights."""
+
+
+@dataclass
+class Import:
+    """What an import did, by our names.
+
+    `copied`: codes and scales bit for bit, or values as they were. `quantized`: from high precision. `requantized`:
+    name -> why codes could not be copied. `rounded`: float32 values in a parameter of fewer bits.
+    """
+
+    path: Path
+    layout: Layout | None
+    copied: list[str] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
+    requantized: dict[str, str] = field(default_factory=dict)
+    rounded: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A report."""
+        found = [
+            f"{self.path}: {self.layout.name if self.layout else 'high precision'}; {len(self.copied)} tensors copied "
+            f"bit for bit, {len(self.quantized)} weights quantized, {len(self.requantized)} requantized"
+        ]
+        for name, why in list(self.requantized.items())[:1]:
+            found.append(f"LOSSY: requantized {len(self.requantized)} weights, the first {name}: {why}")
+        if self.rounded:
+            found.append(f"rounded {len(self.rounded)} tensors to the parameters' dtype (first: {self.rounded[0]})")
+        return found
+
+
+@torch.no_grad()
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    names: Names = LLAMA,
+    config: Mapping[str, Any] | None = None,
+    lossy: bool = False,
+) -> Import:
+    """Load weights of any layout, or in high precision, into a model. A collective call of all processes.
+
+    Build the optimizer afterwards: its masters are seeded from the parameters, and from the file's values where these
+    are in high precision and `preserve_high_precision_init_val` asked to keep them.
+
+    Args:
+        path: a folder of safetensors with config.json, which says the layout; see `LAYOUTS`.
+        model: whole or sharded (FSDP2, tensor parallelism), not on the meta device.
+        names: our names -> theirs.
+        config: instead of config.json.
+        lossy: quantize anew what cannot be copied.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, a tensor is missing, unknown or of another shape, or cannot be
+            copied; on every rank, if so on one. Nothing was written, unless a file cannot be read any more.
+        ConfigurationError: the pieces of a parameter are not where their offsets say.
+    """
+    components.check_offsets(model.named_parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else a forward without backward may have left the gathered copies in place
+    error: str | None = None
+    try:
+        loader = _Loader(Path(path), model, names, config)
+    except QuantshardError as found:
+        error = str(found)
+    _raise_alike(error)
+    loader.judge(lossy)
+    loader.write()
+    return loader.report
+
+
+@dataclass
+class _Item:
+    """A parameter and where its rows are: their name -> runs of rows."""
+
+    name: str
+    param: nn.Parameter
+    pieces: dict[str, list[Run]]
+    is_stored_quantized: bool
+    grid: Tensor | None = None
+    amax: Tensor | None = None
+
+    @property
+    def storage(self) -> QuantizedStorage | None:
+        quantized = components.quantized(self.param)
+        return None if quantized is None else quantized._storage
+
+    def extents(self) -> list[tuple[int, int]]:
+        """The local part, along each dim."""
+        if self.storage is not None:
+            return list(self.storage.shard.extents)
+        first, local = private_torch.global_offset(self.param), private_torch.local_tensor(self.param)
+        return [(start, start + size) for start, size in zip(first, local.shape, strict=True)]
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Our rows start...stop - 1 in order, as (their name, their first row, how many)."""
+        every = sorted((run.ours, name, run) for name, runs in self.pieces.items() for run in runs)
+        for first, name, run in every:
+            low, high = max(start, first), min(stop, first + run.length)
+            if low < high:
+                yield name, run.theirs + low - first, high - low
+
+
+class _Loader:
+    """What is to be loaded from where: by headers alone, equal on all ranks."""
+
+    def __init__(self, path: Path, model: nn.Module, names: Names, config: Mapping[str, Any] | None) -> None:
+        given = config is not None
+        has_file = (path / "config.json").is_file()
+        self.config = dict(config or {}) if given or not has_file else files.read_json(path / "config.json")
+        self.files = Files(path)
+        self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
+        self.report = Import(path, self.layout)
+        self.taken: set[str] = set()
+        self.items = [self._item(name, param, names) for name, param in model.named_parameters()]
+        unknown = sorted(n for n in self.files.names() if n not in self.taken and not n.endswith(_SKIPPED))
+        if self.config.get("tie_word_embeddings"):
+            unknown = [name for name in unknown if name != f"{HEAD}.weight"]
+        if unknown:
+            raise CheckpointError(
+                f"{path} has {len(unknown)} tensors that this model lacks (first: {unknown[0]}); build the model that "
+                "it is of, or give another map of names"
+            )
+
+    def _item(self, name: str, param: nn.Parameter, names: Names) -> _Item:
+        if param.is_meta:
+            raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
+        pieces = names.theirs(name, param.shape[0], heads_of(self.config))
+        if not pieces:
+            raise CheckpointError(f"{name} has no name in {self.report.path}; give a map of names (--names)")
+        pieces = {self._tied(theirs): runs for theirs, runs in pieces.items()}
+        kinds = {self._check(name, param, theirs, runs) for theirs, runs in pieces.items()}
+        if len(kinds) != 1:
+            raise CheckpointError(f"{self.report.path}: of the parts of {name} some are quantized and some are not")
+        return _Item(name, param, pieces, kinds.pop())
+
+    def _tied(self, name: str) -> str:
+        tied = name == f"{HEAD}.weight" and name not in self.files and self.config.get("tie_word_embeddings")
+        return "model.embed_tokens.weight" if tied else name
+
+    def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[Run]) -> bool:
+        """Check the tensors of a weight of theirs; whether it is quantized."""
+        rows, layout = sum(run.length for run in runs), self.layout
+        wanted: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *param.shape[1:]))}
+        stem = theirs.removesuffix("weight")
+        is_quantized = layout is not None and theirs != stem and stem + layout.scale_key in self.files
+        if is_quantized and layout is not None:
+            wanted = {stem + k: v for k, v in conversion.shapes(layout, rows, param.shape[1]).items()}
+        for key, (dtype, shape) in wanted.items():
+            if key not in self.files:
+                raise CheckpointError(f"{self.report.path} lacks {key}, which is {ours} of this model")
+            held, found = self.files.tensors[key]
+            of_scale = dtype == torch.float32 and held in (torch.bfloat16, torch.float16)  # some write these
+            is_value = dtype is None and held.is_floating_point and held.itemsize > 1
+            same = found == shape or (dtype is not None and _flat(found) == _flat(shape))
+            if not same or not (held == dtype or of_scale or is_value):
+                raise CheckpointError(
+                    f"{self.report.path}: {key} is {str(held).removeprefix('torch.')} {list(found)}, but as {ours} of "
+                    f"this model it must be {str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
+                )
+        self.taken |= wanted.keys()
+        return is_quantized
+
+    # Which are copied ------------------------------------------------------------------------------------------------
+
+    def judge(self, lossy: bool) -> None:
+        """Find what cannot be copied, by the scales of the local parts; all ranks get one answer.
+
+        Raises:
+            CheckpointError: there is such a weight, and `lossy` is not given.
+        """
+        found: dict[str, str] = {}
+        error = None
+        try:
+            for item in self.items:
+                why = self._why_not(item)
+                if why is not None:
+                    found[item.name] = why
+        except QuantshardError as raised:
+            error = str(raised)
+        _raise_alike(error)
+        self.report.requantized = _united(found)
+        for name, why in list(self.report.requantized.items())[:1]:
+            if not lossy:
+                raise CheckpointError(
+                    f"{self.report.path}: {len(self.report.requantized)} weights cannot be copied (first: {name}): "
+                    f"{why}; build the model with a recipe of the same blocks, or allow requantization (lossy=True)"
+                )
+
+    def _why_not(self, item: _Item) -> str | None:
+        if not item.is_stored_quantized:
+            return None
+        assert self.layout is not None
+        storage = item.storage
+        found = table.import_verdict(None if storage is None else storage.cell, self.layout)
+        if storage is None or found.kind != EXACT:
+            return found.why
+        fmt = storage.cell.format
+        scale = fmt.copies[Copy.ROWWISE].scale
+        extents = storage.shard.resident(scale)
+        rows, cols = storage.shard.global_shape
+        start, stop = (min(entry * scale.covers[0], rows) for entry in extents[0])
+        try:
+            item.grid = conversion.our_grid(self._scales(item, start, stop), self.layout, fmt, extents, cols)
+            item.amax = self._amax(item)
+        except NotExact as error:
+            return str(error)
+        return None
+
+    def _scales(self, item: _Item, start: int, stop: int) -> Tensor:
+        """Their scales of our rows start...stop - 1: [rows, their blocks along a row], in the encoding's storage."""
+        assert self.layout is not None
+        layout, found = self.layout, []
+        height = layout.block[0]
+        for name, first, length in item.runs(start, stop):
+            key = name.removesuffix("weight") + layout.scale_key
+            low, high = first // height, ceil_div(first + length, height)
+            read = self.files.read(key, slice(low, high)) if self.files.tensors[key][1] else self.files.read(key)
+            grid = conversion.stored_scale(layout, read)
+            found.append(grid[torch.arange(first, first + length) // height - low])
+        if found:
+            return torch.cat(found)
+        blocks = ceil_div(item.param.shape[1], min(layout.block[1], max(item.param.shape[1], 1)))
+        return torch.empty(0, blocks, dtype=layout.scale.storage)
+
+    def _amax(self, item: _Item) -> Tensor | None:
+        assert self.layout is not None
+        second = self.layout.second
+        if second is None:
+            return None
+        assert item.storage is not None
+        found = []
+        for name in item.pieces:
+            noted = self.files.metadata.get(NOTED_AMAX + name)
+            stored = self.files.read(name.removesuffix("weight") + second.key)
+            found.append(conversion.amax_of(stored, item.storage.cell.format, second.divides, _float(noted)))
+        if not all(torch.equal(one, found[0]) for one in found):
+            raise NotExact("its parts have different second scales, and it is one weight here")
+        return found[0]
+
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Copy, and quantize in batches; a collective call."""
+        error = None
+        anew, batch = [], list[_Item]()
+        try:
+            for item in self.items:
+                storage = item.storage
+                if storage is None:
+                    self._fill(item)
+                elif not item.is_stored_quantized or item.name in self.report.requantized:
+                    anew.append(item)
+                else:
+                    self._copy(item, storage)
+        except QuantshardError as found:
+            error = str(found)
+        _raise_alike(error)
+        for item in anew:
+            if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
+                self._quantize(batch)
+                batch = []
+            batch.append(item)
+        if batch:
+            self._quantize(batch)
+
+    def _copy(self, item: _Item, storage: QuantizedStorage) -> None:
+        assert self.layout is not None
+        live = storage.components
+        pairs = []
+        for component in storage.cell.format.components:
+            if component.role is Role.CODES:
+                rows, cols = storage.shard.resident(component)
+                value = self._rows(item, self.layout.codes_key, rows, cols, torch.uint8)
+            else:
+                found = item.grid if component.role is Role.SCALE else item.amax
+                assert found is not None
+                value = found
+            pairs.append((live[component.name], value))
+        components.write(item.param, pairs)
+        if AMAX_HISTORY in storage.state:
+            storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
+        self.report.copied.append(item.name)
+
+    def _rows(
+        self, item: _Item, key: str, rows: tuple[int, int], cols: tuple[int, int] | None, viewed: torch.dtype | None
+    ) -> Tensor:
+        """A rectangle of the rows of ours; `cols`: in entries of the file."""
+        across = () if cols is None else (slice(*cols),)
+        found = []
+        for name, first, length in item.runs(*rows):
+            whole = name if key == "weight" else name.removesuffix("weight") + key
+            part = self.files.read(whole, slice(first, first + length), *across)
+            found.append(part if viewed is None else part.view(viewed))
+        if found:
+            return torch.cat(found) if len(found) > 1 else found[0]
+        shape = (0,) if cols is None else (0, cols[1] - cols[0])
+        return torch.empty(shape, dtype=viewed or torch.float32)
+
+    def _values(self, item: _Item) -> Tensor:
+        """The local part's values: float32 of a quantized weight, else as they are stored."""
+        extents = item.extents()
+        if not item.is_stored_quantized:
+            return self._rows(item, "weight", extents[0], extents[1] if len(extents) > 1 else None, None)
+        assert self.layout is not None
+        assert self.layout.element is not None
+        (r0, r1), (c0, c1) = extents
+        packed, element = 8 // self.layout.element.bits, self.layout.element
+        codes = self._rows(item, self.layout.codes_key, (r0, r1), (c0 // packed, ceil_div(c1, packed)), torch.uint8)
+        numbers = numerics.unpack(codes, element, codes.shape[1] * packed)[:, c0 % packed :][:, : c1 - c0]
+        scale = numerics.decode(self._scales(item, r0, r1), self.layout.scale)
+        second = self.layout.second
+        if second is not None and r1 > r0:
+            of_rows = [
+                self.files.read(name.removesuffix("weight") + second.key).reshape(1).expand(length)
+                for name, _, length in item.runs(r0, r1)
+            ]
+            factor = torch.cat(of_rows)[:, None]
+            scale = scale / factor if second.divides else scale * factor
+        return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1) // self.layout.block[1]]
+
+    def _fill(self, item: _Item) -> None:
+        """A parameter in high precision."""
+        values, local = self._values(item), private_torch.local_tensor(item.param)
+        if values.dtype.itemsize > local.dtype.itemsize and item.name not in self.report.requantized:
+            self.report.rounded.append(item.name)
+        elif item.name not in self.report.requantized:
+            self.report.copied.append(item.name)
+        local.copy_(values.reshape(local.shape))
+
+    def _quantize(self, batch: Sequence[_Item]) -> None:
+        error, values = None, []
+        try:
+            values = [self._values(item) for item in batch]
+        except QuantshardError as found:
+            error = str(found)
+        _raise_alike(error)
+        kept: list[tuple[QuantizedStorage, Tensor]] = []
+        for item, value in zip(batch, values, strict=True):
+            storage = components.storage_of(item.param)
+            if AMAX_HISTORY in storage.state:
+                storage.state[AMAX_HISTORY].zero_()
+            if storage.high_precision is not None and not item.is_stored_quantized:
+                kept.append((storage, value.to("cpu", copy=True)))
+            if item.name not in self.report.requantized:
+                self.report.quantized.append(item.name)
+        pairs = zip(batch, values, strict=True)
+        amax.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs])
+        for storage, value in kept:
+            storage.high_precision = value
+
+
+def _flat(shape: Iterable[int]) -> list[int]:
+    """A shape without dims of one: one scale is stored as [], [1] or [1, 1], one for each row as [N] or [N, 1]."""
+    return [size for size in shape if size != 1]
+
+
+def _float(noted: str | None) -> float | None:
+    try:
+        return None if noted is None else float.fromhex(noted)
+    except ValueError:
+        return None
+
+
+def _united(found: dict[str, str]) -> dict[str, str]:
+    """What any rank found, in one order on all of them."""
+    every = [found]
+    if amax.world() is not None:
+        every = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, found)
+    return {name: why for one in reversed(every) for name, why in one.items()}
+
+
+def _raise_alike(error: str | None) -> None:
+    """Raise the error of the first rank that has one, on every rank."""
+    every: list[str | None] = [error]
+    if amax.world() is not None:
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, error)
+    for rank, message in enumerate(every):
+        if message is not None:
+            raise CheckpointError(message if message == error else f"on rank {rank}: {message}")

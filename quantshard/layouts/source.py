@@ -1,0 +1,205 @@
+"""What a checkpoint holds of a model's weights: formats, shapes, values, masters; read one weight at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from quantshard import components, numerics, sharding
+from quantshard.checkpoints.reader import decoded
+from quantshard.checkpoints.reading import Reader
+from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
+from quantshard.errors import CheckpointError
+from quantshard.formats import Copy, Format, Role
+from quantshard.layouts.table import cell_of_tag
+from quantshard.optimizers.rounding import join
+from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX
+from quantshard.recipe import STATE_CELLS
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+_STATES: Final = tuple(f"_{name}" for name in (KEY, DRAWS, AMAX_HISTORY))
+_INPUT_HISTORY: Final = f"input_{AMAX_HISTORY}"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a checkpoint: its name in the model, shape, format tag (None: in high precision) and stored dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    tag: str | None
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        """Its first dim; 1 for a number."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def format(self) -> Format:
+        """The format of one that is quantized."""
+        assert self.tag is not None
+        return cell_of_tag(self.tag).format
+
+
+class Source:
+    """A checkpoint's model.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged, or a weight's components do not fit each other.
+        ConfigurationError: a weight is of a format that this release does not know.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+        self._reader = Reader(path)
+        tensors = {k: v for k, v in self._reader.entries.items() if isinstance(v, TensorStorageMetadata)}
+        self._prefix = MODEL if any(key.startswith(MODEL) for key in tensors) else ""
+        self._entries = {
+            key.removeprefix(self._prefix): tensors[key] for key in tensors if key.startswith(self._prefix)
+        }
+        self.weights = self._weights()
+        self._masters = self._master_keys()
+        self._last: tuple[str, dict[str, Tensor]] | None = None
+
+    # What there is ---------------------------------------------------------------------------------------------------
+
+    def _weights(self) -> dict[str, Weight]:
+        found, taken = {}, set[str]()
+        for key, entry in self._entries.items():
+            is_tag = key.endswith(FORMAT_SUFFIX) and tuple(entry.size) == (FORMAT_TAG_BYTES,)
+            if is_tag and entry.properties.dtype == torch.uint8:
+                name = key.removesuffix(FORMAT_SUFFIX)
+                found[name] = self._quantized(name, taken)
+        if not self._prefix:
+            taken |= {key for key in self._entries if key.startswith(OPTIMIZER)}
+        for key, entry in self._entries.items():
+            is_state = key.endswith(_STATES) and (key.endswith(AMAX_HISTORY) or entry.properties.dtype == torch.int64)
+            if key not in taken and key not in found and not is_state:
+                found[key] = Weight(key, tuple(entry.size), None, entry.properties.dtype)
+        return {key: found[key] for key in self._entries if key in found}
+
+    def _quantized(self, name: str, taken: set[str]) -> Weight:
+        tag = self._tensor(name + FORMAT_SUFFIX)
+        text = components.read_format_tag(tag)
+        fmt = cell_of_tag(text).format
+        packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
+        size = self._entries[name].size if name in self._entries else ()
+        if len(size) != 2:
+            raise CheckpointError(f"{self.path} is damaged: {name} is tagged {text!r} and has no codes [rows, columns]")
+        shape = (size[0], size[1] * packed - int(tag[-1]))
+        for component in fmt.components:
+            key = name + component.key_suffix
+            entry = self._entries.get(key)
+            wanted = sharding.whole(shape).component_shape(component)
+            if entry is None or tuple(entry.size) != wanted or entry.properties.dtype != component.encoding.storage:
+                found = "missing" if entry is None else f"{entry.properties.dtype} {tuple(entry.size)}"
+                raise CheckpointError(
+                    f"{self.path} is damaged: {key} is {found}, and a {text} weight {shape} has "
+                    f"{component.encoding.storage} {wanted}"
+                )
+            taken.add(key)
+        taken.add(name + FORMAT_SUFFIX)
+        return Weight(name, shape, text, torch.uint8)
+
+    def _master_keys(self) -> dict[str, str]:
+        """Name of a parameter -> the key of its master, where the optimizer has one and was told names."""
+        found: dict[str, str] = {}
+        for key in self._reader.entries:
+            if not key.startswith(f"{OPTIMIZER}param_groups.") or not key.endswith(".param_names"):
+                continue
+            names, numbers = self._object(key), self._object(key.removesuffix("param_names") + "params")
+            if isinstance(names, list) and isinstance(numbers, list) and len(names) == len(numbers):
+                states = [f"{OPTIMIZER}state.{number}.{MASTER}" for number in numbers]
+                found.update(zip(map(str, names), states, strict=True))
+        held = self._reader.entries.keys()
+        return {name: key for name, key in found.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
+
+    def _object(self, key: str) -> Any:
+        return decoded(key, self._reader.content(key)) if key in self._reader.entries else None
+
+    def has_master(self, name: str) -> bool:
+        """Whether the optimizer kept a high-precision master of a weight, and was told the weight's name."""
+        return name in self._masters
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def parts(self, weight: Weight) -> Mapping[str, Tensor]:
+        """The components of a quantized weight by name; of the last one asked for they are kept."""
+        if self._last is None or self._last[0] != weight.name:
+            self._last = None  # before the next is read, so that there is one at a time
+            wanted = weight.format.components
+            self._last = (weight.name, {c.name: self._tensor(weight.name + c.key_suffix) for c in wanted})
+        return self._last[1]
+
+    def scales(self, weight: Weight) -> Mapping[str, Tensor]:
+        """The components of a quantized weight but its codes."""
+        wanted = [c for c in weight.format.components if c.role is not Role.CODES]
+        return {c.name: self._tensor(weight.name + c.key_suffix) for c in wanted}
+
+    def plain(self, weight: Weight) -> Tensor:
+        """A weight in high precision, in its stored dtype."""
+        if self._last is None or self._last[0] != weight.name:
+            self._last = None
+            self._last = (weight.name, {"": self._tensor(weight.name)})
+        return self._last[1][""]
+
+    def values(self, weight: Weight) -> Tensor:
+        """A weight's own values: float32, or in its stored dtype if it is in high precision."""
+        if weight.tag is None:
+            return self.plain(weight)
+        shape = (weight.shape[0], weight.shape[1])
+        return numerics.dequantize(weight.format.copies[Copy.ROWWISE], self.parts(weight), shape)
+
+    def master(self, weight: Weight) -> Tensor:
+        """The master, float32; see `has_master`.
+
+        Raises:
+            CheckpointError: it is not of the weight's shape.
+        """
+        start = self._masters[weight.name]
+        if start not in self._reader.entries:  # the upper halves are the weight itself
+            low = self._any(start + REMAINDER_SUFFIX)
+            values = join(self.plain(weight), low.contiguous().view(torch.int16).reshape(weight.shape))
+        else:
+            stored = self._any(start)
+            cell = STATE_CELLS.get(stored.dtype)
+            values = stored if cell is None else _scaled(stored, self._any(f"{start}_scale_inv"), cell.format)
+        if tuple(values.shape) != weight.shape:
+            raise CheckpointError(
+                f"{self.path}: the master of {weight.name} has shape {tuple(values.shape)}, the weight {weight.shape}"
+            )
+        return values.float()
+
+    def input_amax(self, name: str) -> float | None:
+        """The largest amax that delayed scaling remembers of the input of a weight's layer; None if it knows none."""
+        module, _, weight = name.rpartition(".")
+        layer = weight.split("_")[0] + "_" if weight.startswith("fc") else ""
+        key = f"{module}.{layer}{_INPUT_HISTORY}" if module else f"{layer}{_INPUT_HISTORY}"
+        if key not in self._entries:
+            return None
+        return float(self._tensor(key).max()) or None
+
+    def _tensor(self, key: str) -> Tensor:
+        return self._any(self._prefix + key)
+
+    def _any(self, key: str) -> Tensor:
+        entry = self._reader.entries.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path} is damaged: it has no tensor {key}")
+        return self._reader.tensor(key, entry)
+
+
+def _scaled(stored: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """A state in blocks along its rows -> float32 of its shape."""
+    copy = fmt.copies[Copy.ROWWISE]
+    flat = stored.reshape(1, -1) if stored.ndim != 2 else stored
+    parts = {copy.codes.name: flat, copy.scale.name: scale.reshape(flat.shape[0], -1)}
+    return numerics.dequantize(copy, parts, (flat.shape[0], flat.shape[1])).reshape(stored.shape)

@@ -1,0 +1,339 @@
+"""Export: a checkpoint's model as safetensors that other programs read, one weight in memory at a time.
+
+Codes and scales go over as bytes where the grids agree. Where they do not, the weight is refused with the numbers; or,
+with `lossy`, quantized anew, from its master where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.formats import Copy, Format
+from quantshard.layouts import conversion, files, table
+from quantshard.layouts.conversion import NotExact, Run
+from quantshard.layouts.files import Group
+from quantshard.layouts.names import LLAMA, Heads, Names, check_distinct
+from quantshard.layouts.source import Source, Weight
+from quantshard.layouts.table import EXACT, UNDEFINED, Layout
+
+LINEAR: Final = re.compile(r"_proj\.weight$")
+"""Names, of theirs, of the weights that are quantized where a checkpoint in high precision is."""
+
+NOTED_AMAX: Final = "quantshard.amax."
+"""What begins the entry of a header that notes a weight's amax, from which the second scale was rounded."""
+
+_BESIDE: Final = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+HEAD: Final = "lm_head"
+_EMBEDDING: Final = "model.embed_tokens.weight"
+
+
+@dataclass
+class Export:
+    """What an export wrote: names (theirs) of the weights by how they went over, bytes, and what there is to say.
+
+    `exact`: codes and scales as they were. `requantized`: name -> why. `high_precision`: name -> shape, as they were,
+    or as a plain layout asks. `masters`: how many values came from masters.
+    """
+
+    path: Path
+    layout: Layout
+    exact: list[str] = field(default_factory=list)
+    requantized: dict[str, str] = field(default_factory=dict)
+    high_precision: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    masters: int = 0
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A report."""
+        found = [
+            f"{self.path}: {self.layout.name}, {self.bytes} bytes; {len(self.exact)} weights exact, "
+            f"{len(self.requantized)} requantized, {len(self.high_precision)} tensors in high precision"
+        ]
+        for name, why in list(self.requantized.items())[:1]:
+            found.append(f"LOSSY: requantized {len(self.requantized)} weights, the first {name}: {why}")
+        if self.masters:
+            found.append(f"values of {self.masters} tensors are those of the optimizer's masters")
+        return found + self.notes
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    layout: str,
+    out: str | os.PathLike[str],
+    *,
+    names: Names = LLAMA,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    values: str = "masters",
+    lossy: bool = False,
+) -> Export:
+    """Write the model of a checkpoint as safetensors in a layout. One process; it holds one weight at a time.
+
+    Args:
+        checkpoint: written by any number of processes, with `quantshard.checkpoints.save` or `dcp.save`.
+        layout: a name of `LAYOUTS`, or a family ("compressed-tensors", "modelopt", "plain"), of which the first row is
+            taken that is exact.
+        out: a directory that does not exist; it appears under this name when it is complete.
+        names: our names -> theirs.
+        config: the model's Hugging Face configuration, or a directory with its config.json, whose tokenizer is copied.
+        max_shard_bytes: of one file, where a file holds more than one weight.
+        values: where values are written or quantized anew: of the "masters", where there are any, or of the "weights".
+        lossy: quantize anew what does not go over exactly.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or `out` exists or cannot be written.
+        ConfigurationError: an argument is wrong, a weight has no name there, or does not go over exactly; the message
+            has the numbers. Nothing is left in `out`.
+    """
+    if values not in ("masters", "weights"):
+        raise ConfigurationError(f"export(values={values!r}): use 'masters' or 'weights'")
+    if max_shard_bytes < 1:
+        raise ConfigurationError(f"export(max_shard_bytes={max_shard_bytes}): must be 1 or more")
+    target = Path(out)
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists and is not overwritten; export to another directory")
+    described = _config(config)
+    source = Source(checkpoint)
+    tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
+    plan = _Plan(source, table.find(layout, tags), names, described, values == "masters", lossy, Export(target, _NONE))
+    groups = plan.groups()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror}") from None
+    try:
+        folder.chmod(0o777 & ~_umask())
+        plan.report.bytes = files.write(folder, groups, max_shard_bytes, plan.noted)
+        _write_configuration(folder, plan, None if isinstance(config, Mapping) else config)
+        os.rename(folder, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return plan.report
+
+
+_NONE: Final = table.LAYOUTS["plain-fp32"]
+
+
+def _umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
+def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(config)
+    return files.read_json(path / "config.json" if path.is_dir() else path)
+
+
+def heads_of(config: Mapping[str, Any]) -> Heads | None:
+    """The numbers of heads in a Hugging Face configuration, if it says them."""
+    queries = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads", queries)
+    counts = all(isinstance(count, int) and count > 0 for count in (queries, groups))
+    return Heads(queries, groups) if counts and isinstance(queries, int) else None
+
+
+def _write_configuration(folder: Path, plan: _Plan, beside: str | os.PathLike[str] | None) -> None:
+    layout, ignore = plan.report.layout, plan.ignored()
+    config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
+    if not config:
+        plan.report.notes.append("config.json says nothing of the architecture: pass the model's configuration")
+    if not layout.is_plain:
+        config["quantization_config"] = layout.config(ignore)
+    files.write_json(folder / "config.json", config)
+    if layout.producer is not None:
+        files.write_json(folder / "hf_quant_config.json", layout.producer(ignore))
+    for name in _BESIDE if beside is not None and Path(beside).is_dir() else ():
+        if (Path(beside or "") / name).is_file():
+            shutil.copyfile(Path(beside or "") / name, folder / name)
+
+
+@dataclass
+class _Plan:
+    """Which tensors there will be, in their order, and how each is made."""
+
+    source: Source
+    layout: Layout
+    names: Names
+    config: dict[str, Any]
+    from_masters: bool
+    lossy: bool
+    report: Export
+    noted: dict[str, str] = field(default_factory=dict)
+
+    def groups(self) -> list[Group]:
+        self.report.layout = self.layout
+        heads, found = heads_of(self.config), []
+        weights = self._untied()
+        lacking = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
+        if lacking:
+            raise ConfigurationError(
+                f"{len(lacking)} tensors of {self.source.path} have no name there (first: {lacking[0]}); give a map of "
+                "names (--names)"
+            )
+        for weight in weights:
+            for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
+                found.append(self._group(weight, name, runs))
+        check_distinct(name for group in found for name in group.tensors)
+        self._check_sizes({name: shape for group in found for name, (_, shape) in group.tensors.items()})
+        self._say()
+        return found
+
+    def _untied(self) -> list[Weight]:
+        """The weights, without an output head that is the embedding."""
+        weights = list(self.source.weights.values())
+        if not self.config.get("tie_word_embeddings"):
+            return weights
+        at = {name: w for w in weights for name in self.names.theirs(w.name, w.rows, None)
+              if name in (_EMBEDDING, f"{HEAD}.weight")}  # fmt: skip
+        if len(at) < 2:
+            return weights
+        head, table_ = at[f"{HEAD}.weight"], at[_EMBEDDING]
+        if not torch.equal(self.source.values(head).clone(), self.source.values(table_)):
+            raise ConfigurationError(
+                f"the configuration says tie_word_embeddings, but {head.name} and {table_.name} differ; set it to false"
+            )
+        return [weight for weight in weights if weight is not head]
+
+    def _group(self, weight: Weight, name: str, runs: list[Run]) -> Group:
+        rows = sum(run.length for run in runs)
+        chosen = (
+            None if not weight.shape or conversion.is_identity(runs, weight.shape[0]) else conversion.our_rows(runs)
+        )
+        quantizes = weight.tag is not None or (self._is_high_precision() and LINEAR.search(name) is not None)
+        if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
+            return self._plain_group(weight, name, (rows, *weight.shape[1:]), chosen)
+        shape = (rows, weight.shape[1])
+        make = self._quantized(weight, name, chosen)
+        stem = name.removesuffix("weight")
+        if stem == name:
+            raise ConfigurationError(f"{weight.name} is quantized, but {name} does not end in 'weight'")
+        tensors = {stem + key: described for key, described in conversion.shapes(self.layout, *shape).items()}
+        scale = self._input_scale(weight)
+        if scale is not None:
+            tensors[stem + str(self.layout.input_scale)] = (torch.float32, ())
+
+        def made() -> dict[str, Tensor]:
+            found = {stem + key: tensor for key, tensor in make().items()}
+            return found if scale is None else {**found, stem + str(self.layout.input_scale): scale}
+
+        return Group(tensors, made)
+
+    def _is_high_precision(self) -> bool:
+        return all(weight.tag is None for weight in self.source.weights.values())
+
+    def _plain_group(self, weight: Weight, name: str, shape: tuple[int, ...], rows: Tensor | None) -> Group:
+        plain = self.layout.is_plain and weight.dtype != torch.int64
+        dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
+        if dtype not in files.DTYPES:
+            raise ConfigurationError(f"{weight.name} is {weight.dtype}, which no layout has")
+        masters = self.layout.is_plain and self.from_masters and self.source.has_master(weight.name)
+        self.report.masters += masters
+        self.report.high_precision[name] = shape
+
+        def make() -> dict[str, Tensor]:
+            values = self.source.master(weight) if masters else self.source.values(weight)
+            return {name: (values if rows is None else values[rows]).to(dtype).reshape(shape)}
+
+        return Group({name: (dtype, shape)}, make)
+
+    def _quantized(self, weight: Weight, name: str, rows: Tensor | None) -> Callable[[], Mapping[str, Tensor]]:
+        shape = (weight.shape[0], weight.shape[1])
+        why = self._why_not(weight, rows)
+        if why is None:
+            fmt = weight.format
+            self.report.exact.append(name)
+            self._note_amax(weight, name, fmt)
+            return lambda: conversion.export(self.layout, fmt, self.source.parts(weight), shape, rows)
+        if not self.lossy:
+            raise ConfigurationError(
+                f"{weight.name} [{shape[0]}, {shape[1]}], {weight.tag or 'in high precision'}, does not go into "
+                f"{self.layout.name} exactly: {why}; choose another layout, or allow requantization (--lossy)"
+            )
+        self.report.requantized[name] = why
+        masters = self.from_masters and self.source.has_master(weight.name)
+        self.report.masters += masters
+        fmt = self.layout.row()
+
+        def make() -> Mapping[str, Tensor]:
+            values = self.source.master(weight) if masters else self.source.values(weight)
+            values = values.float() if rows is None else values[rows].float()
+            return conversion.export(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
+
+        return make
+
+    def _why_not(self, weight: Weight, rows: Tensor | None) -> str | None:
+        """Why a weight does not go over exactly; None if it does. Of its tensors only the small ones are read."""
+        cell = None if weight.tag is None else table.cell_of_tag(weight.tag)
+        found = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
+        if found.kind == UNDEFINED:
+            raise ConfigurationError(f"{weight.name} does not go into {self.layout.name}: {found.why}")
+        if found.kind != EXACT:
+            return found.why
+        assert cell is not None
+        try:
+            shape = (weight.shape[0], weight.shape[1])
+            conversion.scales(self.layout, cell.format, self.source.scales(weight), shape, rows)
+        except NotExact as error:
+            return str(error)
+        return None
+
+    def _note_amax(self, weight: Weight, name: str, fmt: Format) -> None:
+        amax = fmt.copies[Copy.ROWWISE].amax
+        if amax is not None:
+            self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name]).hex()
+
+    def _input_scale(self, weight: Weight) -> Tensor | None:
+        if self.layout.input_scale is None:
+            return None
+        amax = self.source.input_amax(weight.name)
+        assert amax is not None
+        assert self.layout.element is not None
+        return torch.tensor(amax / self.layout.element.max, dtype=torch.float32)
+
+    def _check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        wanted = (self.config.get("vocab_size"), self.config.get("hidden_size"))
+        held = shapes.get(_EMBEDDING)
+        if held is not None and None not in wanted and tuple(held) != wanted:
+            raise ConfigurationError(
+                f"the configuration says vocab_size {wanted[0]} and hidden_size {wanted[1]}, but {_EMBEDDING} is "
+                f"{list(held)}; pass the configuration of this model"
+            )
+
+    def ignored(self) -> list[str]:
+        """The modules whose weights stay in high precision, and the output head, though it be the embedding."""
+        kept = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
+        return sorted({HEAD, *(name.removesuffix(".weight") for name in kept)})
+
+    def _say(self) -> None:
+        notes, layout = self.report.notes, self.layout
+        if layout.is_plain and not self.report.masters:
+            notes.append("values are those of the weights, dequantized: the checkpoint names no masters, or none asked")
+        if layout.second is not None:
+            notes.append(
+                "weight-only: dynamic scaling of activations knows no activation scale, so readers compute in BF16; "
+                "the second scale is rounded to float32 once more, so values may differ in the last digits of float32"
+            )
