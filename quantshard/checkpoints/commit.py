@@ -206,9 +206,8 @@ def commit(target: Target, manifest: Manifest) -> None:
 def put_in_place(store: LocalStore, target: Target) -> None:
     """Rename the folder to its name. What stands there is moved aside first, and removed."""
     old, parent = target.hidden("old"), store.parent(target.path)
-    if target.replace or not is_complete(target.path):
-        with suppress(FileNotFoundError):
-            os.rename(target.path, old)
+    if os.path.isdir(target.path) and (target.replace or not is_complete(target.path)):
+        os.rename(target.path, old)
     os.rename(target.written_in, target.path)
     store.sync(parent)
     if os.path.isdir(old):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.store import Path_, locate
 from quantshard.errors import CheckpointError, ConfigurationError
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"step-(\d{6,})")
 MODES = (None, "thread", "process")
@@ -118,7 +120,7 @@ class Manager:
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
         self._pending: _Pending | None = None
-        self._restored: int | None = None
+        self._left_behind: set[int] = set()  # later steps than the restored one, which are saved anew
         if not read_only:
             ranks.from_rank0(self._own)
         self._read_only = read_only
@@ -164,7 +166,7 @@ class Manager:
         began = time.perf_counter()
         self.wait()
         state = io.state_of(model, optimizer, extra)
-        state[rank_state.RANKS] = rank_state.entries(self.state)
+        state[rank_state.RANKS] = _alike(lambda: rank_state.entries(self.state))
         target = ranks.from_rank0(lambda: self._prepare(step))
         writer = CommitWriter(target, {**io.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
@@ -184,8 +186,7 @@ class Manager:
         assert self._owner is not None
         self._owner.check()
         commit.clean(self._folder)
-        left_behind = self._restored is not None and step > self._restored
-        return commit.prepare(self.path(step), replace=left_behind)
+        return commit.prepare(self.path(step), replace=step in self._left_behind)
 
     def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
         """Copy the state, and begin to write the copy."""
@@ -221,6 +222,7 @@ class Manager:
 
     def _retire(self, last: int) -> None:
         """Remove the checkpoints that need not be kept. Later steps than the last saved are not counted."""
+        self._left_behind.discard(last)
         if self.keep_last is None:
             return
         good = [step for step in self.steps() if step <= last and (step == last or self._has_all_files(step))]
@@ -264,7 +266,9 @@ class Manager:
                 problem = self._verify(candidate)
                 if problem is None:
                     try:
-                        return self._load(candidate, model, optimizer, tuple(wrong))
+                        restored = self._load(candidate, model, optimizer, tuple(wrong))
+                        self._left_behind = {other for other in steps if other > candidate}
+                        return restored
                     except io.DamagedError as error:  # or a rank is gone, which asking all of them shows
                         problem = ranks.gathered(str(error))[0]
             wrong[candidate] = problem
@@ -306,8 +310,7 @@ class Manager:
         metadata = read_metadata(path)
         writers = rank_state.writers(metadata.state_dict_metadata)
         values = io.read_tensors(path, metadata, rank_state.wanted(metadata.state_dict_metadata))
-        left = rank_state.load(self.state, values, writers)
-        self._restored = step
+        left = _alike(lambda: rank_state.load(self.state, values, writers))
         return Restored(step, path, extra, tuple(left), skipped)
 
     # The end ---------------------------------------------------------------------------------------------------------
@@ -346,6 +349,18 @@ def _abandoned_if_it_fails(target: Target) -> Iterator[None]:
         if ranks.rank() == 0:
             commit.abandon(target)
         raise
+
+
+def _alike(own: Callable[[], T]) -> T:
+    """What each rank finds out for itself; an error of one is raised on all. A collective call."""
+    found: list[T] = []
+    error = None
+    try:
+        found.append(own())
+    except CheckpointError as raised:
+        error = str(raised)
+    ranks.raise_alike(error)
+    return found[0]
 
 
 def _said_of(path: str, error: BaseException) -> str:

@@ -75,7 +75,9 @@ class LocalStore(FileSystem):
         shutil.rmtree(path)
 
     def sync(self, path: Path_) -> None:
-        """Make a folder's entries durable."""
+        """Make a folder's entries durable, where a folder can be opened."""
+        if os.name == "nt":
+            return
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -183,6 +183,7 @@ def restore_it(case: Case, folder: str) -> dict[str, Any]:
             again = message_of(lambda: manager.save(found.step, run.model, run.optimizer))
             manager.save(found.step + 1, run.model, run.optimizer)  # though there may be a damaged one
             assert manager.latest() == max(3, found.step + 1)
+            again += message_of(lambda: manager.save(found.step + 1, run.model, run.optimizer))
     held = run.held() | {"python": repr(random.random()), "numpy": repr(np.random.random())}
     said = [str(entry.message) for entry in caught if "is skipped" in str(entry.message)]
     return {"found": found, "counter": counter.at, "held": held, "said": said, "again": again}
@@ -204,7 +205,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name(tmp_path: Path) -> None:
     by_rank = run_ranks(2, restore_it, case, str(tmp_path))
     for rank, told in enumerate(by_rank):
         assert (told["found"].step, told["found"].skipped, told["counter"]) == (1, (3, 2), 10 + rank)
-        assert "holds a complete checkpoint" in told["again"]
+        assert told["again"].count("holds a complete checkpoint") == 2
         assert bool(told["said"]) == (rank == 0)
     first, second = by_rank[0]["said"]
     assert "step-000003/__1_0.distcp is damaged: its checksum is" in first and "step-000002/.metadata has 5" in second
@@ -241,6 +242,35 @@ def test_what_is_restored_is_what_was_saved(mode: str | None, tmp_path: Path) ->
     for ranks in (1, 3):  # the counters differ by rank, so they belong to nobody
         for found in run_ranks(ranks, restore_only, replace(case, mesh=(ranks,)), str(tmp_path), None):
             assert found[2] == ("random", "data") or found[2] == ("data",)
+
+
+class OnlyHere:
+    """Its state needs code to be read, on the last rank alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": Counter() if dist.get_rank() else 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def with_such_a_state(case: Case, folder: str) -> list[str]:
+    run = new_run(case, folder)
+    with Manager(folder, state={"data": OnlyHere()}) as manager:
+        found = [message_of(lambda: manager.save(1, run.model, run.optimizer)), str(manager.steps())]
+    for wrong in ({"state": {"random": Counter()}}, {"state": {"a": 1}}, {"keep_last": 0}, {"async_": "fork"}):
+        try:
+            Manager(folder, **wrong)
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_state_that_cannot_be_plain_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """2 ranks: and arguments that do not fit."""
+    first, second = run_ranks(2, with_such_a_state, Case("mxfp8", (2,), shapes=((32, 32),)), str(tmp_path))
+    assert first == second and len(first) == 6, first
+    assert first[0].startswith("on rank 1: the state of 'data' cannot be saved as plain data") and first[1] == "[]"
 
 
 # Retention and ownership ----------------------------------------------------------------------------------------------

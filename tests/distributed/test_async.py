@@ -1,0 +1,174 @@
+"""`dcp.async_save` and the Manager in the background, by a thread and by a process: the bits are those of the call.
+
+2 ranks, in processes of their own: those of the pool may not have children, which saving by a process needs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from quantshard import private_torch, recipe
+from quantshard.checkpoints import Manager
+from quantshard.checkpoints.commit import Target
+from quantshard.checkpoints.compare import compare
+from quantshard.cli import model as models
+from quantshard.cli.config import Settings
+from quantshard.cli.mesh import Axes
+from quantshard.cli.train import make_optimizer
+from quantshard.errors import CheckpointError
+from tests.distributed.models import RECIPES
+
+pytestmark = pytest.mark.distributed
+
+MESHES = ("dp_shard=2", "tp=2")
+TINY = {"hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "layers": 1, "seq_length": 8}
+SECONDS = 240
+
+
+class WaitingWriter(FileSystemWriter):
+    """Writes nothing before a file is there: the weights have changed by then."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.gate = f"{path}.gate"
+
+    def write_data(self, *args: Any) -> Any:
+        deadline = time.monotonic() + 60
+        while not os.path.exists(self.gate):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return super().write_data(*args)
+
+
+class Run:
+    """The model of the command line, on a mesh of 2."""
+
+    def __init__(self, name: str, mesh: str) -> None:
+        torch.manual_seed(3)
+        settings = Settings(**TINY, mesh=mesh, global_batch=2).resolved()
+        assert asdict(settings)["hidden"] == 64
+        self.model = models.build(settings, recipe.resolve(RECIPES[name]), Axes.parse(mesh).device_mesh("cpu"))
+        self.optimizer = make_optimizer(self.model, settings)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def step(self) -> None:
+        tokens = torch.arange(2 * 9).reshape(2, 9) % 250
+        models.loss(self.model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def held(self) -> list[Tensor]:
+        return [private_torch.local_tensor(value).clone() for value in self.model.state_dict().values()]
+
+
+def plain_saves(folder: str) -> list[str]:
+    """What is wrong with `dcp.async_save`: each recipe by a thread and by a process, on one mesh and on the other."""
+    wrong = []
+    group = dist.new_group(backend="gloo")
+    for turn, kind in enumerate((AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)):
+        for number, name in enumerate(RECIPES):
+            mesh = MESHES[(number + turn) % 2]
+            where = f"{folder}/{kind.name} {name} {mesh}"
+            run = Run(name, mesh)
+            run.step()
+            dcp.save(run.state(), checkpoint_id=f"{where} now")
+            before = run.held()
+            future = dcp.async_save(
+                run.state(),
+                storage_writer=WaitingWriter(where),
+                process_group=group,
+                async_checkpointer_type=kind,
+            )
+            run.step()
+            changed = sum(not torch.equal(a, b) for a, b in zip(before, run.held(), strict=True))
+            early = os.path.exists(f"{where}/.metadata")
+            dist.barrier()
+            Path(f"{where}.gate").touch()
+            future.result()
+            found = compare(where, f"{where} now")
+            if early or changed < 3 or not found.equal or found.tensors < 20:
+                wrong.append(f"{where}: {early=} {changed=} {found.first}")
+    return wrong
+
+
+def failed_in_a_process(folder: str) -> list[str]:
+    """The checkpoint before, and what is said on this rank when the process that saves cannot write."""
+    run = Run("nvfp4", "dp_shard=2")
+    said = []
+    with Manager(folder, async_="process") as manager:
+        manager.save(1, run.model, run.optimizer)
+        manager.wait()
+        nowhere = Target("/proc/none/step-000002", "0" * 16)
+        with mock.patch.object(Manager, "_prepare", lambda manager, step: nowhere):
+            manager.save(2, run.model, run.optimizer)
+        try:
+            manager.wait()
+        except CheckpointError as error:
+            said.append(str(error))
+        manager.save(3, run.model, run.optimizer)
+        manager.wait()
+        said.append(str(manager.steps()))
+    return said
+
+
+def both(folder: str) -> tuple[list[str], list[str]]:
+    """In one set of processes."""
+    return plain_saves(f"{folder}/plain"), failed_in_a_process(f"{folder}/failed")
+
+
+def _serve(rank: int, meeting: str, function: Callable[[str], Any], folder: str, answers: Any) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2)
+        answers.put((rank, function(folder)))
+        dist.barrier()
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
+        raise
+
+
+def on_two(function: Callable[[str], Any], folder: Path) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (f"{meeting}/store", function, str(folder), answers)
+        processes = [context.Process(target=_serve, args=(rank, *arguments)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        try:
+            found = dict(answers.get(timeout=SECONDS) for _ in processes)
+        finally:
+            for process in processes:
+                process.join(30)
+                process.kill()
+    return [found[0], found[1]]
+
+
+@pytest.mark.slow
+def test_saved_by_a_thread_and_by_a_process(tmp_path: Path) -> None:
+    """2 ranks: by stock PyTorch, each recipe by both, on FSDP2 and tensor-parallel; and a process that fails."""
+    by_rank = on_two(both, tmp_path)
+    assert by_rank[0] == by_rank[1]
+    plain, failed = by_rank[0]
+    assert plain == []
+    assert failed[0].startswith("/proc/none/step-000002 could not be written: ") and failed[1] == "[1, 3]", failed
