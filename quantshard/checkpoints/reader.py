@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -19,6 +22,8 @@ from quantshard import private_torch
 from quantshard.checkpoints import entries
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.errors import CheckpointError
+
+Path_ = str | os.PathLike[str]
 
 
 class SafeReader(FileSystemReader):
@@ -158,3 +163,36 @@ def decoded(key: str, content: bytes) -> Any:
         return entries.read(io.BytesIO(content), 0, len(content))
     except CheckpointError as error:
         raise CheckpointError(f"{key} cannot be read: {error}") from error
+
+
+def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> None:
+    """Read entries into a state dict: tensors in place, a rank its own part. A collective call unless `no_dist`.
+
+    Raises:
+        CheckpointError: on every rank, with the first failure of any.
+    """
+    try:
+        with quiet():
+            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=SafePlanner(), no_dist=no_dist)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or incomplete: {first_failure(error)}; restore its files or choose another checkpoint"
+        ) from error
+
+
+def first_failure(error: BaseException) -> str:
+    """The first line of what failed on the first rank that did."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+class quiet(warnings.catch_warnings):
+    """Without DCP's remarks on running in a single process, which is intended here."""
+
+    def __enter__(self) -> Any:
+        result = super().__enter__()
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        return result
