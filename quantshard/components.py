@@ -126,9 +126,36 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
     return None
 
 
+def shard_of(param: Tensor) -> Shard:
+    """Which rectangle of the global tensor a 2-D parameter's local tensor is."""
+    local = quantized(param)
+    if local is not None:
+        return local._storage.shard
+    shard = sharding.whole((param.shape[0], param.shape[1]))
+    if isinstance(param, DTensor):
+        mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+        assert coordinate is not None
+        dims = private_torch.cut_dims(param.placements)
+        for axis in reversed(range(mesh.ndim)):  # tensor parallelism, whose axes stand last, cuts first
+            dim = dims[axis]
+            if dim is not None:
+                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))
+                shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
+    return shard
+
+
 def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
     """A DTensor on the mesh of `like` around a local tensor that is neither copied nor moved."""
     return private_torch.dtensor_around(local, like.device_mesh, placements, torch.Size(shape))
+
+
+def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
+    """Zeros of the parameter's shape, and further dims; a DTensor where it is one."""
+    local = private_torch.local_tensor(param)
+    zeros = torch.zeros((*local.shape, *last), dtype=dtype, device=local.device)
+    if not isinstance(param, DTensor):
+        return zeros
+    return as_dtensor(zeros, param, list(param.placements), (*param.shape, *last))
 
 
 def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:

@@ -147,6 +147,23 @@ def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
     return m.float() * gap * torch.where(code >> (encoding.bits - 1) > 0, -1.0, 1.0)
 
 
+def split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 -> the nearest bfloat16 and the low 16 bits (int16), of which `join_bfloat16` makes the same float32.
+
+    A tie is rounded away from zero. To the even neighbour, as usual, an even bfloat16 would stand for 2**16 + 1
+    float32s, one more than 16 bits can tell apart. A NaN stays some NaN.
+    """
+    bits = values.view(torch.int32)
+    high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + (bits >> 15 & 1))
+    return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def join_bfloat16(high: Tensor, low: Tensor) -> Tensor:
+    """Inverse of `split_bfloat16`: float32."""
+    upper = high.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return (upper << 16 | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
     """Codes uint8 [..., C], one per byte -> as stored: E2M1 [..., ceil(C / 2)], the even index in the low nibble.
 

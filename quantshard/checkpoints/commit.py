@@ -23,7 +23,6 @@ from typing import Any, cast
 import torch
 import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -212,14 +211,6 @@ def put_in_place(store: LocalStore, target: Target) -> None:
     store.sync(parent)
     if os.path.isdir(old):
         store.remove(old)
-
-
-def reason(error: BaseException) -> str:
-    """The first line of an error; of DCP's, of the first that a rank had."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = error.failures[min(error.failures)][0]
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
 
 
 class _Recorder(FileSystemBase):

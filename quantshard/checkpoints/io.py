@@ -7,8 +7,6 @@ one, ends in one sentence on every rank.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,19 +19,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from quantshard import components, limits
-from quantshard.checkpoints import commit, ranks
+from quantshard.checkpoints import commit, manifest, ranks
+from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.reader import SafePlanner, SafeReader
+from quantshard.checkpoints.reader import quiet, read_into
+from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
+from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError, UnsupportedOperationError
 
 EXTRA = "extra"
-
-Path_ = str | os.PathLike[str]
-
-
-class DamagedError(CheckpointError):
-    """The files of a checkpoint cannot be read, whatever the model."""
 
 
 def save(
@@ -103,11 +98,24 @@ def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup 
         with quiet():
             dcp.save(state, storage_writer=writer, process_group=group)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{writer.target.path} could not be written: {commit.reason(error)}") from error
+        raise CheckpointError(f"{writer.target.path} could not be written: {ranks.first_failure(error)}") from error
 
 
-def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def load(
+    path: Path_,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    requantize: bool = False,
+    lossy: bool = False,
+) -> dict[str, Any]:
     """Load a checkpoint written on any number of ranks into a model and its optimizer. A collective call.
+
+    Args:
+        path: the directory. It may come from anybody: nothing in it is run (docs/security.md).
+        requantize: whether weights of another recipe are quantized anew, to the nearest, from the masters that the
+            checkpoint has; warns of it. Moments are loaded as they are, so they must be of the same kinds.
+        lossy: whether those without masters are quantized from what their codes stand for.
 
     Returns:
         The `extra` entries that were saved.
@@ -120,24 +128,65 @@ def load(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
+    manifest.read(path)  # one of a newer version is refused, by its number
     metadata = read_metadata(path)
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
-    _check_same_model(path, metadata, state)
-    state[EXTRA] = {
+    formats = _formats(path, metadata, state["model"])
+    changes: list[Change] = []
+    if requantize:
+        try:
+            changes = requantization.changes(metadata, model, optimizer, formats, lossy)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+    else:
+        _check_formats(path, formats)
+    wanted = _wanted(state)
+    stored = {key for key in metadata.state_dict_metadata if key.startswith(("model.", "optimizer."))}
+    skipped = {
+        key
+        for key in (stored | wanted.keys() if changes else ())
+        if requantization.left_out(changes, key, key in stored, key in wanted)
+    }
+    _check_same_model(path, metadata, wanted, skipped, "optimizer" in state)
+    extra = {
         key.removeprefix(f"{EXTRA}."): _placeholder(stored)
         for key, stored in metadata.state_dict_metadata.items()
         if key.startswith(f"{EXTRA}.")
     }
-    _read(path, metadata, state)
+    reading = {**_without(state, skipped), EXTRA: extra}
+    read_into(path, metadata, reading)
+    masters = list(requantization.write_weights(path, metadata, changes))
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
-    return dict(state[EXTRA])
+        requantization.set_masters(optimizer, masters)
+    requantization.tell(path, changes)
+    return dict(extra)
+
+
+def _wanted(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the model and of the optimizer's states, by their keys in a checkpoint."""
+    wanted = {f"model.{key}": value for key, value in state["model"].items()}
+    for index, entries in state.get("optimizer", {}).get("state", {}).items():
+        wanted.update({f"optimizer.state.{index}.{key}": value for key, value in entries.items()})
+    return wanted
+
+
+def _without(state: dict[str, Any], skipped: set[str]) -> dict[str, Any]:
+    """A state dict of the same tensors and groups, but for some entries."""
+    found = {"model": {key: value for key, value in state["model"].items() if f"model.{key}" not in skipped}}
+    if "optimizer" in state:
+        states = {
+            index: {key: value for key, value in held.items() if f"optimizer.state.{index}.{key}" not in skipped}
+            for index, held in state["optimizer"]["state"].items()
+        }
+        found["optimizer"] = {**state["optimizer"], "state": states}
+    return found
 
 
 def read_tensors(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[str, Tensor]:
@@ -148,7 +197,7 @@ def read_tensors(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[s
     """
     state: dict[str, Any] = {key: _placeholder(metadata.state_dict_metadata[key]) for key in keys}
     if state:
-        _read(path, metadata, state, no_dist=True)
+        read_into(path, metadata, state, no_dist=True)
     return state
 
 
@@ -165,67 +214,54 @@ def _placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor
     return None
 
 
-def _check_same_model(path: Path_, metadata: Metadata, state: dict[str, Any]) -> None:
+def _check_same_model(
+    path: Path_, metadata: Metadata, wanted: Mapping[str, Any], skipped: set[str], with_optimizer: bool
+) -> None:
+    """Refuse a checkpoint that has other tensors than those wanted, `skipped` apart."""
     stored = metadata.state_dict_metadata
-    wanted = {f"model.{key}": value for key, value in state["model"].items()}
-    _check_formats(path, metadata, wanted)
-    for index, entries in state.get("optimizer", {}).get("state", {}).items():
-        wanted.update({f"optimizer.state.{index}.{key}": value for key, value in entries.items()})
-    prefixes = ("model.", "optimizer.state.") if "optimizer" in state else ("model.",)
-    missing = sorted(wanted.keys() - stored.keys())
-    unknown = sorted(key for key in stored.keys() - wanted.keys() if key.startswith(prefixes))
+    prefixes = ("model.", "optimizer.state.") if with_optimizer else ("model.",)
+    missing = sorted(wanted.keys() - stored.keys() - skipped)
+    unknown = sorted(key for key in stored.keys() - wanted.keys() - skipped if key.startswith(prefixes))
     if missing or unknown:
         raise CheckpointError(
             f"{path} is of another model: it lacks {len(missing)} of this model's tensors (first: "
             f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
         )
-    for key, value in wanted.items():
-        size = getattr(stored[key], "size", None)
+    for key in wanted.keys() - skipped:
+        value, size = wanted[key], getattr(stored[key], "size", None)
         if isinstance(value, Tensor) and size is not None and size != value.shape:
             raise CheckpointError(
                 f"{path} is of another model: {key} has shape {tuple(size)} there and {tuple(value.shape)} here"
             )
 
 
-def _check_formats(path: Path_, metadata: Metadata, wanted: Mapping[str, Tensor]) -> None:
+def _formats(path: Path_, metadata: Metadata, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
+    """Of each weight that is quantized in the checkpoint or in this model: its format there and here."""
     suffix, stored = components.FORMAT_SUFFIX, metadata.state_dict_metadata
     theirs = [key for key, value in stored.items() if key.startswith("model.") and _is_tag(key, value)]
     tags: dict[str, Any] = {key: torch.zeros(components.FORMAT_TAG_BYTES, dtype=torch.uint8) for key in theirs}
     if tags:
-        _read(path, metadata, tags, no_dist=True)
-    for key in sorted({*theirs, *(key for key in wanted if key.endswith(suffix))}):
-        weight = key.removesuffix(suffix)
-        if weight not in stored or weight not in wanted:
+        read_into(path, metadata, tags, no_dist=True)
+    found = {}
+    for key in sorted({*theirs, *(f"model.{key}" for key in own if key.endswith(suffix))}):
+        weight, name = key.removesuffix(suffix), key.removeprefix("model.")
+        if weight not in stored or weight.removeprefix("model.") not in own:
             continue  # of another model, which is said better elsewhere
-        saved = components.read_format_tag(tags[key]) if key in tags else "high precision"
-        own = components.read_format_tag(wanted[key]) if key in wanted else "high precision"
+        saved = components.read_format_tag(tags[key]) if key in tags else HIGH_PRECISION
+        here = components.read_format_tag(own[name]) if name in own else HIGH_PRECISION
+        found[weight.removeprefix("model.")] = (saved, here)
+    return found
+
+
+def _check_formats(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
+    for weight, (saved, own) in formats.items():
         if saved != own:
             raise CheckpointError(
-                f"{path} is of another recipe: {weight.removeprefix('model.')} is stored as {saved} there and as {own} "
-                "in this model; build the model with the recipe that the checkpoint was written with"
+                f"{path} is of another recipe: {weight} is stored as {saved} there and as {own} in this model; build "
+                "the model with the recipe that the checkpoint was written with, or load it with requantize=True"
             )
 
 
 def _is_tag(key: str, stored: Any) -> bool:
     size = torch.Size([components.FORMAT_TAG_BYTES])
     return key.endswith(components.FORMAT_SUFFIX) and getattr(stored, "size", None) == size
-
-
-def _read(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> None:
-    try:
-        with quiet():
-            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=SafePlanner(), no_dist=no_dist)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise DamagedError(
-            f"{path} is damaged or incomplete: {commit.reason(error)}; restore its files or choose another checkpoint"
-        ) from error
-
-
-class quiet(warnings.catch_warnings):
-    """Without DCP's remarks on running in a single process, which is intended here."""
-
-    def __enter__(self) -> Any:
-        result = super().__enter__()
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        return result

@@ -31,6 +31,7 @@ from quantshard.checkpoints.commit import CommitWriter, Target
 from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
+from quantshard.checkpoints.reader import DamagedError
 from quantshard.checkpoints.store import Path_, locate
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -269,7 +270,7 @@ class Manager:
                         restored = self._load(candidate, model, optimizer, tuple(wrong))
                         self._left_behind = {other for other in steps if other > candidate}
                         return restored
-                    except io.DamagedError as error:  # or a rank is gone, which asking all of them shows
+                    except DamagedError as error:  # or a rank is gone, which asking all of them shows
                         problem = ranks.gathered(str(error))[0]
             wrong[candidate] = problem
             if step is None and ranks.rank() == 0:
@@ -364,7 +365,9 @@ def _alike(own: Callable[[], T]) -> T:
 
 
 def _said_of(path: str, error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{path} could not be written: {commit.reason(error)}"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{path} could not be written: {ranks.first_failure(error)}"
 
 
 def _stager(mode: str) -> DefaultStager:

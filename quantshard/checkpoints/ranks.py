@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from quantshard import amax
 from quantshard.errors import CheckpointError
@@ -55,3 +56,11 @@ def raise_alike(error: str | None) -> None:
     for number, message in enumerate(gathered(error)):
         if message is not None:
             raise CheckpointError(message if number == 0 else f"on rank {number}: {message}")
+
+
+def first_failure(error: BaseException) -> str:
+    """The first line of an error; of DCP's, of the first rank that had one."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = error.failures[min(error.failures)][0]
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from quantshard import private_torch
-from quantshard.checkpoints import entries
+from quantshard.checkpoints import entries, ranks
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.store import Path_, locate
 from quantshard.errors import CheckpointError
+
+
+class DamagedError(CheckpointError):
+    """The files of a checkpoint cannot be read, whatever the model."""
 
 
 class SafeReader(FileSystemReader):
@@ -161,3 +168,29 @@ def decoded(key: str, content: bytes) -> Any:
         return entries.read(io.BytesIO(content), 0, len(content))
     except CheckpointError as error:
         raise CheckpointError(f"{key} cannot be read: {error}") from error
+
+
+def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> None:
+    """Read entries into a state dict: tensors in place, a rank its own part. A collective call unless `no_dist`.
+
+    Raises:
+        DamagedError: on every rank, with the first failure of any.
+    """
+    try:
+        with quiet():
+            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=SafePlanner(), no_dist=no_dist)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        why = ranks.first_failure(error)
+        raise DamagedError(
+            f"{path} is damaged or incomplete: {why}; restore its files or choose another checkpoint"
+        ) from error
+
+
+class quiet(warnings.catch_warnings):
+    """Without DCP's remarks on running in a single process, which is intended here."""
+
+    def __enter__(self) -> Any:
+        result = super().__enter__()
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        return result

@@ -21,7 +21,7 @@ PLAIN: Final = tl.constexpr(1)
 HALVES: Final = tl.constexpr(2)
 SCALED: Final = tl.constexpr(3)
 """How a state is stored: not at all; as a plain tensor; as the low half of a float32, the high half being the weight
-(`optimizers.rounding.join`); in components of a format row."""
+(`numerics.join_bfloat16`); in components of a format row."""
 
 
 class Stored(NamedTuple):
@@ -354,7 +354,7 @@ def write(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
-    """Float32 -> a plain tensor, as `optimizers.rounding.rounded` and `FloatState.write` do."""
+    """Float32 -> a plain tensor, as `numerics.rounded` and `FloatState.write` do."""
     if S.dtype == tl.bfloat16:
         if S.stochastic:
             drawn = ql.words_of_tile(tile.row, tile.col, words, H.rows, H.cols, H.by_four)
@@ -377,14 +377,14 @@ def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def nearest_bfloat16(x):
-    """Bits, int16; ties away from zero: `optimizers.rounding.split`."""
+    """Bits, int16; ties away from zero: `numerics.split_bfloat16`."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits >> 16) + ((bits >> 15) & 1)).to(tl.int16)
 
 
 @triton.jit
 def stochastic_bfloat16(x, words):
-    """Bits, int16, saturated: `optimizers.rounding.rounded`. NaN stays one, whatever its bits."""
+    """Bits, int16, saturated: `numerics.rounded`. NaN stays one, whatever its bits."""
     bits = ql.saturate(x, 3.3895313892515355e38).to(tl.int32, bitcast=True)
     up = (words >> 16).to(tl.int32) < (bits & 0xFFFF)
     return tl.where(x != x, 0x7FC0, (bits >> 16) + up.to(tl.int32)).to(tl.int16)

@@ -18,7 +18,7 @@ from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Role
 from quantshard.layouts.table import cell_of_tag
-from quantshard.optimizers.rounding import join
+from quantshard.numerics import join_bfloat16
 from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
@@ -167,7 +167,7 @@ class Source:
         start = self._masters[weight.name]
         if start not in self._reader.entries:  # the upper halves are the weight itself
             low = self._any(start + REMAINDER_SUFFIX)
-            values = join(self.plain(weight), low.contiguous().view(torch.int16).reshape(weight.shape))
+            values = join_bfloat16(self.plain(weight), low.contiguous().view(torch.int16).reshape(weight.shape))
         else:
             stored = self._any(start)
             cell = STATE_CELLS.get(stored.dtype)

@@ -1,4 +1,4 @@
-"""Rounding float32 to 16 bits: stochastically, with words of the global element, or into a bfloat16 and what it lacks.
+"""Rounding float32 to 16 bits: stochastically, with words of the global element, or to nearest.
 
 What does not fit is rounded up or down in proportion to the distance, so that small updates add up as they should on
 average; to nearest they would vanish, every one of them. The random words belong to the element of the global tensor
@@ -64,13 +64,13 @@ class Draw(NamedTuple):
 
 
 def rounded(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
-    """Float32 -> `dtype`, stochastically if there are words, else to nearest (bfloat16 as `split` does).
+    """Float32 -> `dtype`, stochastically if there are words, else to nearest (as `numerics.split_bfloat16` does).
 
     Stochastic rounding saturates at the largest finite value of the dtype. Other dtypes than bfloat16 and float16 are
     cast.
     """
     if dtype is torch.bfloat16:
-        return split(values)[0] if words is None else _stochastic_bfloat16(values, words)
+        return numerics.split_bfloat16(values)[0] if words is None else _stochastic_bfloat16(values, words)
     if dtype is torch.float16 and words is not None:
         return numerics.encode_stochastic(values, FP16, words)
     return values.to(dtype)
@@ -85,20 +85,3 @@ def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
     up = (words >> 16) < (bits & 0xFFFF)
     high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + up)
     return high.to(torch.int16).view(torch.bfloat16)
-
-
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 -> the nearest bfloat16 and the low 16 bits (int16), from which `join` makes the same float32 again.
-
-    A tie is rounded away from zero. To the even neighbour, as usual, an even bfloat16 would stand for 2**16 + 1
-    float32s, one more than 16 bits can tell apart. A NaN stays some NaN.
-    """
-    bits = values.view(torch.int32)
-    high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + (bits >> 15 & 1))
-    return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
-
-
-def join(high: Tensor, low: Tensor) -> Tensor:
-    """Inverse of `split`: float32."""
-    upper = high.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-    return (upper << 16 | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)

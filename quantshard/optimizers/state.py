@@ -14,16 +14,14 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, private_torch, sharding
+from quantshard import amax, components, numerics, private_torch
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import Draw, Place
 from quantshard.recipe import STATE_CELLS, Cell
-from quantshard.sharding import Shard
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = ROLES = ("exp_avg", "exp_avg_sq", "master_param", "param")
@@ -36,24 +34,6 @@ REMAINDER_SUFFIX = "_low"
 
 
 MASTER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def shard_of(param: Tensor) -> Shard:
-    """Which rectangle of the global tensor a 2-D parameter's local tensor is."""
-    local = components.quantized(param)
-    if local is not None:
-        return local._storage.shard
-    shard = sharding.whole((param.shape[0], param.shape[1]))
-    if isinstance(param, DTensor):
-        mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
-        assert coordinate is not None
-        dims = private_torch.cut_dims(param.placements)
-        for axis in reversed(range(mesh.ndim)):  # tensor parallelism, whose axes stand last, cuts first
-            dim = dims[axis]
-            if dim is not None:
-                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))
-                shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
-    return shard
 
 
 class State(ABC):
@@ -122,7 +102,7 @@ class FloatState(State):
 
     def __init__(self, param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> None:
         self.owner = param
-        self.tensor = _zeros(param, dtype)
+        self.tensor = components.zeros_like(param, dtype)
         self.keep_positive = keep_positive
 
     @property
@@ -175,7 +155,7 @@ class RemainderState(State):
 
     def __init__(self, param: Tensor) -> None:
         self.owner = param
-        self.bytes = _zeros(param, torch.uint8, 2)
+        self.bytes = components.zeros_like(param, torch.uint8, 2)
 
     @property
     def rounds(self) -> bool:
@@ -189,10 +169,10 @@ class RemainderState(State):
         return [private_torch.local_tensor(self.owner), low]
 
     def read(self) -> Tensor:
-        return rounding.join(*self.live())
+        return numerics.join_bfloat16(*self.live())
 
     def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
-        for target, half in zip(self.live(), rounding.split(values), strict=True):
+        for target, half in zip(self.live(), numerics.split_bfloat16(values), strict=True):
             target.copy_(half)
 
 
@@ -201,7 +181,9 @@ class QuantizedState(State):
 
     def __init__(self, param: Tensor, cell: Cell, keep_positive: bool = False) -> None:
         self.owner = param
-        self._storage = storages.empty(cell, shard_of(param), private_torch.local_tensor(param).device).map(torch.zero_)
+        self._storage = storages.empty(cell, components.shard_of(param), private_torch.local_tensor(param).device).map(
+            torch.zero_
+        )
         self.keep_positive = keep_positive
 
     @property
@@ -264,15 +246,6 @@ class QuantizedWeight(QuantizedState):
         assert begun is not None
         begun.commit(values, None if draw is None else storages.rounding_words(self.storage))
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
-
-
-def _zeros(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
-    """Of the parameter's shape, and further dims; a DTensor where it is one."""
-    local = private_torch.local_tensor(param)
-    zeros = torch.zeros((*local.shape, *last), dtype=dtype, device=local.device)
-    if not isinstance(param, DTensor):
-        return zeros
-    return components.as_dtensor(zeros, param, list(param.placements), (*param.shape, *last))
 
 
 def check_dtype(role: str, dtype: torch.dtype) -> None:

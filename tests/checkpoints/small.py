@@ -18,11 +18,13 @@ from tests.distributed.models import RECIPES
 SHAPES = ((24, 18), (18, 5))
 
 
-def built(recipe: str | None, seed: int = 3, **options: Any) -> tuple[nn.Sequential, FusedAdam]:
+def built(
+    recipe: str | None, seed: int = 3, shapes: tuple[tuple[int, int], ...] = SHAPES, **options: Any
+) -> tuple[nn.Sequential, FusedAdam]:
     """Two layers and an optimizer after one step, of one of the names of `RECIPES`, or in BF16."""
     torch.manual_seed(seed)
     with qs.quantized_model_init(enabled=recipe is not None, recipe=None if recipe is None else RECIPES[recipe]):
-        model = nn.Sequential(*[qs.Linear(a, b, params_dtype=torch.bfloat16) for a, b in SHAPES])
+        model = nn.Sequential(*[qs.Linear(a, b, params_dtype=torch.bfloat16) for a, b in shapes])
     optimizer = FusedAdam(model.named_parameters(), lr=1e-2, **options)
     for param in model.parameters():
         param.grad = torch.randn(param.shape).to(param.dtype)

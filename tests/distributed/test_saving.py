@@ -8,6 +8,9 @@ every recipe and every mesh. One way of each column then trains on beside the sa
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from quantshard import Linear, quantized_model_init
 from quantshard.errors import QuantshardError
-from tests.distributed.models import RECIPES, Case, bits
+from tests.distributed.models import RECIPES, Case, bits, sha
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import (
     FLAT,
@@ -340,3 +343,53 @@ def test_broadcast_to_unsharded_replicas(tmp_path: Path) -> None:
     assert first == "nothing was raised"
     for message in others:
         assert "broadcast_from_rank0 leaves some out; quantshard.checkpoints.load_from_rank0(" in message
+
+
+# In a process that knows nothing of quantshard ------------------------------------------------------------------------
+
+READ = """
+import hashlib, sys, torch
+def walk(value, at=""):
+    if isinstance(value, torch.Tensor):
+        assert type(value) in (torch.Tensor, torch.nn.Parameter), (at, type(value))
+        content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {at: hashlib.sha256(content).hexdigest()[:16]}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return {k: v for key, inner in items for k, v in walk(inner, f"{at}.{key}").items()}
+for file in sys.argv[1:]:
+    print(sorted(walk(torch.load(file, weights_only=True)).items()))
+assert "quantshard" not in sys.modules
+"""
+"""Prints hashes of all tensors in files of `torch.save`."""
+
+
+def save_files(cases: dict[str, Case], folder: str) -> dict[str, list[tuple[str, str]]]:
+    """Of each recipe a file of the whole state; what must be read from it."""
+    found = {}
+    for name, case in cases.items():
+        run = new_run(case, folder)
+        run.train(1)
+        state = run.state() if case.mesh is None else run.named_state(ON_RANK_0)
+        held = {f".model.{key}": value for key, value in state["model"].items()} | {
+            f".optimizer.state.{index}.{key}": value
+            for index, entries in state["optimizer"].get("state", {}).items()
+            for key, value in entries.items()
+        }
+        found[name] = sorted((key, sha(value)) for key, value in held.items())
+        on_rank_0(torch.save, state, Path(folder) / f"{name}.pt")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_are_read_where_quantshard_is_not(ranks: int, tmp_path: Path) -> None:
+    """1 process without FSDP2, and full state dicts of 2 ranks; every recipe, FP8 moments on every other."""
+    cases = {
+        name: Case(name, None if ranks == 1 else (ranks,), shapes=SHAPES, moments=(torch.float32, torch.uint8)[i % 2])
+        for i, name in enumerate(RECIPES)
+    }
+    saved = run_ranks(ranks, save_files, cases, str(tmp_path))[0]
+    files = [str(tmp_path / f"{name}.pt") for name in cases]
+    result = subprocess.run([sys.executable, "-I", "-c", READ, *files], capture_output=True, text=True, check=True)
+    for name, line in zip(cases, result.stdout.splitlines(), strict=True):
+        assert ast.literal_eval(line) == saved[name]
+        assert any(key.endswith("_scale_inv") for key, _ in saved[name])

@@ -144,10 +144,12 @@ class Case:
             return
         low = self.master is not None and self.master.plain is not None and self.master.plain.dtype is torch.int16
         source = self.weight if self.master is None else self.master
-        master = rounding.join(self.weight.plain, self.master.plain) if low else source.read()
+        master = numerics.join_bfloat16(self.weight.plain, self.master.plain) if low else source.read()
         new = adam(self.grad, master, self.exp_avg.read(), self.exp_avg_sq.read(), h)
         if low:
-            for target, half in zip((self.weight.plain, self.master.plain), rounding.split(new.master), strict=True):
+            for target, half in zip(
+                (self.weight.plain, self.master.plain), numerics.split_bfloat16(new.master), strict=True
+            ):
                 target.copy_(half)
         values = {"exp_avg": new.exp_avg, "exp_avg_sq": new.exp_avg_sq, "master": new.master, "weight": new.master}
         for role, thing in self.things().items():
@@ -188,8 +190,8 @@ def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=No
     values = values_of(shape)
     made = make(weight, shard, values)
     if master == "low":
-        held = Thing(rounding.split(values)[1].to(DEVICE))
-        made.plain.copy_(rounding.split(values)[0])
+        held = Thing(numerics.split_bfloat16(values)[1].to(DEVICE))
+        made.plain.copy_(numerics.split_bfloat16(values)[0])
     else:
         held = None if master is None else make(master, shard, values)
     return Case(
@@ -372,9 +374,9 @@ def test_nothing_outside_of_a_tensor_counts():
 @pytest.mark.parametrize("master", ["float32", "low"])
 def test_ties_of_bfloat16(master):
     c = case("bfloat16", "float32", master, (1, 2))
-    high, low = rounding.split(torch.tensor([[1.0 + 2**-8, -1.0 - 2**-8]], device=DEVICE))
+    high, low = numerics.split_bfloat16(torch.tensor([[1.0 + 2**-8, -1.0 - 2**-8]], device=DEVICE))
     c.weight.plain.copy_(high)
-    c.master.plain.copy_(low if master == "low" else rounding.join(high, low))
+    c.master.plain.copy_(low if master == "low" else numerics.join_bfloat16(high, low))
     check(c, groups=(settings(lr=0.0),))
 
 

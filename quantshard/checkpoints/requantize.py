@@ -1,0 +1,252 @@
+"""Loading into a model of another recipe: weights are quantized anew, from the masters of the checkpoint if it has any.
+
+A weight whose format differs gets the nearest quantization of its float32 master, bit for bit that of one process,
+whatever meshes the checkpoint was written on and is loaded on. A rank reads its own part, in batches: beside the
+model and the optimizer it holds float32 values of `BATCH_ELEMENTS`, divided by the ranks, or of the largest weight;
+where masters are to be of another kind than the stored ones, those of all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from quantshard import amax, components, numerics, private_torch
+from quantshard import storage as storages
+from quantshard.checkpoints.reader import Path_, read_into
+from quantshard.errors import CheckpointError
+from quantshard.formats import FORMATS
+from quantshard.recipe import STATE_CELLS, Cell
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+
+BATCH_ELEMENTS = 1 << 26
+"""Elements, of all ranks together, whose float32 values are held at a time."""
+
+HIGH_PRECISION = "high precision"
+"""In place of a format's name."""
+
+_MASTER, _LOW, _SCALE = "master_param", "master_param_low", "_scale_inv"
+_SUFFIXES = {
+    "",
+    components.FORMAT_SUFFIX,
+    f"_{AMAX_HISTORY}",
+    *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components),
+}
+"""What a weight's entries that depend on its format end with."""
+
+
+class RequantizedWarning(UserWarning):
+    """Weights of a checkpoint were quantized anew, into the formats of another recipe."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A parameter that is not loaded as it is stored: its formats there and here, and what its values are read from.
+
+    `index`: its number in the optimizer. `source`: "master", "split master" or "codes" (or plain values).
+    `sets_master`: whether the optimizer's master is of another kind than the stored one, and so is written too.
+    """
+
+    name: str
+    param: Tensor
+    index: int | None
+    saved: str
+    own: str
+    source: str
+    sets_master: bool
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether the weight, and not its master alone, is written from the values."""
+        return self.saved != self.own
+
+
+def changes(
+    metadata: Metadata,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    formats: Mapping[str, tuple[str, str]],
+    lossy: bool,
+) -> list[Change]:
+    """What must be made anew. The same on every rank.
+
+    Args:
+        formats: of each weight that is quantized there or here, its format there and here.
+
+    Raises:
+        CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or no optimizer was given.
+    """
+    stored, numbers = metadata.state_dict_metadata, _numbers(optimizer)
+    found, without = [], []
+    seen: set[int] = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        saved, own = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
+        index = numbers.get(id(param))
+        sets_master = _sets_master(optimizer, param, index, stored)
+        if id(param) in seen or (saved == own and not (sets_master and own == HIGH_PRECISION)):
+            continue
+        seen.add(id(param))
+        source = _source(index, stored, saved)
+        if source == "codes" and saved != own and not (lossy or saved == HIGH_PRECISION):
+            without.append(f"{name} ({saved})")
+        found.append(Change(name, param, index, saved, own, source, sets_master))
+    if without:
+        why = "no optimizer was given to tell which masters are whose" if optimizer is None else "it has no masters"
+        raise CheckpointError(
+            f"{len(without)} weights are of another recipe, the first {without[0]}, and {why}; pass lossy=True to "
+            "quantize their dequantized codes, which loses what the masters kept"
+        )
+    return found
+
+
+def _numbers(optimizer: Optimizer | None) -> dict[int, int]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    params = [param for group in groups for param in group["params"]]
+    return {id(param): number for number, param in enumerate(params)}
+
+
+def _live_masters(optimizer: Optimizer | None, param: Tensor) -> dict[str, Tensor]:
+    state = {} if optimizer is None else optimizer.state.get(param, {})
+    return {key: value for key, value in state.items() if key.startswith(_MASTER)}
+
+
+def _sets_master(
+    optimizer: Optimizer | None, param: Tensor, index: int | None, stored: Mapping[str, STORAGE_TYPES]
+) -> bool:
+    """Whether the optimizer has a master of this parameter, of another kind than the checkpoint."""
+    live = _live_masters(optimizer, param)
+    prefix = f"optimizer.state.{index}."
+    theirs = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + _MASTER)}
+    if not live or theirs != live.keys():
+        return bool(live)
+    return any(_dtype(stored[prefix + key]) != value.dtype for key, value in live.items())
+
+
+def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
+    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES], saved: str) -> str:
+    if f"optimizer.state.{index}.{_MASTER}" in stored:
+        return "master"
+    if f"optimizer.state.{index}.{_LOW}" in stored and saved == HIGH_PRECISION:
+        return "split master"
+    return "codes"
+
+
+def left_out(found: list[Change], key: str, there: bool, here: bool) -> bool:
+    """Whether an entry, under its key in the checkpoint, is made anew or kept, and so not read.
+
+    `there`, `here`: whether the checkpoint and this model have it. Random keys and draws are read where both have them;
+    an amax history that one of them lacks belongs to the recipe.
+    """
+    for change in found:
+        prefix = f"model.{change.name}"
+        if change.requantizes and key.startswith(prefix):
+            suffix = key.removeprefix(prefix)
+            if suffix in _SUFFIXES or (suffix in (f"_{KEY}", f"_{DRAWS}") and not (there and here)):
+                return True
+        if change.index is not None and key.startswith(f"optimizer.state.{change.index}.{_MASTER}"):
+            return change.sets_master or not here
+    return key.endswith(AMAX_HISTORY) and there != here
+
+
+@torch.no_grad()
+def write_weights(path: Path_, metadata: Metadata, found: list[Change]) -> Iterator[tuple[Change, Tensor]]:
+    """Read the values of the changed parameters, batch by batch, and quantize them; gives those of new masters.
+
+    A collective call of every rank, once it is run to its end.
+    """
+    for batch in _batches(found):
+        tensors: dict[str, Tensor] = {}
+        finish = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
+        read_into(path, metadata, dict(tensors))
+        values = [done() for done in finish]
+        quantized = []
+        for change, value in zip(batch, values, strict=True):
+            if not change.requantizes:
+                continue
+            local = components.quantized(change.param)
+            if local is None:
+                private_torch.local_tensor(change.param).copy_(value)
+                continue
+            if AMAX_HISTORY in local._storage.state:
+                local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
+            quantized.append((change.param, value))
+        amax.requantize_(quantized)
+        yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
+
+
+def _batches(found: list[Change]) -> Iterator[list[Change]]:
+    batch: list[Change] = []
+    for change in found:
+        if batch and sum(c.param.numel() for c in batch) + change.param.numel() > BATCH_ELEMENTS:
+            yield batch
+            batch = []
+        batch.append(change)
+    if batch:
+        yield batch
+
+
+def _reading(change: Change, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """Add to `tensors` what must be read, by key; the function then gives the local float32 values."""
+    weight, state = f"model.{change.name}", f"optimizer.state.{change.index}."
+    if change.source == "split master":
+        high = tensors[weight] = components.zeros_like(change.param, torch.bfloat16)
+        low = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8, 2)
+        parts = (private_torch.local_tensor(part) for part in (high, low))
+        return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
+    key = state + _MASTER if change.source == "master" else weight
+    dtype = _dtype(stored[key])
+    cell: Cell | None = None
+    if change.source == "master" and key + _SCALE in stored and dtype is not None:
+        cell = STATE_CELLS[dtype]
+    elif change.source == "codes" and change.saved != HIGH_PRECISION:
+        cell = Cell(FORMATS[change.saved.partition("+")[0]])
+    if cell is None:
+        plain = tensors[key] = components.zeros_like(change.param, dtype or torch.float32)
+        return lambda: private_torch.local_tensor(plain).float()
+    device = private_torch.local_tensor(change.param).device
+    storage = storages.empty(cell, components.shard_of(change.param), device)
+    for name, part in components.storage_tensors(storage, change.param).items():
+        tensors[key + cell.format.by_name[name].key_suffix] = part
+    return storage.dequantize
+
+
+def set_masters(optimizer: Optimizer | None, values: list[tuple[Change, Tensor]]) -> None:
+    """Write values into masters of another kind than the stored ones.
+
+    Raises:
+        CheckpointError: the optimizer has no `set_scaled_state`, as FusedAdam has.
+    """
+    write: Any = getattr(optimizer, "set_scaled_state", None)
+    for change, value in values:
+        if write is None:
+            raise CheckpointError(
+                f"the master of {change.name} is of another kind in the checkpoint, and a "
+                f"{type(optimizer).__name__} cannot take it; use FusedAdam, or what it was saved with"
+            )
+        param, whole = change.param, value
+        if hasattr(param, "device_mesh"):
+            whole = components.as_dtensor(value, param, list(param.placements), tuple(param.shape))  # type: ignore[arg-type,attr-defined]
+        write(param, _MASTER, whole)
+
+
+def tell(path: Path_, found: list[Change]) -> None:
+    """Warn of what was quantized anew: how many weights, from what to what, by which values."""
+    counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
+    if counts:
+        lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
+        warnings.warn(f"{path}: weights were quantized anew: {lines}", RequantizedWarning, stacklevel=3)
+
+
+def _told(source: str) -> str:
+    return "their dequantized codes, WITHOUT masters" if source == "codes" else "their masters"

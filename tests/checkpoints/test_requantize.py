@@ -1,0 +1,198 @@
+"""Loading into a model of another recipe: the weights are what one process makes of the masters, or it is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import quantshard as qs
+from quantshard import checkpoints, components, numerics
+from quantshard.checkpoints.requantize import RequantizedWarning
+from quantshard.errors import CheckpointError
+from quantshard.optimizers import FusedAdam
+from quantshard.storage import DRAWS, KEY
+from tests.checkpoints.small import built, written
+from tests.distributed.models import RECIPES, Case, bits, mesh_of, optimizer_of
+from tests.distributed.pool import run_ranks
+from tests.test_tensor import differing, same
+
+PAIRS = [
+    *((one, other) for one, other in zip(RECIPES, [*list(RECIPES)[1:], "delayed"], strict=True)),
+    (None, "nvfp4"),
+    ("nvfp4", None),
+    ("mxfp8", "nvfp4"),
+]
+
+
+def load_loudly(path: Path, *args: Any, **options: Any) -> str:
+    """Load, and return what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoints.load(path, *args, requantize=True, **options)
+    told = [str(w.message) for w in caught if w.category is RequantizedWarning]
+    assert len(told) <= 1
+    return told[0] if told else ""
+
+
+def check(model: nn.Sequential, masters: dict[str, torch.Tensor]) -> None:
+    """Weights are the nearest quantizations of these masters, on their own amaxes."""
+    for name, master in masters.items():
+        param = model.get_parameter(name)
+        if components.quantized(param) is None:
+            assert same(param.detach(), master.to(param.dtype))
+            continue
+        storage = components.storage_of(param)
+        assert not differing(storage.components, numerics.quantize(master, storage.cell.format, storage.cell.scaling))
+
+
+def masters_of(model: nn.Sequential, optimizer: FusedAdam) -> dict[str, torch.Tensor]:
+    names = ("0.weight", "1.weight")
+    return {n: optimizer.get_unscaled_state(model.get_parameter(n), "master_param").clone() for n in names}
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_from_masters(tmp_path: Path, old: str | None, new: str | None) -> None:
+    source, states = built(old)
+    path, masters = written(tmp_path / "c", old), masters_of(source, states)
+    model, optimizer = built(new, seed=9)
+    told = load_loudly(path, model, optimizer)
+    assert re.search(r"2 from \S.* to \S.* by their masters$", told)
+    check(model, masters)
+    for name, master in masters.items():
+        theirs, ours = source.get_parameter(name), model.get_parameter(name)
+        assert same(optimizer.get_unscaled_state(ours, "master_param"), master)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert same(optimizer.state[ours][moment], states.state[theirs][moment])
+        prefix = name.removesuffix("weight")
+        for state in (KEY, DRAWS):
+            key = f"{prefix}weight_{state}"
+            assert same(model.state_dict()[key], source.state_dict()[key])
+    assert same(model[0].bias.detach(), source[0].bias.detach())
+    assert optimizer.param_groups[0]["step"] == 1
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param, dtype=param.dtype)
+    optimizer.step()  # does not take the weights for those of somebody else
+
+
+def test_without_asking_it_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", "mxfp8")
+    with pytest.raises(CheckpointError, match=r"0\.weight is stored as mxfp8_32x32 there.*requantize=True"):
+        checkpoints.load(path, *built("nvfp4"))
+
+
+def test_the_same_recipe_is_loaded_as_it_is(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", "nvfp4")
+    model, optimizer = built("nvfp4", seed=9)
+    assert load_loudly(path, model, optimizer) == ""
+    assert not differing(model.state_dict(), built("nvfp4")[0].state_dict())
+
+
+@pytest.mark.parametrize("master", [torch.float16, torch.bfloat16], ids=str)
+def test_masters_of_other_dtypes(tmp_path: Path, master: torch.dtype) -> None:
+    """16-bit masters, those in blocks too; into masters of the same kind and into float32 ones."""
+    options = {"master_weight_dtype": master}
+    path, masters = written(tmp_path / "c", "block", **options), masters_of(*built("block", **options))
+    for own in (options, {}):
+        model, optimizer = built("mxfp8", seed=9, **own)
+        if not own:  # float32 masters need no random words
+            optimizer.param_groups[0].pop("rounding_seed", None)
+        load_loudly(path, model, optimizer)
+        check(model, masters)
+        assert all(same(value, masters[name]) for name, value in masters_of(model, optimizer).items())
+
+
+@pytest.mark.parametrize(("old", "new"), [(None, "nvfp4"), ("nvfp4", None)])
+def test_split_masters(tmp_path: Path, old: str | None, new: str | None) -> None:
+    """A BF16 parameter and its low bits are a float32 master, on either side."""
+    there, here = ({"store_param_remainders": recipe is None} for recipe in (old, new))
+    path, masters = written(tmp_path / "c", old, **there), masters_of(*built(old, **there))
+    model, optimizer = built(new, seed=9, **here)
+    load_loudly(path, model, optimizer)
+    assert all(same(value, masters[name]) for name, value in masters_of(model, optimizer).items())
+    if new is not None:
+        check(model, masters)
+
+
+def test_without_masters(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", "block", master_weights=False)
+    model, optimizer = built("mxfp8", seed=9, master_weights=False)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"2 weights.*first 0\.weight \(fp8_128x128\).*no masters.*lossy=True"):
+        checkpoints.load(path, model, optimizer, requantize=True)
+    assert not differing(before, model.state_dict())
+    told = load_loudly(path, model, optimizer, lossy=True)
+    assert "WITHOUT masters" in told
+    source = built("block", master_weights=False)[0]
+    values = {name: components.storage_of(source.get_parameter(name)).dequantize() for name in ("0.weight", "1.weight")}
+    check(model, values)
+
+
+def test_without_an_optimizer(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", "block")
+    with pytest.raises(CheckpointError, match="no optimizer was given"):
+        checkpoints.load(path, built("mxfp8")[0], requantize=True)
+    load_loudly(path, built("mxfp8")[0], lossy=True)
+
+
+def test_other_moments_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", "block")
+    with pytest.raises(CheckpointError, match="of another model: it lacks"):
+        checkpoints.load(path, *built("mxfp8", exp_avg_dtype=torch.uint8), requantize=True)
+
+
+# On ranks
+
+
+def wrapped(case: Case) -> tuple[nn.Sequential, FusedAdam]:
+    """Born and stepped alike on any mesh."""
+    torch.manual_seed(case.seed)
+    recipe = RECIPES.get(case.recipe)
+    with qs.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+        model = nn.Sequential(*[qs.Linear(a, b, params_dtype=torch.bfloat16) for a, b in case.shapes])
+    for layer in model:
+        fully_shard(layer, mesh=mesh_of(case))
+    fully_shard(model, mesh=mesh_of(case))
+    return model, optimizer_of(model, case)
+
+
+def save_on_ranks(cases: list[Case], path: str) -> None:
+    for case in cases:
+        model, optimizer = wrapped(case)
+        with torch.no_grad():
+            for param in model.parameters():  # masters are what no code can say
+                held = optimizer.get_unscaled_state(param, "master_param")
+                optimizer.set_scaled_state(param, "master_param", held * 1.01 + 1e-4)
+        checkpoints.save(f"{path}/{case.recipe}", model, optimizer)
+
+
+def load_on_ranks(cases: list[tuple[str, Case]], path: str) -> list[dict[str, str]]:
+    found = []
+    for old, case in cases:
+        model, optimizer = wrapped(case)
+        load_loudly(Path(path) / old, model, optimizer)
+        found.append(bits(model, optimizer))
+    return found
+
+
+CROSSINGS = [("bf16", "nvfp4"), ("nvfp4", "block"), ("block", "delayed"), ("mxfp8", "bf16"), ("delayed", "mxfp8")]
+
+
+@pytest.mark.distributed
+def test_any_mesh_to_any_mesh(tmp_path: Path) -> None:
+    """Saved on 2 ranks, loaded on 1 and 3: all bits are those of one rank, which are those of the masters."""
+    shapes = ((40, 150), (150, 34), (34, 1))
+    run_ranks(2, save_on_ranks, [Case(old, (2,), shapes=shapes) for old, _ in CROSSINGS], str(tmp_path))
+    on = {}
+    for ranks in (1, 3):
+        cases = [(old, Case(new, (ranks,), shapes=shapes, seed=9)) for old, new in CROSSINGS]
+        every = run_ranks(ranks, load_on_ranks, cases, str(tmp_path))
+        assert all(found == every[0] for found in every)
+        on[ranks] = every[0]
+    assert on[1] == on[3]
