@@ -5,7 +5,8 @@ import torch
 
 from quantshard import numerics
 from quantshard.formats import FP16
-from quantshard.optimizers.rounding import Draw, Place, join, rounded, split
+from quantshard.numerics import join_bfloat16, split_bfloat16
+from quantshard.optimizers.rounding import Draw, Place, rounded
 
 CPU = torch.device("cpu")
 
@@ -22,9 +23,9 @@ def every_kind_of_float32():
 
 def test_a_parameter_and_its_remainder_are_the_float32():
     values = every_kind_of_float32()
-    high, low = split(values)
+    high, low = split_bfloat16(values)
     assert high.dtype == torch.bfloat16 and low.dtype == torch.int16
-    again, nan = join(high, low), values.isnan()
+    again, nan = join_bfloat16(high, low), values.isnan()
     assert torch.equal(again.view(torch.int32)[~nan], values.view(torch.int32)[~nan])
     assert again[nan].isnan().all() and high[nan].isnan().all()
 
@@ -34,7 +35,7 @@ def test_the_high_half_is_the_nearest_bfloat16():
     values = every_kind_of_float32()
     values = values[~values.isnan()]
     tie = values.view(torch.int32) & 0xFFFF == 0x8000
-    high = split(values)[0]
+    high = split_bfloat16(values)[0]
     assert torch.equal(high[~tie].view(torch.int16), values[~tie].bfloat16().view(torch.int16))
     assert tie.sum() >= 8
     finite = tie & values.isfinite() & (values.abs() < torch.finfo(torch.bfloat16).max)
