@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.formats import Copy, Format
+from quantshard.formats import ALL, Copy, Format
 from quantshard.layouts import conversion, files, table
 from quantshard.layouts.conversion import NotExact, Run
 from quantshard.layouts.files import Group
@@ -30,6 +30,9 @@ from quantshard.layouts.table import EXACT, UNDEFINED, Layout
 
 LINEAR: Final = re.compile(r"_proj\.weight$")
 """Names, of theirs, of the weights that are quantized where a checkpoint in high precision is."""
+
+_FUSED: Final = re.compile(r"\b(q|k|v|gate|up)_proj\b")
+"""Weights that vLLM fuses: those whose names are equal when this is replaced (gate and up are no part of attention)."""
 
 NOTED_AMAX: Final = "quantshard.amax."
 """What begins the entry of a header that notes a weight's amax, from which the second scale was rounded."""
@@ -198,8 +201,9 @@ class _Plan:
             for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
                 found.append(self._group(weight, name, runs))
         check_distinct(name for group in found for name in group.tensors)
-        self._check_sizes({name: shape for group in found for name, (_, shape) in group.tensors.items()})
-        self._say()
+        shapes = {name: shape for group in found for name, (_, shape) in group.tensors.items()}
+        self._check_sizes(shapes)
+        self._say(shapes)
         return found
 
     def _untied(self) -> list[Weight]:
@@ -328,8 +332,28 @@ class _Plan:
         kept = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
         return sorted({HEAD, *(name.removesuffix(".weight") for name in kept)})
 
-    def _say(self) -> None:
+    def _say(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         notes, layout = self.report.notes, self.layout
+        ragged = [
+            f"{name} {list(shape)}"
+            for name, shape in shapes.items()
+            if name.endswith(layout.codes_key) and len(shape) == 2 and name not in self.report.high_precision
+            and any(size % block for size, block in zip(shape, layout.block, strict=True) if block != ALL)
+        ]  # fmt: skip
+        if ragged and not layout.whole_blocks:  # else it is known that none is
+            notes.append(
+                f"{len(ragged)} weights end inside a block of {table.said(layout.block)} (first: {ragged[0]}): vLLM "
+                "refuses some tensor-parallel sizes, and transformers dequantizes such weights wrongly"
+            )
+        amaxes: dict[str, set[str]] = {}
+        for name, amax in self.noted.items():
+            amaxes.setdefault(_FUSED.sub("*_proj", name), set()).add(amax)
+        differing = sum(len(found) > 1 for found in amaxes.values())
+        if differing:
+            notes.append(
+                f"{differing} groups of q, k, v or gate, up have different second scales: vLLM fuses these and takes "
+                "the largest without changing the scales of the blocks, which costs accuracy there"
+            )
         if layout.is_plain and not self.report.masters:
             notes.append("values are those of the weights, dequantized: the checkpoint names no masters, or none asked")
         if layout.second is not None:

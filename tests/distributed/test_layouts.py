@@ -16,7 +16,7 @@ from quantshard.cli import model as models
 from quantshard.cli.config import Settings
 from quantshard.cli.mesh import Axes
 from quantshard.errors import CheckpointError
-from quantshard.layouts import export, load
+from quantshard.layouts import export, load, loading
 from quantshard.layouts.files import Files
 from quantshard.layouts.source import Source
 from quantshard.optimizers import FusedAdam
@@ -73,7 +73,7 @@ class Counted(Files):
 def read(folder: str, out: str, mesh: str) -> dict[str, tuple[int, list[str], float]]:
     """Load each export into a model of its recipe, save that, and train on: bytes read, what was copied, the loss."""
     found = {}
-    load.__globals__["Files"] = Counted
+    loading.Files = Counted
     for recipe in [*LAYOUTS, "bf16"]:
         model = build("mxfp8" if recipe == "bf16" else recipe, mesh, seed=1)
         Counted.read_bytes = 0
@@ -82,7 +82,7 @@ def read(folder: str, out: str, mesh: str) -> dict[str, tuple[int, list[str], fl
         optimizer = FusedAdam(model.named_parameters(), lr=1e-2)
         checkpoints.save(f"{out}/{recipe}", model, optimizer)
         found[recipe] = (read_bytes, done.copied, step(model, optimizer))
-    load.__globals__["Files"] = Files
+    loading.Files = Files
     return found
 
 
@@ -116,7 +116,7 @@ def test_imported_bits_are_those_exported(written: tuple[Path, Path], tmp_path: 
         for read_bytes, copied, loss in (result[recipe] for result in results):
             assert len(copied) == len(one.weights)
             # its third; or its half, embedding and head among them, of which each rank has a half at most
-            assert read_bytes < 0.6 * size
+            assert 0.2 * size < read_bytes < 0.6 * size
             assert 0 < loss < 10
 
 

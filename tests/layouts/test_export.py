@@ -237,9 +237,10 @@ def test_what_fails_leaves_nothing(saved, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    _, checkpoint = saved("mxfp8")
     monkeypatch.setattr("quantshard.layouts.files.os.fsync", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        export(saved("mxfp8")[1], "plain", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="out could not be written: No space left on device"):
+        export(checkpoint, "plain", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -247,3 +248,14 @@ def test_verdicts_are_of_three_kinds():
     kinds = {verdict(models.RECIPES[r].weight, layout).kind for r in models.RECIPES for layout in LAYOUTS.values()}
     assert kinds == {EXACT, LOSSY, UNDEFINED}
     assert all(layout.scale == FP32 for layout in LAYOUTS.values() if layout.scale_dtype == torch.float32)
+
+
+def test_what_readers_do_with_it_is_said(saved, tmp_path):
+    done = export(saved("nvfp4")[1], "modelopt", tmp_path / "nvfp4", config=models.CONFIG)
+    assert any(note.startswith("4 groups of q, k, v or gate, up have different second scales") for note in done.notes)
+    assert any("weight-only" in note for note in done.notes)
+    _, checkpoint = models.save(tmp_path / "checkpoints", "block", hidden=160, ffn=384)
+    config = {**models.CONFIG, "hidden_size": 160}
+    done = export(checkpoint, "hf-fp8-block", tmp_path / "block", config=config)
+    assert any(note.startswith("14 weights end inside a block of 128x128 (first: model.la") for note in done.notes)
+    assert not any("inside a block" in note for note in export(saved("block")[1], "hf-fp8-block", tmp_path / "b").notes)
