@@ -150,12 +150,7 @@ class CommitWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; their digests go to the coordinator with the results."""
-        try:
-            results = super().write_data(plan, planner).wait()
-        except Exception:
-            if self.recorder.failure is not None:  # which torch.save hides behind an error of its own
-                raise self.recorder.failure from None
-            raise
+        results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(_DIGESTS), 0, self.recorder.digests)])
         return future
@@ -214,12 +209,11 @@ def put_in_place(store: LocalStore, target: Target) -> None:
 
 
 class _Recorder(FileSystemBase):
-    """A store that notes the digest of each file written through it, by name, and the first error of the system's."""
+    """A store that notes the digest of each file written through it, by name."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.digests: dict[str, Entry] = {}
-        self.failure: OSError | None = None
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
@@ -228,7 +222,7 @@ class _Recorder(FileSystemBase):
             if mode != "wb":
                 yield stream
                 return
-            written = _Written(stream, self)
+            written = _Written(stream)
             yield written
             self.digests[os.path.basename(path)] = written.entry()
 
@@ -266,17 +260,13 @@ class _Recorder(FileSystemBase):
 class _Written(io.IOBase):
     """A stream that digests what goes through it."""
 
-    def __init__(self, stream: Any, recorder: _Recorder) -> None:
-        self.stream, self.recorder = stream, recorder
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
         self.digest, self.length = xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> int:
         """Write all of it."""
-        try:
-            self.stream.write(data)
-        except OSError as error:
-            self.recorder.failure = self.recorder.failure or error
-            raise
+        self.stream.write(data)
         self.digest.update(data)
         size = memoryview(data).nbytes
         self.length += size
