@@ -78,6 +78,14 @@ def test_figures_of_every_recipe(checkpoints: dict[str, Path], recipe: str) -> N
     assert largest <= bound and (not one.saturated or largest >= one.scales[0] * encoding.max * (1 - 2**-8))
 
 
+def test_padding_is_not_counted(tmp_path: Path) -> None:
+    """Rows of 21 codes of four bits: the last byte of each has half a byte that is none."""
+    shapes = ((21, 6), (6, 3))
+    row = next(r for r in inspect(written(tmp_path / "c", "nvfp4", shapes=shapes)).rows if r.name == "model.0.weight")
+    values = components.storage_of(built("nvfp4", shapes=shapes)[0][0].weight).dequantize()
+    assert (row.shape, row.codes, row.zeros) == ((6, 21), 126, int((values == 0).sum()))
+
+
 def test_totals(checkpoints: dict[str, Path]) -> None:
     totals = {(total.kind, total.format): total for total in inspect(checkpoints["mxfp8"], data=False).totals}
     weights = totals["weight", "mxfp8_32x32"]
