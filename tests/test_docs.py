@@ -135,7 +135,7 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
   weights whose sides are not multiples of 128; vLLM wants such multiples of each tensor-parallel part.
 - `hf-fp8` is transformers' form of one scale for a tensor (`weight_scale_inv`), `vllm-fp8` vLLM's and SGLang's
   (`weight_scale`).
-- Nothing is unpickled but a checkpoint's own `.metadata`. Safetensors are checked: headers and ranges by the library
+- Nothing is unpickled (`docs/security.md`). Safetensors are checked: headers and ranges by the library
   (`tests/layouts/test_files.py` holds it to that), names of files in an index by us.
 - A norm with `zero_centered_gamma` has weights less 1, and Llama's has not: such a model does not mean the same there.
 

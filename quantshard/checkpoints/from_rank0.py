@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
+from quantshard.checkpoints import ranks
 from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.errors import CheckpointError
 
 BUCKET_BYTES = 2**25
 """What is sent at once: as many tensors as fit, or one larger one."""
 
+_CALL = "load_from_rank0: "
 _ALIGNMENT = 16  # bytes: at least the size of an element of any dtype, so that parts of a bucket can be viewed as it
 
 
@@ -48,13 +50,9 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     components.check_offsets(model.named_parameters())
-    described: dict[str, Tensor] = {}
-    error: str | None = None
-    if _rank() == 0:
-        described, error = _description(state_dict)
-    described = _object_from_rank0(described)
+    described, error = ranks.from_rank0(lambda: _description(state_dict))
     live = model.state_dict()
-    _raise_alike(error or _misfit(model, live, described, strict))
+    ranks.raise_alike(error or _misfit(model, live, described, strict), _CALL)
     parts = {}
     for keys in _buckets(described):
         for key, value in _broadcast(keys, described, state_dict or {}).items():
@@ -65,7 +63,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
         result = model.load_state_dict(parts, strict=strict)
     except Exception as found:  # a module of the user's can refuse in any way, and the other ranks wait
         error = str(found)
-    _raise_alike(error)
+    ranks.raise_alike(error, _CALL)
     elsewhere = components.held_elsewhere(model, described)
     result.unexpected_keys.extend(key for key in described if key not in live and key not in elsewhere)
     return result
@@ -166,7 +164,7 @@ def _broadcast(keys: list[str], described: Mapping[str, Tensor], values: Mapping
     for key, room in zip(keys, buffer.split(sizes), strict=True):
         like = described[key]
         received[key] = room[: like.nbytes].view(like.dtype).view(like.shape)
-        if _rank() == 0:
+        if ranks.rank() == 0:
             received[key].copy_(values[key])
     dist.broadcast(buffer, src=0, group=group)
     return received
@@ -181,26 +179,3 @@ def _local_part(value: Tensor, live: Any) -> Tensor:
     part = value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
     copied = part.to(local.device, copy=True)
     return components.as_dtensor(copied, live, list(live.placements), tuple(live.shape))
-
-
-def _rank() -> int:
-    return 0 if amax.world() is None else dist.get_rank()
-
-
-def _object_from_rank0(value: Any) -> Any:
-    if amax.world() is None:
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
-
-
-def _raise_alike(error: str | None) -> None:
-    """Raise the error of the first rank that has one, on every rank."""
-    found = [error]
-    if amax.world() is not None:
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, error)
-    for rank, message in enumerate(found):
-        if message is not None:
-            raise CheckpointError(f"load_from_rank0: {'' if rank == 0 else f'on rank {rank}: '}{message}")

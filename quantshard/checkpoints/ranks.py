@@ -51,11 +51,11 @@ def from_rank0(find: Callable[[], T]) -> T:
     return sent[0]  # type: ignore[return-value]
 
 
-def raise_alike(error: str | None) -> None:
-    """Raise the error of the first rank that has one, on every rank. A collective call."""
+def raise_alike(error: str | None, prefix: str = "") -> None:
+    """Raise the error of the first rank that has one, on every rank, behind a prefix. A collective call."""
     for number, message in enumerate(gathered(error)):
         if message is not None:
-            raise CheckpointError(message if number == 0 else f"on rank {number}: {message}")
+            raise CheckpointError(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}")
 
 
 def first_failure(error: BaseException) -> str:

@@ -9,6 +9,7 @@ results by rank. The processes live as long as the test session; a case that han
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -25,6 +26,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MAX_RANKS = 4
 TIMEOUT_SECONDS = 240
+MAX_THREADS = 24
 IMPORTED = ["quantshard", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 """By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""
 
@@ -39,32 +41,36 @@ class _Pool:
         context.set_forkserver_preload(IMPORTED)
         self.folder = tempfile.TemporaryDirectory()
         self.calls = 0
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(MAX_RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.context = context
+        self.ranks = [self._start(rank) for rank in range(MAX_RANKS)]
+
+    def _start(self, rank: int) -> tuple[Connection, Any]:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
 
     def run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         self.calls += 1
         rendezvous = str(Path(self.folder.name) / str(self.calls))
-        for pipe in self.pipes[:world_size]:
+        for pipe, _ in self.ranks[:world_size]:
             pipe.send((world_size, rendezvous, function, args))
         replies = []
-        for rank, pipe in enumerate(self.pipes[:world_size]):
+        for rank, (pipe, process) in enumerate(self.ranks[:world_size]):
             if not pipe.poll(TIMEOUT_SECONDS):
                 raise TimeoutError(f"rank {rank} of {world_size} has not answered {function.__name__}{args}")
             replies.append(pipe.recv())
+            if replies[-1][2]:
+                process.join()
+                self.ranks[rank] = self._start(rank)
         errors = [f"rank {rank}:\n{reply[1]}" for rank, reply in enumerate(replies) if reply[0] == "error"]
         if errors:
             raise RankError("\n".join(errors))
         return [reply[1] for reply in replies]
 
     def close(self) -> None:
-        for process in self.processes:
+        for _, process in self.ranks:
             process.kill()
         self.folder.cleanup()
 
@@ -97,7 +103,23 @@ def _serve(rank: int, pipe: Connection) -> None:
                 dist.destroy_process_group()
             # DTensor would give the next case's parameters meshes that are equal and have the groups of this one
             _clear_sharding_prop_cache()
-        pipe.send(reply)
+        worn = _is_worn()
+        pipe.send((*reply, worn))
+        if worn:
+            return
+
+
+def _is_worn() -> bool:
+    """True if this process has too many threads of groups that were destroyed and are still held.
+
+    A group of gloo has threads as long as something refers to it, if only in a cycle, and each wakes up a hundred times
+    a second: with some hundred groups, processes that wait take all of the machine.
+    """
+    tasks = Path("/proc/self/task")
+    if not tasks.exists() or len(list(tasks.iterdir())) <= MAX_THREADS:
+        return False
+    gc.collect()
+    return len(list(tasks.iterdir())) > MAX_THREADS
 
 
 _pool: _Pool | None = None
