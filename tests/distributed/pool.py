@@ -62,6 +62,7 @@ class _Pool:
                 raise TimeoutError(f"rank {rank} of {world_size} has not answered {function.__name__}{args}")
             replies.append(pipe.recv())
             if replies[-1][2]:
+                pipe.send(None)
                 process.join()
                 self.ranks[rank] = self._start(rank)
         errors = [f"rank {rank}:\n{reply[1]}" for rank, reply in enumerate(replies) if reply[0] == "error"]
@@ -106,6 +107,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         worn = _is_worn()
         pipe.send((*reply, worn))
         if worn:
+            pipe.recv()  # until the reply has arrived: its tensors are sent through this process
             return
 
 
