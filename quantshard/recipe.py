@@ -55,6 +55,8 @@ class ElementFormats(str, Enum):
 Format = ElementFormats
 """TransformerEngine's name for `ElementFormats`."""
 
+_HISTORY_MARK = "+hist"
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -66,13 +68,19 @@ class Cell:
     @property
     def tag(self) -> str:
         """Name of what is stored, as a checkpoint records it (at most `FORMAT_NAME_BYTES` ASCII characters)."""
-        return self.format.name + ("+hist" if self.scaling.history else "")
+        return self.format.name + (_HISTORY_MARK if self.scaling.history else "")
 
     def __str__(self) -> str:
         plain = Scaling()
         set_ = {f.name: getattr(self.scaling, f.name) for f in fields(Scaling)}
         options = [f"{name}={value}" for name, value in set_.items() if value != getattr(plain, name)]
         return self.tag + (f" ({', '.join(options)})" if options else "")
+
+
+def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
+    """The format that a `Cell.tag` names, None if it names none; and whether past amaxes are kept with it."""
+    name = tag.removesuffix(_HISTORY_MARK)
+    return formats.FORMATS.get(name), name != tag
 
 
 Table = Mapping[tuple[TensorRole, Gemm], Cell]

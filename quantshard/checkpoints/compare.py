@@ -9,7 +9,6 @@ ranks wrote both.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.reader import decoded
 from quantshard.checkpoints.reading import Reader
+from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
-
-Path_ = str | os.PathLike[str]
 
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, so that comparing takes little memory beside the two tensors."""

@@ -20,14 +20,13 @@ from quantshard.checkpoints.reader import SafeReader
 from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
-from quantshard.recipe import STATE_CELLS
+from quantshard.recipe import STATE_CELLS, format_of_tag
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 
 STATE_MARK = ".state."
 """Part of the key of every optimizer state."""
 
 _SCALE_SUFFIX = "_scale_inv"
-_HISTORY_MARK = "+hist"
 _AT_ONCE = 1 << 20
 """Elements looked at at a time."""
 
@@ -99,12 +98,12 @@ def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> Gro
         text = read_format_tag(tag)
     except CheckpointError as error:
         return Group(name, f"version {int(tag.reshape(-1)[0])}", None, None, {"codes": name}, there, (str(error),))
-    fmt = FORMATS.get(text.removesuffix(_HISTORY_MARK))
+    fmt, keeps_amaxes = format_of_tag(text)
     if fmt is None:
         unknown = f"its format {text!r:.40} is none that this quantshard knows"
         return Group(name, repr(text)[:40], None, None, {"codes": name}, there, (unknown,))
     lacking = [key for key in others[:3] if key not in entries]
-    if text.endswith(_HISTORY_MARK):
+    if keeps_amaxes:
         lacking += [key for key in others[3:] if key not in entries]
     codes = entries[name]
     size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from quantshard.checkpoints.exported import SUFFIX, Files, Weight
 from quantshard.checkpoints.io import EXTRA
 from quantshard.checkpoints.metadata import METADATA_FILE
 from quantshard.checkpoints.reader import SafeReader
+from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
-
-Path_ = str | os.PathLike[str]
 
 WEIGHT, STATE = "weight", "state"
 """Kinds of rows: what a model holds, and an optimizer's states. The caller's own entries are `EXTRA`."""

@@ -12,23 +12,19 @@ Checksums are XXH3 of 128 bits (Y. Collet): they find damage, at the speed of me
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
 
-from quantshard.checkpoints.store import locate
+from quantshard.checkpoints.store import Path_, is_inside, locate
 from quantshard.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 VERSION = 1
 """The version of the manifest that is written; a newer one is refused."""
-
-Path_ = str | os.PathLike[str]
 
 _AT_ONCE = 1 << 22  # bytes read at a time
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -119,7 +115,7 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
     if not isinstance(files, dict):
         return f"files is {files!r:.80}"
     for name, entry in files.items():
-        if not _is_inside(name):
+        if not is_inside(name) or name == MANIFEST:
             return f"it names the file {name!r:.200}, which is not inside the checkpoint"
         if not isinstance(entry, dict) or not _is_count(entry.get("bytes")):
             return f"the entry of {name!r:.200} has no length"
@@ -130,13 +126,6 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
 
 def _is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_inside(name: str) -> bool:
-    """True for a relative path of plain parts, the same on every system."""
-    parts = PurePosixPath(name).parts
-    plain = "/".join(parts) == name and not {"", ".", ".."} & set(parts) and not any(c in name for c in "\\:\0")
-    return bool(parts) and plain and not name.startswith("/") and name != MANIFEST
 
 
 def digest_of(path: Path_) -> tuple[int, str]:

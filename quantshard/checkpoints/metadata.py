@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from quantshard import private_torch
 from quantshard.checkpoints import pickles
 from quantshard.checkpoints.entries import DTYPES, size_of
 from quantshard.checkpoints.pickles import Record
-from quantshard.checkpoints.store import Path_, locate
+from quantshard.checkpoints.store import Path_, is_inside, locate
 from quantshard.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -187,21 +186,13 @@ def _index(raw: object) -> MetadataIndex:
 def _info(raw: object) -> Any:
     fields = _fields(raw, _INFO, "relative_path", "offset", "length", "transform_descriptors")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-    if not _is_inside(name):
+    if not is_inside(name):
         raise _Wrong(f"it names the file {_shown(name)}, which is not inside the directory")
     if not all(type(value) is int and 0 <= value < 1 << 62 for value in (offset, length)):
         raise _Wrong("a piece has no place in its file")
     if fields["transform_descriptors"]:
         raise _Wrong("its files are compressed by an extension of DCP, which is not supported here")
     return private_torch.storage_info(name, offset, length)
-
-
-def _is_inside(name: object) -> bool:
-    """True for a relative path of plain parts, the same on every system."""
-    if type(name) is not str or any(c in name for c in "\\:\0\n\r"):
-        return False
-    parts = PurePosixPath(name).parts
-    return bool(parts) and "/".join(parts) == name and ".." not in parts and not name.startswith("/")
 
 
 def _planner_data(raw: object) -> dict[str, tuple[str | int, ...]] | None:

@@ -24,7 +24,7 @@ from quantshard import storage as storages
 from quantshard.checkpoints.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
-from quantshard.recipe import STATE_CELLS, Cell
+from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 
 BATCH_ELEMENTS = 1 << 26
@@ -210,7 +210,9 @@ def _reading(change: Change, stored: Mapping[str, STORAGE_TYPES], tensors: dict[
     if change.source == "master" and key + _SCALE in stored and dtype is not None:
         cell = STATE_CELLS[dtype]
     elif change.source == "codes" and change.saved != HIGH_PRECISION:
-        cell = Cell(FORMATS[change.saved.partition("+")[0]])
+        fmt, _ = format_of_tag(change.saved)
+        assert fmt is not None, change.saved
+        cell = Cell(fmt)
     if cell is None:
         plain = tensors[key] = components.zeros_like(change.param, dtype or torch.float32)
         return lambda: private_torch.local_tensor(plain).float()

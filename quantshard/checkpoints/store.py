@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -182,6 +182,14 @@ class FsspecStore(FileSystemBase):
 
     def sync(self, path: Path_) -> None:
         """Nothing: there are no folders to make durable."""
+
+
+def is_inside(name: object) -> bool:
+    """True for the name of a file below a folder: a relative path of plain parts, the same on every system."""
+    if type(name) is not str or any(c in name for c in "\\:\0\n\r"):
+        return False
+    parts = PurePosixPath(name).parts
+    return bool(parts) and "/".join(parts) == name and not {".", ".."} & set(parts) and not name.startswith("/")
 
 
 Store = LocalStore | FsspecStore

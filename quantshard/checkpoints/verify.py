@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from quantshard.checkpoints import contents, manifest
+from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
-
-Path_ = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,17 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quantshard.checkpoints.store import is_inside
 from quantshard.errors import CheckpointError
 
+SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 
@@ -156,8 +158,7 @@ class Files:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map")
         for tensor, file in weight_map.items():
-            plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file
-            if not plain or file in ("", ".", "..") or not file.endswith(".safetensors"):
+            if not is_inside(file) or "/" in file or not file.endswith(SUFFIX):
                 raise CheckpointError(
                     f"{self.folder / INDEX}: {tensor} is said to lie in {file!r}, which is not the name of a "
                     "safetensors file beside it"

@@ -20,7 +20,7 @@ import torch
 
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Copy, Encoding, Format, Scaling
-from quantshard.recipe import Cell
+from quantshard.recipe import Cell, format_of_tag
 
 Config = Mapping[str, Any]
 
@@ -380,7 +380,7 @@ def cell_of_tag(tag: str) -> Cell:
     Raises:
         ConfigurationError: no format has this name.
     """
-    name, _, kept = tag.partition("+")
-    if name not in FORMATS:
+    fmt, keeps_amaxes = format_of_tag(tag)
+    if fmt is None:
         raise ConfigurationError(f"{tag!r} is no format of this release; install the release that wrote the checkpoint")
-    return Cell(FORMATS[name], Scaling(power_of_two=True, history=int(bool(kept))))
+    return Cell(fmt, Scaling(power_of_two=True, history=int(keeps_amaxes)))
