@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -32,7 +32,8 @@ from torch.futures import Future
 from quantshard.checkpoints import ranks
 from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
 from quantshard.checkpoints.metadata import METADATA_FILE
-from quantshard.checkpoints.store import LocalStore, Path_, Store, locate
+from quantshard.checkpoints.ownership import Proof
+from quantshard.checkpoints.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError
 
 _DIGESTS = "quantshard: digests"
@@ -44,12 +45,14 @@ _OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST
 class Target:
     """Where a checkpoint is to stand, and the token that names this attempt on all ranks.
 
-    `replace`: whether one that is complete may be replaced by it.
+    `replace`: whether one that is complete may be replaced by it. `owner`: what shows that the run which saves has the
+    directory still, if one run has it.
     """
 
     path: str
     token: str
     replace: bool = False
+    owner: Proof | None = None
 
     @property
     def store(self) -> Store:
@@ -69,9 +72,16 @@ class Target:
 
 
 def is_complete(path: Path_) -> bool:
-    """True if the checkpoint was written to its end: DCP writes its metadata last, and a manifest comes after them."""
+    """True if the checkpoint was written to its end: DCP writes its metadata last, and a manifest comes after them.
+
+    Raises:
+        CheckpointError: nobody can tell.
+    """
     store, place = locate(path)
-    return store.is_file(store.join(place, METADATA_FILE))
+    try:
+        return store.is_file(store.join(place, METADATA_FILE))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
 
 
 def begin(path: Path_, replace: bool = False) -> Target:
@@ -91,8 +101,8 @@ def prepare(path: Path_, replace: bool = False) -> Target:
     if store.exists(place):
         try:
             there = store.names(place)
-        except OSError as error:
-            raise CheckpointError(f"{path} could not be written: {error.strerror}: it is no directory") from None
+        except NotADirectoryError as error:
+            raise CheckpointError(f"{path} could not be written: {why(error)}: it is no directory") from None
         if others := [name for name in there if not _OURS.fullmatch(name)]:
             raise CheckpointError(f"{path} holds other files ({others[0]}); save to a directory of its own")
         if there and not store.renames:
@@ -112,6 +122,18 @@ def clean(folder: Path_, only: str = "") -> list[str]:
                 store.remove(store.join(place, name))
                 removed.append(name)
     return removed
+
+
+def clean_remnants(paths: Iterable[str]) -> None:
+    """Of checkpoints where folders cannot be renamed, remove what a killed save or removal left of some."""
+    for path in paths:
+        store, place = locate(path)
+        if store.renames:
+            return
+        names = store.names(place)
+        if not {MANIFEST, METADATA_FILE} & set(names) and all(_OURS.fullmatch(name) for name in names):
+            with suppress(OSError):  # it is in nobody's way
+                store.remove(place)
 
 
 def remove(path: Path_) -> None:
@@ -190,6 +212,8 @@ def commit(target: Target, manifest: Manifest) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         raise CheckpointError(f"{target.path} is not committed: the process that trains is gone")
+    if target.owner is not None:
+        target.owner.check()
     store, folder = target.store, target.written_in
     store.write(store.join(folder, MANIFEST), manifest.to_json().encode())
     if isinstance(store, LocalStore):

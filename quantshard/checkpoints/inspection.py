@@ -11,12 +11,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from quantshard.checkpoints import contents, manifest
+from quantshard.checkpoints.commit import is_complete
 from quantshard.checkpoints.contents import STATE_MARK, Figures, Group
 from quantshard.checkpoints.exported import SUFFIX, Files, Weight
 from quantshard.checkpoints.io import EXTRA
-from quantshard.checkpoints.metadata import METADATA_FILE
 from quantshard.checkpoints.reader import SafeReader
-from quantshard.checkpoints.store import Path_
+from quantshard.checkpoints.store import Path_, local, locate, why
 from quantshard.errors import CheckpointError
 
 WEIGHT, STATE = "weight", "state"
@@ -107,14 +107,23 @@ def inspect(path: Path_, data: bool = True) -> Inspection:
     Raises:
         CheckpointError: it is none of these, or damaged.
     """
-    folder = Path(path)
-    if folder.name.endswith(SUFFIX) or (not (folder / METADATA_FILE).exists() and any(folder.glob(f"*{SUFFIX}"))):
-        return _exported(folder, data)
+    if _is_exported(path):
+        return _exported(local(path, "safetensors files"), data)
     reader = contents.opened(path)
     rows = [_row(reader, group, data) for group in contents.groups(reader)]
     entries = reader.read_metadata().state_dict_metadata
     others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
     return Inspection(str(path), tuple(rows), tuple(sorted(others)), _run(path))
+
+
+def _is_exported(path: Path_) -> bool:
+    store, place = locate(path)
+    if place.endswith(SUFFIX):
+        return True
+    try:
+        return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(place))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
 
 
 def _run(path: Path_) -> dict[str, Any] | None:

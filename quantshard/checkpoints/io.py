@@ -8,6 +8,7 @@ one, ends in one sentence on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from quantshard.checkpoints import commit, manifest, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.reader import quiet, read_into
+from quantshard.checkpoints.reader import DamagedError, quiet, read_into
 from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError, UnsupportedOperationError
@@ -128,20 +129,46 @@ def load(
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
+    plan = ranks.alike(lambda: _planned(path, model, optimizer, lossy if requantize else None))
+    read_into(path, plan.metadata, plan.reading)
+    masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
+    try:
+        model.load_state_dict(plan.state["model"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if optimizer is not None:
+        optimizer.load_state_dict(plan.state["optimizer"])
+        requantization.set_masters(optimizer, masters)
+    requantization.tell(path, plan.changes)
+    return dict(plan.reading[EXTRA])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a load will do: `state` is the model's and the optimizer's, `reading` what of it is read as it is stored."""
+
+    metadata: Metadata
+    state: dict[str, Any]
+    reading: dict[str, Any]
+    changes: list[Change]
+
+
+def _planned(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, lossy: bool | None) -> _Plan:
+    """Look at a checkpoint, as each rank does for itself. `lossy`: None if it must be of this model's recipe.
+
+    Raises:
+        CheckpointError: it cannot be loaded; a DamagedError, if its metadata cannot be read.
+    """
     manifest.read(path)  # one of a newer version is refused, by its number
-    metadata = read_metadata(path)
+    try:
+        metadata = read_metadata(path)
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
     formats = _formats(path, metadata, state["model"])
-    changes: list[Change] = []
-    if requantize:
-        try:
-            changes = requantization.changes(metadata, model, optimizer, formats, lossy)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-    else:
-        _check_formats(path, formats)
+    changes = _changes(path, metadata, model, optimizer, formats, lossy)
     wanted = _wanted(state)
     stored = {key for key in metadata.state_dict_metadata if key.startswith(("model.", "optimizer."))}
     skipped = {
@@ -155,18 +182,25 @@ def load(
         for key, stored in metadata.state_dict_metadata.items()
         if key.startswith(f"{EXTRA}.")
     }
-    reading = {**_without(state, skipped), EXTRA: extra}
-    read_into(path, metadata, reading)
-    masters = list(requantization.write_weights(path, metadata, changes))
+    return _Plan(metadata, state, {**_without(state, skipped), EXTRA: extra}, changes)
+
+
+def _changes(
+    path: Path_,
+    metadata: Metadata,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    formats: Mapping[str, tuple[str, str]],
+    lossy: bool | None,
+) -> list[Change]:
+    """The weights that are made anew; `lossy`: None if there must be none."""
+    if lossy is None:
+        _check_formats(path, formats)
+        return []
     try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-        requantization.set_masters(optimizer, masters)
-    requantization.tell(path, changes)
-    return dict(extra)
+        return requantization.changes(metadata, model, optimizer, formats, lossy)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _wanted(state: Mapping[str, Any]) -> dict[str, Any]:

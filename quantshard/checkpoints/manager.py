@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.reader import DamagedError
-from quantshard.checkpoints.store import Path_, locate
+from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError
 
 T = TypeVar("T")
@@ -139,10 +139,22 @@ class Manager:
         return self._store.join(self._folder, f"step-{step:06d}")
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, ascending, as this process sees them now. Not a collective call."""
+        """The steps with a complete checkpoint, ascending, as this process sees them now. Not a collective call.
+
+        Raises:
+            CheckpointError: the directory cannot be looked at.
+        """
+        try:
+            return [step for step in self._named() if self._is_complete(step)]
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be looked at ({why(error)}); see that it can") from error
+
+    def _named(self) -> list[int]:
+        return sorted(int(found[1]) for name in self._store.names(self._folder) if (found := _NAME.fullmatch(name)))
+
+    def _is_complete(self, step: int) -> bool:
         mark = commit.METADATA_FILE if self._store.renames else MANIFEST
-        named = [int(found[1]) for name in self._store.names(self._folder) if (found := _NAME.fullmatch(name))]
-        return [step for step in sorted(named) if self._store.is_file(self._store.join(self.path(step), mark))]
+        return self._store.is_file(self._store.join(self.path(step), mark))
 
     def latest(self) -> int | None:
         """The last step with a complete checkpoint, as this process sees it now. Not a collective call."""
@@ -167,7 +179,7 @@ class Manager:
         began = time.perf_counter()
         self.wait()
         state = io.state_of(model, optimizer, extra)
-        state[rank_state.RANKS] = _alike(lambda: rank_state.entries(self.state))
+        state[rank_state.RANKS] = ranks.alike(lambda: rank_state.entries(self.state))
         target = ranks.from_rank0(lambda: self._prepare(step))
         writer = CommitWriter(target, {**io.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
@@ -185,9 +197,11 @@ class Manager:
 
     def _prepare(self, step: int) -> Target:
         assert self._owner is not None
-        self._owner.check()
+        self._owner.proof.check()
         commit.clean(self._folder)
-        return commit.prepare(self.path(step), replace=step in self._left_behind)
+        commit.clean_remnants(self.path(other) for other in self._named() if other < step)
+        replaced = step in self._left_behind or not self._is_complete(step)
+        return replace(commit.prepare(self.path(step), replaced), owner=self._owner.proof)
 
     def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
         """Copy the state, and begin to write the copy."""
@@ -224,6 +238,11 @@ class Manager:
     def _retire(self, last: int) -> None:
         """Remove the checkpoints that need not be kept. Later steps than the last saved are not counted."""
         self._left_behind.discard(last)
+        if not self._is_complete(last):
+            raise CheckpointError(
+                f"{self.path(last)} was saved and is not to be seen from the process that trains; save to a place that "
+                "all processes share, which the memory of one is not"
+            )
         if self.keep_last is None:
             return
         good = [step for step in self.steps() if step <= last and (step == last or self._has_all_files(step))]
@@ -233,7 +252,7 @@ class Manager:
                 try:
                     commit.remove(self.path(step))
                 except OSError as error:
-                    warnings.warn(f"{self.path(step)} could not be removed: {error.strerror}", stacklevel=4)
+                    warnings.warn(f"{self.path(step)} could not be removed: {why(error)}", stacklevel=4)
 
     def _has_all_files(self, step: int) -> bool:
         return not self._problems(step, contents=False)
@@ -308,11 +327,14 @@ class Manager:
     ) -> Restored:
         path = self.path(step)
         extra = io.load(path, model, optimizer)
-        metadata = read_metadata(path)
-        writers = rank_state.writers(metadata.state_dict_metadata)
-        values = io.read_tensors(path, metadata, rank_state.wanted(metadata.state_dict_metadata))
-        left = _alike(lambda: rank_state.load(self.state, values, writers))
+        left = ranks.alike(lambda: self._load_own(path))
         return Restored(step, path, extra, tuple(left), skipped)
+
+    def _load_own(self, path: str) -> list[str]:
+        """Load what this rank has for itself; the names that were left alone."""
+        metadata = read_metadata(path)
+        values = io.read_tensors(path, metadata, rank_state.wanted(metadata.state_dict_metadata))
+        return rank_state.load(self.state, values, rank_state.writers(metadata.state_dict_metadata))
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -350,18 +372,6 @@ def _abandoned_if_it_fails(target: Target) -> Iterator[None]:
         if ranks.rank() == 0:
             commit.abandon(target)
         raise
-
-
-def _alike(own: Callable[[], T]) -> T:
-    """What each rank finds out for itself; an error of one is raised on all. A collective call."""
-    found: list[T] = []
-    error = None
-    try:
-        found.append(own())
-    except CheckpointError as raised:
-        error = str(raised)
-    ranks.raise_alike(error)
-    return found[0]
 
 
 def _said_of(path: str, error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from quantshard.checkpoints.store import Path_, is_inside, locate
+from quantshard.checkpoints.store import Path_, is_inside, locate, why
 from quantshard.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -156,7 +156,7 @@ def read(path: Path_) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); choose another checkpoint") from error
+        raise CheckpointError(f"{file} cannot be read ({why(error)}); choose another checkpoint") from error
     return Manifest.from_json(text, file)
 
 
@@ -174,7 +174,10 @@ def problems(path: Path_) -> list[str]:
         return []
     store, folder = locate(path)
     found = [wrong for name, entry in sorted(manifest.files.items()) if (wrong := wrong_file(path, name, entry))]
-    unnamed = sorted(set(store.files(folder)) - manifest.files.keys() - {MANIFEST})
+    try:
+        unnamed = sorted(set(store.files(folder)) - manifest.files.keys() - {MANIFEST})
+    except OSError as error:
+        return [*found, f"{path} cannot be listed ({why(error)})"]
     return found + [f"{store.join(folder, name)} is not named in {MANIFEST}" for name in unnamed]
 
 
@@ -182,14 +185,14 @@ def wrong_file(path: Path_, name: str, entry: Entry, contents: bool = True) -> s
     """What is wrong with one file of the checkpoint in `path`; None if nothing is. `contents`: whether it is read."""
     store, folder = locate(path)
     file = store.join(folder, name)
-    if not store.is_file(file):
-        return f"{file} is missing"
     try:
+        if not store.is_file(file):
+            return f"{file} is missing"
         length, digest = store.size(file), entry.xxh3_128
         if contents and length == entry.bytes:  # else its content says no more
             length, digest = digest_of(file)
     except OSError as error:
-        return f"{file} cannot be read ({error.strerror})"
+        return f"{file} cannot be read ({why(error)})"
     if length != entry.bytes:
         return f"{file} has {length} bytes, and {MANIFEST} says {entry.bytes}"
     if digest != entry.xxh3_128:

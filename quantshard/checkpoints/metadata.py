@@ -68,16 +68,18 @@ def read_metadata(path: Path_) -> Metadata:
     """
     store, place = locate(path)
     file = store.join(place, METADATA_FILE)
-    if not store.is_file(file):  # nor a pipe, which would be waited for
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
-        )
     try:
-        found = _metadata(pickles.load(store.read(file), _NAMES))
-        _check_stored(found, file_sizes(path, found))
+        content = store.read(file) if store.is_file(file) else None  # nor a pipe, which would be waited for
+        found = None if content is None else _metadata(pickles.load(content, _NAMES))
+        if found is not None:
+            _check_stored(found, file_sizes(path, found))
     except (CheckpointError, _Wrong, OSError) as error:
         raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {error}; choose another checkpoint") from (
             error
+        )
+    if found is None:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
         )
     return found
 

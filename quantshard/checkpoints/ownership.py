@@ -15,8 +15,9 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from quantshard.checkpoints.store import LocalStore, Store
+from quantshard.checkpoints.store import LocalStore, Store, locate, why
 from quantshard.errors import CheckpointError
 
 if sys.platform != "win32":
@@ -28,6 +29,37 @@ LOCK_SECONDS = 5.0
 """How long a run that is ending is waited for."""
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What shows, in any process of a run, that a directory is still the run's."""
+
+    folder: str
+    token: str
+
+    def check(self) -> None:
+        """See that no other run has taken the directory.
+
+        Raises:
+            CheckpointError: a newer run has, or nobody can tell.
+        """
+        store, folder = locate(self.folder)
+        if store.renames:  # there is a lock
+            return
+        file = store.join(folder, OWNER_FILE)
+        try:
+            owner = json.loads(store.read(file))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}, which says whose {folder} is, cannot be read ({why(error)}); start the run again to own it"
+            ) from None
+        if not isinstance(owner, dict) or owner.get("token") != self.token:
+            told = {} if not isinstance(owner, dict) else owner
+            raise CheckpointError(
+                f"{folder} is in use by another run, which was started later (on {told.get('host')}, process "
+                f"{told.get('pid')}); stop one of them, or give each a directory of its own"
+            )
+
+
 class Ownership:
     """Of a directory, from construction to `release`, or to the end of the process.
 
@@ -36,38 +68,18 @@ class Ownership:
     """
 
     def __init__(self, store: Store, folder: str) -> None:
-        self.store, self.folder = store, folder
-        self.token = secrets.token_hex(8)
+        self.proof = Proof(folder, secrets.token_hex(8))
         store.mkdir(folder)
         handle = _locked(folder) if isinstance(store, LocalStore) else None
         self._close = None if handle is None else weakref.finalize(self, os.close, handle)
         if not store.renames:
-            owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())}
-            store.write(store.join(folder, OWNER_FILE), json.dumps(owner).encode())
+            owner = {"token": self.proof.token, "host": socket.gethostname(), "pid": os.getpid()}
+            store.write(store.join(folder, OWNER_FILE), json.dumps({**owner, "since": int(time.time())}).encode())
 
     def release(self) -> None:
         """Let another run have it."""
         if self._close is not None:
             self._close()
-
-    def check(self) -> None:
-        """See that the directory is still ours.
-
-        Raises:
-            CheckpointError: a newer run has taken it.
-        """
-        if self.store.renames:
-            return
-        file = self.store.join(self.folder, OWNER_FILE)
-        try:
-            owner = json.loads(self.store.read(file))
-        except (OSError, ValueError):
-            owner = {}
-        if owner.get("token") != self.token:
-            raise CheckpointError(
-                f"{self.folder} is in use by another run, which was started later (on {owner.get('host')}, process "
-                f"{owner.get('pid')}); stop one of them, or give each a directory of its own"
-            )
 
 
 def _locked(folder: str) -> int | None:

@@ -58,6 +58,27 @@ def raise_alike(error: str | None, prefix: str = "") -> None:
             raise CheckpointError(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}")
 
 
+def alike(own: Callable[[], T]) -> T:
+    """What each rank finds out for itself, if all of them do. A collective call.
+
+    Raises:
+        CheckpointError: the first rank's, or one of its kind, on every rank; an OSError too is said as one.
+    """
+    found: list[T] = []
+    failed: tuple[type[CheckpointError], str] | None = None
+    try:
+        found.append(own())
+    except CheckpointError as error:
+        failed = type(error), str(error)
+    except OSError as error:
+        failed = CheckpointError, str(error)
+    for number, other in enumerate(gathered(failed)):
+        if other is not None:
+            kind, message = other
+            raise kind(f"{'' if number == 0 else f'on rank {number}: '}{message}")
+    return found[0]
+
+
 def first_failure(error: BaseException) -> str:
     """The first line of an error; of DCP's, of the first rank that had one."""
     if isinstance(error, CheckpointException) and error.failures:

@@ -20,7 +20,7 @@ from torch.futures import Future
 from quantshard import private_torch
 from quantshard.checkpoints import entries, ranks
 from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.store import Path_, locate
+from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError
 
 
@@ -101,7 +101,7 @@ class SafeReader(FileSystemReader):
             with self.store.create_stream(self.store.join(self.place, name), "rb") as file:
                 yield cast(BinaryIO, file)
         except OSError as error:
-            raise CheckpointError(f"{name} cannot be read ({error.strerror})") from error
+            raise CheckpointError(f"{name} cannot be read ({why(error)})") from error
 
     def _read_item(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
         info, key = self.storage_data[item.storage_index], item.storage_index.fqn

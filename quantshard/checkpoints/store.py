@@ -6,20 +6,31 @@ whether a folder can be renamed in one move, which is how a checkpoint is commit
 
 from __future__ import annotations
 
+import errno
+import functools
 import io
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
+from fsspec.registry import available_protocols
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
+from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
+
 Path_ = str | os.PathLike[str]
+F = TypeVar("F", bound=Callable[..., Any])
 
 _HERE = ("file://", "local://")
+_COLLAPSED = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/(?!/)(?P<rest>.*)", re.DOTALL)
+"""What pathlib makes of a URL."""
+
+_ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
 
 
 class LocalStore(FileSystem):
@@ -85,21 +96,65 @@ class LocalStore(FileSystem):
             os.close(handle)
 
 
+def why(error: BaseException) -> str:
+    """What went wrong, without a number or a path; clients of stores often give no `strerror`."""
+    words = error.strerror if isinstance(error, OSError) else None
+    return words or (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _told(error: Exception, path: Path_) -> OSError:
+    """A client's error as one of the system's: with a number, words and the path."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return error
+    kinds = (number for kind, number in _ERRNO.items() if isinstance(error, kind))
+    number = next(kinds, getattr(error, "errno", None) or errno.EIO)
+    return OSError(number, os.strerror(number) if number == errno.ENOENT else why(error), os.fspath(path))
+
+
+def _telling(method: F) -> F:
+    """A method of a path whose errors are OSErrors: clients have classes of their own, of credentials and connections.
+
+    What was listed before is not trusted, for other ranks and other runs write there too.
+    """
+
+    @functools.wraps(method)
+    def told(self: FsspecStore, path: Path_, *args: Any) -> Any:
+        try:
+            self.fs.invalidate_cache()
+            return method(self, path, *args)
+        except Exception as error:
+            raise _told(error, path) from error
+
+    return told  # type: ignore[return-value]
+
+
 class FsspecStore(FileSystemBase):
-    """A place behind a URL, such as s3://bucket/run or memory://run."""
+    """A place behind a URL, such as s3://bucket/run or memory://run. What fails there is an OSError with the path.
+
+    Raises:
+        CheckpointError: fsspec knows no such place, or lacks the package for it.
+    """
 
     renames = False
 
     def __init__(self, url: str) -> None:
-        self.fs: Any = url_to_fs(url)[0]
+        try:
+            self.fs: Any = url_to_fs(url)[0]
+        except Exception as error:  # of the packages behind fsspec
+            raise CheckpointError(f"{url} cannot be reached by fsspec: {why(error)}") from error
 
     # What DCP's writer asks for
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """A file, open while the context lasts."""
-        with self.fs.open(os.fspath(path), mode) as stream:
-            yield stream
+        """A file, open while the context lasts; what the client raises meanwhile is told as an OSError too."""
+        try:
+            with self.fs.open(os.fspath(path), mode) as stream:
+                yield stream
+        except QuantshardError:
+            raise
+        except Exception as error:
+            raise _told(error, path) from error
 
     def concat_path(self, path: Path_, suffix: str) -> str:
         """The path of an entry of a folder."""
@@ -109,18 +164,22 @@ class FsspecStore(FileSystemBase):
         """The path as it is."""
         return os.fspath(path)
 
+    @_telling
     def rename(self, path: Path_, new_path: Path_) -> None:
         """Rename a file; not in one move."""
         self.fs.mv(os.fspath(path), os.fspath(new_path))
 
+    @_telling
     def mkdir(self, path: Path_) -> None:
         """Make a folder, where the place has such a thing."""
         self.fs.makedirs(os.fspath(path), exist_ok=True)
 
+    @_telling
     def exists(self, path: Path_) -> bool:
         """True if there is a file or folder."""
-        return bool(self.fs.exists(os.fspath(path)))
+        return self._kind(path) is not None
 
+    @_telling
     def rm_file(self, path: Path_) -> None:
         """Remove a file."""
         self.fs.rm_file(os.fspath(path))
@@ -132,6 +191,13 @@ class FsspecStore(FileSystemBase):
 
     # What we ask for
 
+    def _kind(self, path: Path_) -> str | None:
+        """ "file" or "directory"; None for nothing. fsspec's own `isfile` takes a store that fails for an empty one."""
+        try:
+            return str(self.fs.info(os.fspath(path))["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def join(self, path: Path_, name: str) -> str:
         """The path of an entry of a folder."""
         return f"{os.fspath(path).rstrip('/')}/{name}"
@@ -140,18 +206,18 @@ class FsspecStore(FileSystemBase):
         """The folder that a path is in."""
         return os.fspath(path).rstrip("/").rpartition("/")[0]
 
+    @_telling
     def names(self, path: Path_) -> list[str]:
         """The entries of a folder, in order; none if it does not exist."""
-        self.fs.invalidate_cache()
         try:
             found = self.fs.ls(os.fspath(path), detail=False)
         except FileNotFoundError:
             return []
         return sorted(entry.rstrip("/").rpartition("/")[2] for entry in found)
 
+    @_telling
     def files(self, path: Path_) -> list[str]:
         """All files below a folder, by their paths within it."""
-        self.fs.invalidate_cache()
         root = url_to_fs(os.fspath(path))[1].rstrip("/") + "/"
         return [file.removeprefix(root) for file in self.fs.find(os.fspath(path))]
 
@@ -159,23 +225,28 @@ class FsspecStore(FileSystemBase):
         """False: there are no links."""
         return False
 
+    @_telling
     def is_file(self, path: Path_) -> bool:
         """True for a file that exists."""
-        return bool(self.fs.isfile(os.fspath(path)))
+        return self._kind(path) == "file"
 
+    @_telling
     def size(self, path: Path_) -> int:
         """The length of a file."""
         return int(self.fs.size(os.fspath(path)))
 
+    @_telling
     def read(self, path: Path_) -> bytes:
         """The content of a file."""
         return bytes(self.fs.cat_file(os.fspath(path)))
 
+    @_telling
     def write(self, path: Path_, content: bytes) -> None:
         """Write a file; durable when the place says that it is written."""
         with self.fs.open(os.fspath(path), "wb") as file:
             file.write(content)
 
+    @_telling
     def remove(self, path: Path_) -> None:
         """Remove a folder with all that is in it."""
         self.fs.rm(os.fspath(path), recursive=True)
@@ -196,9 +267,48 @@ Store = LocalStore | FsspecStore
 
 
 def locate(path: Path_) -> tuple[Store, str]:
-    """The store that a path or URL is in, and what to call the path there."""
+    """The store that a path or URL is in, and what to call the path there.
+
+    Raises:
+        CheckpointError: fsspec cannot reach the URL.
+        ConfigurationError: it is a URL that pathlib has spoilt.
+    """
+    if url := _spoilt_url(path):
+        raise ConfigurationError(f"{path} was the URL {url}, of which pathlib took a slash; pass it as a string")
     text = os.fspath(path)
     for scheme in _HERE:
         if text.startswith(scheme):
             return LocalStore(), text.removeprefix(scheme)
     return (FsspecStore(text), text) if "://" in text else (LocalStore(), text)
+
+
+def is_taken(path: Path_) -> bool:
+    """True if there is a file or folder at a path or behind a URL.
+
+    Raises:
+        CheckpointError: nobody can tell.
+    """
+    store, place = locate(path)
+    try:
+        return store.exists(place)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be reached ({why(error)}); name another place") from error
+
+
+def local(path: Path_, what: str) -> Path:
+    """The path of something that has to be on a file system of this machine.
+
+    Raises:
+        ConfigurationError: it is a URL of another place; `what` it is is said.
+    """
+    text = os.fspath(path)
+    place = next((text.removeprefix(scheme) for scheme in _HERE if text.startswith(scheme)), text)
+    if "://" in place or _spoilt_url(path):
+        raise ConfigurationError(f"{path}: {what} cannot be behind a URL; name a path on this machine")
+    return Path(place)
+
+
+def _spoilt_url(path: Path_) -> str | None:
+    """The URL that a path was before pathlib took a slash from it."""
+    found = _COLLAPSED.fullmatch(str(path)) if isinstance(path, PurePath) else None
+    return f"{found['scheme']}://{found['rest']}" if found and found["scheme"] in available_protocols() else None

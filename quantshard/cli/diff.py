@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,9 +21,9 @@ def register(app: typer.Typer) -> None:
 
 def diff(
     checkpoint_a: Annotated[
-        Path, typer.Argument(metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100")
+        str, typer.Argument(metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
     ],
-    checkpoint_b: Annotated[Path, typer.Argument(metavar="CKPT_B", help="the one to compare it with")],
+    checkpoint_b: Annotated[str, typer.Argument(metavar="CKPT_B", help="the one to compare it with")],
 ) -> None:
     """Compare two checkpoints bit by bit, whatever processes and meshes wrote them.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quantshard import checkpoints, components, layouts, recipe
+from quantshard.checkpoints.store import is_taken, local
 from quantshard.cli.config import Settings, from_mapping, read_toml
 from quantshard.cli.data import VOCABULARY
 from quantshard.cli.model import LanguageModel
@@ -33,7 +34,9 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
+    ],
     layout: Annotated[
         str, typer.Option(help=f"one of {', '.join(dict.fromkeys(row.family for row in LAYOUTS.values()))}, or a row")
     ],
@@ -63,7 +66,7 @@ def export(
 
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="safetensors with config.json, of a Llama")],
-    out: Annotated[Path, typer.Option(help="the checkpoint to write, a folder that does not exist")],
+    out: Annotated[str, typer.Option(help="the checkpoint to write: a folder that does not exist, or a URL")],
     recipe_name: Annotated[str, typer.Option("--recipe", help=f"one of {', '.join(recipe.NAMES)}")] = "mxfp8",
     names_file: Annotated[Path | None, MAP] = None,
     lossy: Annotated[bool, LOSSY] = False,
@@ -72,8 +75,9 @@ def import_(
 
     The checkpoint holds the model alone; `quantshard.layouts.load` loads into a model of yours, sharded, too.
     """
-    if out.exists():
+    if is_taken(out):
         raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
+    folder = local(folder, "safetensors files")
     config = read_json(folder / "config.json")
     settings = settings_of(config, str(folder))
     chosen = recipe.resolve(recipe_name)
@@ -166,10 +170,10 @@ def _names(path: Path | None) -> Names:
     return LLAMA if path is None else names.read(path)
 
 
-def _config_of_run(checkpoint: Path) -> dict[str, Any] | None:
+def _config_of_run(checkpoint: str) -> dict[str, Any] | None:
     """The configuration of the model of the run whose checkpoint this is; None if it is not in a run's folder."""
-    file = checkpoint.absolute().parent.parent / "config.toml"
-    if not file.is_file():
+    file = Path(checkpoint).absolute().parent.parent / "config.toml"
+    if "://" in checkpoint or not file.is_file():
         return None
     settings = Settings(**from_mapping(read_toml(file), str(file)))
     return hf_config(settings) if settings.architecture == "llama" else None

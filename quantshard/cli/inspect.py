@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +24,9 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="CKPT", help="a checkpoint, or safetensors: a file or a folder")],
+    path: Annotated[
+        str, typer.Argument(metavar="CKPT", help="a checkpoint or its URL, or safetensors: a file or a folder")
+    ],
     json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
     data: Annotated[bool, typer.Option("--data/--no-data", help="read scales and codes too")] = True,
 ) -> None:

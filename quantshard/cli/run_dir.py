@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quantshard import checkpoints
+from quantshard.checkpoints.store import local
 from quantshard.cli.config import Settings, from_mapping, read_toml, to_toml
 from quantshard.errors import ConfigurationError
 
@@ -35,10 +36,14 @@ _STEP_DIGITS = 6
 
 
 class RunDir:
-    """Paths and files of one run."""
+    """Paths and files of one run.
+
+    Raises:
+        ConfigurationError: the path is a URL.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = local(path, "the folder of a run")
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -190,7 +189,7 @@ class Trainer:
         """What a checkpoint holds besides the model and the optimizer."""
         return {"step": step, "seed": self.settings.seed, "recipe": self.settings.recipe}
 
-    def save_to(self, path: Path, step: int) -> None:
+    def save_to(self, path: str, step: int) -> None:
         """Save a checkpoint anywhere."""
         checkpoints.save(path, self.model, self.optimizer, self.extra(step))
 

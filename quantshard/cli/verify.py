@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,7 +22,9 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
+    ],
     json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
 ) -> None:
     """Check that a checkpoint is whole: its files' checksums, its tensors' pieces, its weights' components.

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from quantshard.checkpoints import Restored
+from quantshard.checkpoints.store import is_taken
 from quantshard.cli import data, environment, launch
 from quantshard.cli.config import Settings, from_mapping
 from quantshard.cli.mesh import Axes
@@ -120,8 +121,9 @@ def check_copy(path: str) -> None:
 
     Raises:
         ConfigurationError: naming the path.
+        CheckpointError: it cannot be reached.
     """
-    if path and Path(path).exists():
+    if path and is_taken(path):
         raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
 
 
@@ -162,7 +164,7 @@ def work(run: RunDir, order: Order) -> None:
         table = explain(trainer.model, trainer.optimizer)
         _announce(run, task, place, trainer, str(table), restored)
         if order.copy_to:
-            trainer.save_to(Path(order.copy_to), done)
+            trainer.save_to(order.copy_to, done)
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
         trainer.train(done)
 

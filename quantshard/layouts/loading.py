@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import amax, components, numerics, private_torch
+from quantshard.checkpoints.store import local
 from quantshard.errors import CheckpointError, QuantshardError
 from quantshard.formats import Copy, Role
 from quantshard.layouts import conversion, files, table
@@ -97,7 +98,7 @@ def load(
             module.reshard()  # else a forward without backward may have left the gathered copies in place
     error: str | None = None
     try:
-        loader = _Loader(Path(path), model, names, config)
+        loader = _Loader(local(path, "safetensors files"), model, names, config)
     except QuantshardError as found:
         error = str(found)
     _raise_alike(error)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
+from quantshard.checkpoints.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, Copy, Format
 from quantshard.layouts import conversion, files, table
@@ -108,7 +109,7 @@ def export(
         raise ConfigurationError(f"export(values={values!r}): use 'masters' or 'weights'")
     if max_shard_bytes < 1:
         raise ConfigurationError(f"export(max_shard_bytes={max_shard_bytes}): must be 1 or more")
-    target = Path(out)
+    target = local(out, "an export")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists and is not overwritten; export to another directory")
     described = _config(config)
@@ -147,7 +148,7 @@ def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[s
         return {}
     if isinstance(config, Mapping):
         return dict(config)
-    path = Path(config)
+    path = local(config, "a configuration")
     return files.read_json(path / "config.json" if path.is_dir() else path)
 
 

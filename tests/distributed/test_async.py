@@ -28,12 +28,14 @@ from quantshard import private_torch, recipe
 from quantshard.checkpoints import Manager
 from quantshard.checkpoints.commit import Target
 from quantshard.checkpoints.compare import compare
+from quantshard.checkpoints.verify import verify
 from quantshard.cli import model as models
 from quantshard.cli.config import Settings
 from quantshard.cli.mesh import Axes
 from quantshard.cli.train import make_optimizer
 from quantshard.errors import CheckpointError
 from tests.distributed.models import RECIPES
+from tests.distributed.shelf import SCHEME
 
 pytestmark = pytest.mark.distributed
 
@@ -130,9 +132,19 @@ def failed_in_a_process(folder: str) -> list[str]:
     return said
 
 
-def both(folder: str) -> tuple[list[str], list[str]]:
+def behind_urls(folder: str) -> list[str]:
+    """What is there after two saves by a process on a store without renames."""
+    run = Run("nvfp4", "dp_shard=2")
+    with Manager(f"{SCHEME}{folder}", async_="process", keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, run.model, run.optimizer)
+        manager.wait()
+        return [str(manager.steps()), *verify(manager.path(2)).problems]
+
+
+def all_three(folder: str) -> tuple[list[str], list[str], list[str]]:
     """In one set of processes."""
-    return plain_saves(f"{folder}/plain"), failed_in_a_process(f"{folder}/failed")
+    return plain_saves(f"{folder}/plain"), failed_in_a_process(f"{folder}/failed"), behind_urls(f"{folder}/urls")
 
 
 def _serve(rank: int, meeting: str, function: Callable[[str], Any], folder: str, answers: Any) -> None:
@@ -167,8 +179,9 @@ def on_two(function: Callable[[str], Any], folder: Path) -> list[Any]:
 @pytest.mark.slow
 def test_saved_by_a_thread_and_by_a_process(tmp_path: Path) -> None:
     """2 ranks: by stock PyTorch, each recipe by both, on FSDP2 and tensor-parallel; and a process that fails."""
-    by_rank = on_two(both, tmp_path)
+    by_rank = on_two(all_three, tmp_path)
     assert by_rank[0] == by_rank[1]
-    plain, failed = by_rank[0]
+    plain, failed, urls = by_rank[0]
     assert plain == []
     assert failed[0].startswith("/proc/none/step-000002 could not be written: ") and failed[1] == "[1, 3]", failed
+    assert urls == ["[2]"]

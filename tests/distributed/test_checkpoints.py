@@ -5,7 +5,10 @@ Each test names its rank count.
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,3 +177,38 @@ def world() -> int:
 def test_the_pool_gives_fresh_groups(ranks: int) -> None:
     """1 to 4 ranks: what all other tests stand on."""
     assert run_ranks(ranks, world) == [ranks] * ranks
+
+
+ONE_DISK: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (shutil.rmtree, "is not a complete checkpoint: it has no .metadata"),
+    "no metadata": (lambda disk: (disk / ".metadata").unlink(), "is not a complete checkpoint: it has no .metadata"),
+    "cut metadata": (lambda disk: (disk / ".metadata").write_bytes(b"\x80\x04"), "its .metadata cannot be read"),
+    "no file": (lambda disk: (disk / "__0_0.distcp").unlink(), "its file '__0_0.distcp' is missing"),
+    "a cut manifest": (lambda disk: (disk / "manifest.json").write_text("{"), "is damaged: it is not JSON"),
+}
+
+
+def load_from_own_disk(case: Case, path: str) -> tuple[list[str], bool]:
+    """Each rank has a disk; the last one's lacks something. The messages, and whether the model is as it was."""
+    model = build(case)
+    optimizer = optimizer_of(model, case)
+    before, found = bits(model, optimizer), []
+    for number, (damage, _) in enumerate(ONE_DISK.values()):
+        disk = Path(f"{path}-{number}-{dist.get_rank()}")
+        shutil.copytree(path, disk)
+        if dist.get_rank() == 2:
+            damage(disk)
+        began = time.monotonic()
+        found.append(failure(case, str(disk), lambda case, disk: checkpoints.load(disk, model, optimizer)))
+        assert time.monotonic() - began < 20, "it was waited for"
+    return found, bits(model, optimizer) == before
+
+
+def test_what_one_rank_cannot_read_is_told_on_all_at_once(tmp_path: Path) -> None:
+    """3 ranks: the last one's disk lacks something."""
+    case, path = Case("mxfp8", (3,), shapes=((32, 32),)), str(tmp_path / "c")
+    run_ranks(3, save, case, path)
+    for found, same in run_ranks(3, load_from_own_disk, replace(case, seed=9), path):
+        assert same
+        for number, (message, (_, said)) in enumerate(zip(found, ONE_DISK.values(), strict=True)):
+            assert message.startswith(f"on rank 2: {path}-{number}-2") and said in message, message

@@ -318,34 +318,6 @@ def test_two_runs_on_one_directory(tmp_path: Path) -> None:
         assert reading.startswith("[1]") and "read_only" in reading and third == "1"
 
 
-def behind_a_url(case: Case, url: str) -> list[Any]:
-    """On a store without renames: what a save leaves, an interrupted one, and a run that was overtaken."""
-    with mock.patch.object(store, "_HERE", ()):
-        run, found = new_run(case, url), []
-        manager = Manager(url, keep_last=1)
-        manager.save(1, run.model, run.optimizer)
-        held = run.held()
-        run.train(1)
-        with failing(store.FsspecStore, "write"):
-            found.append(message_of(lambda: manager.save(2, run.model, run.optimizer)))
-        found += [manager.steps(), restored(case, manager)[1] == held, manifest.problems(manager.path(1))]
-        manager.save(2, run.model, run.optimizer)
-        found += [manager.steps(), restored(case, manager)[1] == run.held()]
-        dist.barrier()
-        with Manager(url):
-            found.append(message_of(lambda: manager.save(3, run.model, run.optimizer)))
-    return found
-
-
-def test_a_store_without_renames(tmp_path: Path) -> None:
-    """2 ranks, by fsspec: the manifest, written last, is what makes a checkpoint."""
-    url = f"file://{tmp_path}/run"
-    for failed, *rest, overtaken in run_ranks(2, behind_a_url, Case("block", (2,), shapes=SHAPES), url):
-        assert f"{url}/step-000002 could not be written: " in failed
-        assert rest == [[1], True, [], [2], True]
-        assert f"{url} is in use by another run, which was started later" in overtaken
-
-
 # In the background ----------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from quantshard import private_torch
 from quantshard.checkpoints import commit, io, manager, manifest, rank_state, store
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case, build, optimizer_of
+from tests.distributed.shelf import SCHEME
 
 SHAPES = ((40, 150), (150, 33), (33, 1))
 TIMEOUT = timedelta(seconds=60)
@@ -44,6 +45,7 @@ class Job:
     every: int = 2
     keep_last: int = 2
     copy: bool = False  # of what was restored, as it is loaded here
+    behind_url: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -150,7 +152,10 @@ def train(job: Job) -> None:
     data = Position()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     keeper = manager.Manager(
-        job.checkpoints, keep_last=job.keep_last, async_=job.mode, state={"data": data, "schedule": schedule}
+        f"{SCHEME if job.behind_url else ''}{job.checkpoints}",
+        keep_last=job.keep_last,
+        async_=job.mode,
+        state={"data": data, "schedule": schedule},
     )
     with keeper:
         restored = keeper.restore(model, optimizer)
