@@ -12,12 +12,13 @@ import secrets
 import socket
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quantshard.checkpoints.store import LocalStore, Store, locate, why
+from quantshard.checkpoints.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError
 
 if sys.platform != "win32":
@@ -83,8 +84,24 @@ class Ownership:
 
 
 def _locked(folder: str) -> int | None:
-    """The handle of the folder's lock; None where the file system has no locks."""
+    try:
+        return lock(folder)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{folder} is in use by another run; stop that one, or give each a directory of its own"
+        ) from None
+
+
+def lock(folder: Path_) -> int | None:
+    """Lock a folder of this machine: the handle that holds it, until that is closed or this process ends, however it
+    ends. None, with a warning that names the folder, where there are no locks.
+
+    Raises:
+        BlockingIOError: another process holds it, and did not end within `LOCK_SECONDS`.
+        OSError: the folder cannot be written.
+    """
     if sys.platform == "win32":
+        _warn_of(folder, "on this system")
         return None
     handle = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -95,13 +112,20 @@ def _locked(folder: str) -> int | None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(handle)
-                raise CheckpointError(
-                    f"{folder} is in use by another run; stop that one, or give each a directory of its own"
-                ) from None
+                raise
             time.sleep(0.1)
-        except OSError:  # as on some network file systems
+        except OSError as error:  # as on some network file systems
             os.close(handle)
+            _warn_of(folder, f"there ({why(error)})")
             return None
+
+
+def _warn_of(folder: Path_, where: str) -> None:
+    warnings.warn(
+        f"{os.fspath(folder)} is not locked against a second run, for there are no locks {where}; see to it that no "
+        "other run writes to it",
+        stacklevel=3,
+    )
 
 
 @contextmanager

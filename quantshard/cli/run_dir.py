@@ -17,21 +17,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantshard import checkpoints
+from quantshard.checkpoints import ownership
 from quantshard.checkpoints.store import local
 from quantshard.cli.config import Settings, from_mapping, read_toml, to_toml
 from quantshard.errors import ConfigurationError
 
-if sys.platform != "win32":
-    import fcntl
-
-_LOCK_SECONDS = 5.0
 _STEP_DIGITS = 6
 
 
@@ -162,23 +157,11 @@ class RunDir:
         Raises:
             ConfigurationError: another process holds it, and did not end within a few seconds.
         """
-        if sys.platform == "win32":
-            return
-        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # stays open until the process ends
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    os.close(handle)
-                    raise ConfigurationError(
-                        f"{self.path} is in use by another training process; stop that one first"
-                    ) from None
-                time.sleep(0.1)
-            except OSError as error:
-                print(f"note: {self.path} cannot be locked against a second run ({error.strerror})", flush=True)
-                return
+        try:
+            ownership.lock(self.path)  # its handle stays open until the process ends
+        except BlockingIOError:
+            said = f"{self.path} is in use by another training process; stop that one first"
+            raise ConfigurationError(said) from None
 
 
 def _step_of(line: str) -> float:

@@ -1,5 +1,6 @@
 """A run's folder: nothing is overwritten, and records read as one run."""
 
+import errno
 import json
 import math
 import subprocess
@@ -7,7 +8,8 @@ import sys
 
 import pytest
 
-from quantshard.cli import run_dir
+from quantshard.checkpoints import ownership
+from quantshard.checkpoints.store import LocalStore
 from quantshard.cli.config import Settings
 from quantshard.cli.run_dir import RunDir
 from quantshard.errors import ConfigurationError
@@ -76,7 +78,7 @@ def test_records(run):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no flock")
 def test_lock_excludes_others_until_the_process_ends(run, monkeypatch):
-    monkeypatch.setattr(run_dir, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(ownership, "LOCK_SECONDS", 0.2)
     program = f"import fcntl\nfile = open({str(run.path / '.lock')!r}, 'a')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
     other = subprocess.Popen(
         [sys.executable, "-c", program + "print(1, flush=True)\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -88,3 +90,14 @@ def test_lock_excludes_others_until_the_process_ends(run, monkeypatch):
     other.kill()
     other.communicate()
     run.lock()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no flock")
+def test_where_there_are_no_locks_a_warning_names_the_folder(run, monkeypatch):
+    def none(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(ownership.fcntl, "flock", none)
+    for owns in (run.lock, lambda: ownership.Ownership(LocalStore(), str(run.path))):
+        with pytest.warns(UserWarning, match=rf"^{run.path} is not locked .* \(No locks available\); see to it"):
+            owns()
