@@ -7,7 +7,7 @@ one, ends in one sentence on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,12 +223,15 @@ def _without(state: dict[str, Any], skipped: set[str]) -> dict[str, Any]:
     return found
 
 
-def read_tensors(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[str, Tensor]:
+def read_tensors(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[str, Tensor]:
     """Entries of a checkpoint that are plain tensors, whole and on the CPU; each rank reads for itself.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: they are no tensors, or cannot be read.
     """
+    for key in keys:
+        if not isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata):
+            raise CheckpointError(f"{path} is damaged: {key} is no tensor there; choose another checkpoint")
     state: dict[str, Any] = {key: _placeholder(metadata.state_dict_metadata[key]) for key in keys}
     if state:
         read_into(path, metadata, state, no_dist=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 from quantshard.errors import CheckpointError
 
-_INTEGER_BYTES = 16
-"""Longest integer that is read; sizes and offsets have 8 at most."""
+_INTEGER_BYTES = 32
+"""Longest integer that is read; sizes and offsets have 8 at most, the state of NumPy's default generator 17."""
 
 _KEY_LIMIT = 1 << 60
 """Integers from here on may have equal hashes, many of which make a dict slow."""

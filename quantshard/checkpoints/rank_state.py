@@ -1,8 +1,8 @@
 """What each rank has for itself: random generators, and the caller's objects, as plain tensors.
 
-Each is one uint8 tensor under `ranks.RANK.NAME`, a file of torch.save that is read with `weights_only`: "random" for
-the generators, and the caller's names for what has `state_dict` and `load_state_dict` (the order of the data, a
-schedule).
+Each is one uint8 tensor under `ranks.RANK.NAME`, a file of torch.save that is read as other entries are, so that
+nothing in it is run: "random" for the generators, and the caller's names for what has `state_dict` and
+`load_state_dict` (the order of the data, a schedule). Tensors in it come back on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from quantshard.checkpoints import entries as entries_
 from quantshard.checkpoints import ranks
+from quantshard.checkpoints.reader import decoded
+from quantshard.checkpoints.store import why
 from quantshard.errors import CheckpointError, ConfigurationError
 
 RANKS = "ranks"
@@ -40,10 +43,12 @@ class Generators:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set each to its state; one that is not there is left as it is."""
+        name, keys, position, *rest = state_dict["numpy"]
+        if not 0 <= position <= len(keys):  # NumPy would read there
+            raise ValueError(f"position {position} is not within NumPy's {len(keys)} keys")
         torch.set_rng_state(state_dict["torch"])
         random.setstate(state_dict["python"])
-        name, keys, *rest = state_dict["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, *rest))
         if "cuda" in state_dict and torch.cuda.is_available():
             torch.cuda.set_rng_state(state_dict["cuda"])
 
@@ -89,15 +94,26 @@ def load(objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_
 
     Where another number of ranks wrote it, what was equal on all of them is loaded on all; the rest belongs to nobody.
     Nor do the generators of a single rank, which would make all alike.
+
+    Raises:
+        CheckpointError: an entry is no such state, or the object it is of cannot load it.
     """
+    for key, entry in values.items():
+        if not isinstance(entry, Tensor) or entry.dtype != torch.uint8 or entry.ndim != 1:
+            what = f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
+            raise CheckpointError(f"{key} is {what}, not the bytes of a state; choose another checkpoint")
     found, left = _by_rank(values), []
     nobodys = {RANDOM} if written_by == 1 and ranks.count() > 1 else set()
     for name, value in objects.items():
-        held = [values[keys[name]] for keys in found.values() if name in keys and name not in nobodys]
-        if not held or not all(torch.equal(held[0], other) for other in held):
+        held = [keys[name] for keys in found.values() if name in keys and name not in nobodys]
+        if not held or not all(torch.equal(values[held[0]], values[key]) for key in held):
             left.append(name)
             continue
-        value.load_state_dict(torch.load(io.BytesIO(held[0].numpy().tobytes()), weights_only=True))
+        state = decoded(held[0], values[held[0]].numpy().tobytes())
+        try:
+            value.load_state_dict(state)
+        except Exception as error:  # an object of the user's can refuse in any way, and the other ranks wait
+            raise CheckpointError(f"{held[0]} cannot be loaded into {name!r}: {why(error)}") from error
     return left
 
 
@@ -116,10 +132,10 @@ def _packed(name: str, state: Any) -> Tensor:
     file = io.BytesIO()
     try:
         torch.save(state, file)
-        torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
+        entries_.read(file, 0, file.tell())
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"the state of {name!r} cannot be saved as plain data ({str(error).splitlines()[0]}); let its state_dict "
-            "return numbers, strings, tensors, lists and dicts"
+            f"the state of {name!r} cannot be saved as plain data ({why(error)}); let its state_dict return numbers, "
+            "strings, tensors, lists and dicts"
         ) from error
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
