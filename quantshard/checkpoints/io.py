@@ -127,6 +127,13 @@ def load(
         ConfigurationError: the pieces of a parameter are not where PyTorch would load them to.
         UnsupportedOperationError: experts are spread over ranks.
     """
+    return load_and_tell(path, model, optimizer, requantize, lossy)[0]
+
+
+def load_and_tell(
+    path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, requantize: bool, lossy: bool
+) -> tuple[dict[str, Any], str]:
+    """What `load` does; gives the extra entries, and which weights were quantized anew, in words."""
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
     plan = ranks.alike(lambda: _planned(path, model, optimizer, lossy if requantize else None))
@@ -139,8 +146,7 @@ def load(
     if optimizer is not None:
         optimizer.load_state_dict(plan.state["optimizer"])
         requantization.set_masters(optimizer, masters)
-    requantization.tell(path, plan.changes)
-    return dict(plan.reading[EXTRA])
+    return dict(plan.reading[EXTRA]), requantization.tell(path, plan.changes)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class SaveReport:
 class Restored:
     """What `restore` loaded: the step, the caller's `extra` entries, and the names in `state` that were left alone.
 
-    `skipped`: later steps whose checkpoint is damaged.
+    `skipped`: later steps whose checkpoint is damaged. `requantized`: which weights were quantized anew, in words.
     """
 
     step: int
@@ -68,6 +68,7 @@ class Restored:
     extra: dict[str, Any]
     left: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
+    requantized: str = ""
 
 
 @dataclass
@@ -260,12 +261,19 @@ class Manager:
     # Restoring -------------------------------------------------------------------------------------------------------
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        step: int | None = None,
+        *,
+        requantize: bool = False,
+        lossy: bool = False,
     ) -> Restored | None:
         """Load the last good checkpoint, or that of a step, after its checksums are verified. A collective call.
 
         All ranks load the same one. Each verifies a part of its files; a damaged checkpoint is skipped with a warning
         that names the file, and the one before is taken. One without a manifest, of plain `dcp.save`, is loaded as is.
+        `requantize` and `lossy` are those of `checkpoints.load`.
 
         Returns:
             None if the directory holds no complete checkpoint, and no step was asked for.
@@ -286,9 +294,9 @@ class Manager:
                 problem = self._verify(candidate)
                 if problem is None:
                     try:
-                        restored = self._load(candidate, model, optimizer, tuple(wrong))
+                        restored = self._load(candidate, model, optimizer, requantize, lossy)
                         self._left_behind = {other for other in steps if other > candidate}
-                        return restored
+                        return replace(restored, skipped=tuple(wrong))
                     except DamagedError as error:  # or a rank is gone, which asking all of them shows
                         problem = ranks.gathered(str(error))[0]
             wrong[candidate] = problem
@@ -323,12 +331,12 @@ class Manager:
         return [problem for problem in checked if problem is not None]
 
     def _load(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, skipped: tuple[int, ...]
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, requantize: bool, lossy: bool
     ) -> Restored:
         path = self.path(step)
-        extra = io.load(path, model, optimizer)
+        extra, requantized = io.load_and_tell(path, model, optimizer, requantize, lossy)
         left = ranks.alike(lambda: self._load_own(path))
-        return Restored(step, path, extra, tuple(left), skipped)
+        return Restored(step, path, extra, tuple(left), requantized=requantized)
 
     def _load_own(self, path: str) -> list[str]:
         """Load what this rank has for itself; the names that were left alone."""

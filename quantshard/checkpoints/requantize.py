@@ -101,8 +101,8 @@ def changes(
     if without:
         why = "no optimizer was given to tell which masters are whose" if optimizer is None else "it has no masters"
         raise CheckpointError(
-            f"{len(without)} weights are of another recipe, the first {without[0]}, and {why}; pass lossy=True to "
-            "quantize their dequantized codes, which loses what the masters kept"
+            f"{len(without)} weights are of another recipe, the first {without[0]}, and {why}; allow "
+            "it (lossy=True, or --lossy) to quantize their dequantized codes, which loses what the masters kept"
         )
     return found
 
@@ -242,12 +242,15 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[Change, Tensor]]
         write(param, _MASTER, whole)
 
 
-def tell(path: Path_, found: list[Change]) -> None:
-    """Warn of what was quantized anew: how many weights, from what to what, by which values."""
+def tell(path: Path_, found: list[Change]) -> str:
+    """Warn of what was quantized anew: how many weights, from what to what, by which values. "" if nothing was."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
-    if counts:
-        lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
-        warnings.warn(f"{path}: weights were quantized anew: {lines}", RequantizedWarning, stacklevel=3)
+    if not counts:
+        return ""
+    lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
+    said = f"{path}: weights were quantized anew: {lines}"
+    warnings.warn(said, RequantizedWarning, stacklevel=4)
+    return said
 
 
 def _told(source: str) -> str:

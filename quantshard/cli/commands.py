@@ -85,6 +85,11 @@ def resume(
     data_: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
     ] = None,
+    recipe_: Annotated[
+        str | None,
+        typer.Option("--recipe", metavar="NAME", help="go on with weights of another recipe, made of the masters"),
+    ] = None,
+    lossy: Annotated[bool, typer.Option("--lossy", help="with --recipe: of the codes where it has none")] = False,
     copy_to: Annotated[
         str, typer.Option(metavar="CKPT", help="save what was loaded there too, from this mesh: diff finds it equal")
     ] = "",
@@ -93,11 +98,13 @@ def resume(
     folder = RunDir(run)
     given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
     given |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
-    given["async_save"] = async_save
+    given |= {"async_save": async_save, "recipe": recipe_}
+    if lossy and recipe_ is None:
+        raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
     if data_:
         given["data"] = [str(Path(path).absolute()) for path in data_]
     overrides = {name: value for name, value in given.items() if value is not None}
-    order = Order(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to)
+    order = Order(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
     if launch.is_worker():
         worker.main(run, order)
     settings, launched, corpus = folder.read_config()

@@ -2,7 +2,8 @@
 
     config.toml               the settings; [launch]: how it was started last; [corpus]: the data, with their digests
     metrics.jsonl             one JSON object a step
-    starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force
+    starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
+                              and which weights were then quantized anew
     samples.jsonl             generated texts, if they were asked for
     checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
     logs/rank-1.txt           the traceback of a process that failed
@@ -134,6 +135,12 @@ class RunDir:
         lines = self.starts.read_text(encoding="utf-8").splitlines() if self.starts.is_file() else []
         return json.loads(lines[-1]) if lines else None
 
+    def requantized(self) -> tuple[bool, bool]:
+        """Whether some start quantized the weights anew, into another recipe; and whether without masters too."""
+        lines = self.starts.read_text(encoding="utf-8").splitlines() if self.starts.is_file() else []
+        found = [start for line in lines if "requantized" in (start := _record(line))]
+        return bool(found), any(start["lossy"] for start in found)
+
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, and a line that was cut off, so that the files read as one run."""
         for file in (self.metrics, self.samples, self.starts):
@@ -164,9 +171,17 @@ class RunDir:
             raise ConfigurationError(said) from None
 
 
+def _record(line: str) -> dict[str, Any]:
+    """What a line says; nothing if it was cut off."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {}
+
+
 def _step_of(line: str) -> float:
     """The step of a record; infinite for a line that is none."""
     try:
-        return int(json.loads(line)["step"])
+        return int(_record(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf

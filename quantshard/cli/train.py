@@ -13,6 +13,7 @@ import math
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints, components, recipe
+from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.cli import model as models
 from quantshard.cli.config import Settings
 from quantshard.cli.data import Corpus, Windows, text
@@ -160,13 +162,17 @@ class Trainer:
             async_="thread" if self.settings.async_save else None,
         )
 
-    def restore(self, step: int | None = None) -> checkpoints.Restored:
-        """Load the last good checkpoint of the run, or that of a step.
+    def restore(
+        self, step: int | None = None, *, requantize: bool = False, lossy: bool = False
+    ) -> checkpoints.Restored:
+        """Load the last good checkpoint of the run, or that of a step; what is quantized anew is for the caller to say.
 
         Raises:
             CheckpointError: none is good, or it does not fit.
         """
-        restored = self.manager.restore(self.model, self.optimizer, step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RequantizedWarning)
+            restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
         if restored is None:
             raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
         if int(restored.extra["step"]) != restored.step:

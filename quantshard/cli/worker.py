@@ -39,7 +39,8 @@ class Order:
 
     `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
     `new`: the settings of a run that rank 0 is to make first. `overrides`: settings that `resume` changes; with "data"
-    among them, the data are looked for there. `copy_to`: where to save what was loaded once more; "" for nowhere.
+    among them, the data are looked for there, with "recipe" the weights are quantized anew, with `lossy` also those
+    that have no masters. `copy_to`: where to save what was loaded once more; "" for nowhere.
     """
 
     resume: bool
@@ -47,6 +48,7 @@ class Order:
     new: dict[str, Any] | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
     copy_to: str = ""
+    lossy: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Task:
     """What rank 0 found out for all: the settings, how the run was started, and its data.
 
     `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
-    processes.
+    processes. `requantize`, `lossy`: whether weights of a checkpoint of another recipe are quantized anew, now or
+    again.
     """
 
     settings: Settings
@@ -62,6 +65,8 @@ class Task:
     corpus: dict[str, Any]
     incomplete: tuple[int, ...] = ()
     left: str = ""
+    requantize: bool = False
+    lossy: bool = False
 
 
 def create(run: RunDir, settings: Settings, processes: int) -> None:
@@ -155,12 +160,12 @@ def work(run: RunDir, order: Order) -> None:
     np.random.seed(task.settings.seed % 2**32)
     trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop)
     with trainer.manager:
-        restored = trainer.restore() if order.resume else None
+        restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if order.resume else None
         done = 0 if restored is None else restored.step
         if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
             run.write_config(task.settings, task.launched, task.corpus)
             run.forget_after(done)
-        _record_start(run, task, place, trainer, done)
+        _record_start(run, task, place, trainer, restored)
         table = explain(trainer.model, trainer.optimizer)
         _announce(run, task, place, trainer, str(table), restored)
         if order.copy_to:
@@ -169,10 +174,11 @@ def work(run: RunDir, order: Order) -> None:
         trainer.train(done)
 
 
-def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, done: int) -> None:
+def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, restored: Restored | None) -> None:
     """Note what decides the bits from here on, and warn if it is not what did before."""
     if place.rank:
         return
+    done = 0 if restored is None else restored.step
     now = environment.found(task.settings, place.device)
     before = run.last_start() if done else None
     if before and (changes := environment.differences(before["environment"], now)):
@@ -180,8 +186,10 @@ def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, done:
             "WARNING: from here on losses may differ from those of the run without a stop, because "
             f"{'; '.join(changes)} (starts.jsonl has both)"
         )
-    start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "environment": now}
-    run.append(run.starts, start)
+    start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": task.settings.recipe}
+    if restored is not None and restored.requantized:
+        start |= {"requantized": restored.requantized, "lossy": task.lossy}
+    run.append(run.starts, start | {"environment": now})
 
 
 def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: str, restored: Restored | None) -> None:
@@ -196,6 +204,8 @@ def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: st
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
     if restored is not None:
         note(f"resumed after step {done}, from {restored.path}")
+        if restored.requantized:
+            note(f"{restored.requantized}; losses go on from other weights than were saved")
 
 
 def _read(run: RunDir, order: Order, place: Place) -> Task:
@@ -216,7 +226,9 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
-    return Task(settings, started, corpus, tuple(run.saved_steps()[1]), left)
+    again, again_lossy = run.requantized()  # until the first save its checkpoints are of the recipe before
+    requantize, lossy = "recipe" in order.overrides or again, order.lossy or again_lossy
+    return Task(settings, started, corpus, tuple(run.saved_steps()[1]), left, requantize, lossy)
 
 
 def _join(wanted: str) -> Place:
