@@ -22,14 +22,14 @@ from pathlib import Path
 from quantshard.checkpoints import manifest
 from quantshard.checkpoints.compare import compare
 from quantshard.checkpoints.ownership import LOCK_FILE
-from tests.faults.job import ON_ANY_RANK, POINTS, Fault, Job, rank_main
+from tests.faults.job import IN_SAVER, ON_ANY_RANK, POINTS, TAKES, Fault, Job, rank_main
 
 BOUND_SECONDS = 90
 """Within which a job ends of which one process was killed: gloo's timeout, and some time to end on a busy machine."""
 
 ANY_TIME = "at any time"
 RECIPES = ("mxfp8", "nvfp4", "delayed", "block")
-MODES = (None, "thread")
+MODES = (None, "thread", "process")
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.faults.job"])
@@ -123,8 +123,8 @@ class Result:
     slowest_end: float = 0.0
 
     def table(self) -> str:
-        rows = [f"{'killed':<36}times"]
-        rows += [f"{point:<36}{count}" for point, count in sorted(self.moments.items())]
+        rows = [f"{'killed':<60}times"]
+        rows += [f"{point:<60}{count}" for point, count in sorted(self.moments.items())]
         return "\n".join(
             [
                 *rows,
@@ -174,7 +174,7 @@ class Drill:
             now = attempt(job, fault, after, all_at_once=not alone)
             if now.killed is None:
                 break
-            self.result.moments[now.killed] += 1
+            self.result.moments[now.killed + (", by the process that saves" if _in_saver(job, now) else "")] += 1
             self.say(f"{self.kills - self.left():>4}  {job.recipe:<9}{job.mode or 'sync':<8}{now.killed}")
             self.result.slowest_end = max(self.result.slowest_end, now.others_ended_after)
             if None in now.codes:
@@ -197,7 +197,12 @@ class Drill:
         self.points = self.points or list(POINTS)
         point = self.points.pop(self.chance.randrange(len(self.points)))
         rank = self.chance.randrange(job.ranks) if point in ON_ANY_RANK else 0
-        return Fault(point, self.chance.randint(1, 3), rank), None
+        takes = self.chance.choice(TAKES) if job.mode == "process" and point in IN_SAVER else TAKES[0]
+        return Fault(point, self.chance.randint(1, 3), rank, takes), None
+
+
+def _in_saver(job: Job, now: Attempt) -> bool:
+    return job.mode == "process" and now.killed in IN_SAVER
 
 
 def errors(job: Job) -> list[str]:

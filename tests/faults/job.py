@@ -59,11 +59,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Fault:
-    """The process of `rank` kills itself at the `call`-th time that it comes to a point."""
+    """The process of `rank` kills itself at the `call`-th time that it comes to a point.
+
+    Where a process of its own saves, it is the one that comes to `IN_SAVER`, and kills what `takes` says: "itself", the
+    "parent" that trains, which it outlives, or "both".
+    """
 
     point: str
     call: int
     rank: int
+    takes: str = "itself"
 
 
 # Points ---------------------------------------------------------------------------------------------------------------
@@ -98,6 +103,11 @@ ON_ANY_RANK = {point for point in POINTS if point.startswith(("step", "staging",
 }
 """The points that every rank comes to; to the others, only the first."""
 
+IN_SAVER = {point for point in POINTS if point.startswith(("writing", "rename"))}
+"""The points that the process comes to which saves, where there is one."""
+
+TAKES = ("itself", "parent", "both")
+
 
 def arm(fault: Fault, folder: str) -> None:
     """Patch the point, for the rest of this process."""
@@ -114,9 +124,34 @@ def arm(fault: Fault, folder: str) -> None:
             *same, data = args
             whole(*same, bytes(memoryview(data).cast("B")[: memoryview(data).nbytes // 2]))
         Path(folder, "hit").write_text(fault.point)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if fault.takes != "itself":
+            os.kill(os.getppid(), signal.SIGKILL)
+        if fault.takes != "parent":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None if moment == "after" else whole(*args, **kwargs)
 
     mock.patch.object(where, name, dying).start()
+
+
+class ArmedWriter(commit.CommitWriter):
+    """Brings a fault into the process that saves."""
+
+    armed = False
+
+    def __init__(self, target: commit.Target, facts: dict[str, Any], fault: Fault, folder: str) -> None:
+        super().__init__(target, facts)
+        self.fault, self.folder = fault, folder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not ArmedWriter.armed:
+            ArmedWriter.armed = True
+            arm(self.fault, self.folder)
+
+
+def arm_in_saver(fault: Fault, folder: str) -> None:
+    """As `arm`, in the process that will save for this one."""
+    mock.patch.object(manager, "CommitWriter", lambda *args: ArmedWriter(*args, fault, folder)).start()
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -187,7 +222,7 @@ def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None, prepare
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks))
         if fault is not None and fault.rank == rank:
-            arm(fault, job.folder)
+            (arm_in_saver if job.mode == "process" and fault.point in IN_SAVER else arm)(fault, job.folder)
         if prepare is not None:
             prepare()
         made = dist.FileStore(rendezvous, job.ranks)
