@@ -82,10 +82,10 @@ def test_elastic(whole: Job, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_saved_by_a_process_of_its_own(whole: Job, tmp_path: Path) -> None:
-    """2 ranks, each with a process that saves: the same bits, killed at some time and resumed, or not."""
+    """2 ranks, each with a process that saves: one dies while it writes, with the process that it saves for."""
     job = replace(whole, folder=str(tmp_path / "job"), mode="process")
     began = time.monotonic()
-    killed = attempt(job, after=4.0)
-    assert killed.killed or killed.codes == [0, 0], errors(job)
+    killed = attempt(job, Fault("writing: in a file", 2, 0, "both"), all_at_once=False)
+    assert killed.codes == [-9, 1] and not list(job.checkpoints.glob("step-*")), errors(job)
     assert attempt(job).codes == [0, 0], errors(job)
     assert differences(job, whole) == [] and time.monotonic() - began < 240
