@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,10 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed both, and warns of the old names."""
 
+
+state_dict_stager = StateDictStager
+"""Copies a state dict into memory of the host that the next copy uses again. What is public, `DefaultStager`, ends its
+own after each copy in torch 2.11: so it copies once, and the memory would be pinned anew each time."""
 
 storage_info = _StorageInfo
 """Where DCP's metadata say that one piece of an entry is. Its readers want this class, which has no public name."""

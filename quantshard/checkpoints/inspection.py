@@ -1,23 +1,19 @@
-"""What `quantshard inspect` shows of a checkpoint or of safetensors files: a row a tensor, and totals by format."""
+"""What `quantshard inspect` shows of a checkpoint: a row a tensor, and totals by format."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from quantshard.checkpoints import contents, manifest
-from quantshard.checkpoints.commit import is_complete
 from quantshard.checkpoints.contents import STATE_MARK, Figures, Group
-from quantshard.checkpoints.exported import SUFFIX, Files, Weight
 from quantshard.checkpoints.io import EXTRA
 from quantshard.checkpoints.reader import SafeReader
-from quantshard.checkpoints.store import Path_, local, locate, why
-from quantshard.errors import CheckpointError
+from quantshard.checkpoints.store import Path_
 
 WEIGHT, STATE = "weight", "state"
 """Kinds of rows: what a model holds, and an optimizer's states. The caller's own entries are `EXTRA`."""
@@ -97,33 +93,21 @@ class Inspection:
 
 
 def inspect(path: Path_, data: bool = True) -> Inspection:
-    """Look into a checkpoint directory, or into safetensors files: one, or all of a directory.
+    """Look into a checkpoint directory; `layouts.inspection.inspect` looks into safetensors files, too.
 
-    Not a collective call; nothing in the files is run, and one chunk, or some rows, are in memory at a time.
+    Not a collective call; nothing in the files is run, and one chunk is in memory at a time.
 
     Args:
-        data: whether to read scales and codes; else metadata, headers and tags alone are read.
+        data: whether to read scales and codes; else metadata and tags alone are read.
 
     Raises:
-        CheckpointError: it is none of these, or damaged.
+        CheckpointError: it is none, or damaged.
     """
-    if _is_exported(path):
-        return _exported(local(path, "safetensors files"), data)
     reader = contents.opened(path)
     rows = [_row(reader, group, data) for group in contents.groups(reader)]
     entries = reader.read_metadata().state_dict_metadata
     others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
     return Inspection(str(path), tuple(rows), tuple(sorted(others)), _run(path))
-
-
-def _is_exported(path: Path_) -> bool:
-    store, place = locate(path)
-    if place.endswith(SUFFIX):
-        return True
-    try:
-        return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(place))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
 
 
 def _run(path: Path_) -> dict[str, Any] | None:
@@ -150,11 +134,12 @@ def _row(reader: SafeReader, group: Group, data: bool) -> Row:
         group.shape,
         contents.stored_bytes(reader, group),
         contents.chunks(reader, group),
-        **_of(figures, group.wrong),
+        **counted(figures, group.wrong),
     )
 
 
-def _of(figures: Figures | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
+def counted(figures: Figures | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The entries of a `Row` that come from its data."""
     if figures is None or not figures.elements:
         return {"wrong": wrong}
     return {
@@ -164,26 +149,3 @@ def _of(figures: Figures | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
         "scales": figures.scales,
         "wrong": (*wrong, *figures.wrong),
     }
-
-
-def _exported(path: Path, data: bool) -> Inspection:
-    with Files(path) as files:
-        rows = [_exported_row(files, weight, data) for weight in files.weights()]
-    if not rows:
-        raise CheckpointError(f"{path} holds no tensors")
-    return Inspection(str(path), tuple(rows), (), None)
-
-
-def _exported_row(files: Files, weight: Weight, data: bool) -> Row:
-    parts = [part for part in (weight.codes, weight.scale, weight.second) if part is not None]
-    figures = files.figures(weight) if data and weight.encoding is not None else None
-    return Row(
-        weight.codes.key,
-        WEIGHT,
-        weight.tag,
-        weight.encoding is not None,
-        weight.shape,
-        sum(part.bytes for part in parts),
-        1,
-        **_of(figures),
-    )

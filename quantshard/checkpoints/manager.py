@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -32,6 +31,7 @@ from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.reader import DamagedError
+from quantshard.checkpoints.staging import Stager
 from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -127,7 +127,7 @@ class Manager:
             ranks.from_rank0(self._own)
         self._read_only = read_only
         self._group = dist.new_group(backend="gloo") if async_ and world() is not None else None
-        self._stager = _stager(async_) if async_ else None
+        self._stager = Stager(shared=async_ == "process") if async_ else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if async_ == "thread" else None
 
     def _own(self) -> None:
@@ -208,8 +208,7 @@ class Manager:
         """Copy the state, and begin to write the copy."""
         assert self._stager is not None
         if self._thread is not None:
-            staged: Any = self._stager.stage(state)
-            return self._thread.submit(io.write, staged, writer, self._group)
+            return self._thread.submit(io.write, self._stager.stage(state), writer, self._group)
         saving = dcp.async_save(
             state,
             storage_writer=writer,
@@ -386,19 +385,6 @@ def _said_of(path: str, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{path} could not be written: {ranks.first_failure(error)}"
-
-
-def _stager(mode: str) -> DefaultStager:
-    """It has copied all when it returns: the state is that of the call."""
-    gpu = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=gpu,
-            use_shared_memory=mode == "process",
-            use_async_staging=False,
-            use_non_blocking_copy=gpu,
-        )
-    )
 
 
 def _held_bytes(state: Any) -> int:

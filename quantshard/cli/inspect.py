@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantshard.checkpoints.inspection import Inspection, Row
-from quantshard.checkpoints.inspection import inspect as inspect_checkpoint
+from quantshard.layouts.inspection import inspect as inspect_path
 from quantshard.observe.table import human_bytes
 
 _TEXT_WIDTH = 200
@@ -34,7 +34,7 @@ def inspect(
 
     It may come from anybody: nothing in it is run.
     """
-    found = inspect_checkpoint(path, data)
+    found = inspect_path(path, data)
     if json_:
         print(found.to_json())
     else:

@@ -36,7 +36,12 @@ DTYPES: Final = {
 }
 """The dtypes that layouts have, as a header says them."""
 
-_BY_NAME: Final = {name: dtype for dtype, name in DTYPES.items()}
+_OTHER_DTYPES: Final = {
+    torch.float64: "F64", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+}  # fmt: skip
+_BY_NAME: Final = {name: dtype for dtype, name in (DTYPES | _OTHER_DTYPES).items()}
 
 Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -130,27 +135,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Files:
-    """The safetensors files of a folder, as one table of tensors of which slices are read.
+    """Safetensors files, a single one or those of a folder, as one table of tensors of which slices are read.
+
+    Args:
+        any_dtype: whether tensors may be of dtypes that no layout has, too.
 
     Raises:
         CheckpointError: there is none, an index names a file outside the folder or a tensor that is not in its file, a
             header is not one, or a dtype is none of `DTYPES`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, path: str | os.PathLike[str], any_dtype: bool = False) -> None:
+        single = Path(path) if Path(path).name.endswith(SUFFIX) else None
+        self.folder = Path(path) if single is None else single.parent
+        self._dtypes = set(DTYPES) | (set(_OTHER_DTYPES) if any_dtype else set())
+        self._index: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._file_of: dict[str, str] = {}
-        for file in self._names():
+        for file in self._names() if single is None else [single.name]:
             self._describe(file)
         self._check_index()
 
     def _names(self) -> list[str]:
-        self._index: dict[str, str] = {}
         if not (self.folder / INDEX).is_file():
-            names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            names = sorted(path.name for path in self.folder.glob(f"*{SUFFIX}"))
             if not names:
                 raise CheckpointError(f"{self.folder} holds no safetensors files")
             return names
@@ -175,7 +185,7 @@ class Files:
         except (SafetensorError, OSError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {_line(error)}") from None
         for name, (dtype, shape) in described.items():
-            if dtype not in _BY_NAME:
+            if _BY_NAME.get(dtype) not in self._dtypes:
                 raise CheckpointError(f"{self.folder / file}: {name} is of dtype {dtype}, which no layout has")
             if name in self.tensors:
                 raise CheckpointError(f"{name} lies in {self._file_of[name]} and in {file} of {self.folder}")

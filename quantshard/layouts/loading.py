@@ -59,8 +59,7 @@ class Import:
             f"{self.path}: {self.layout.name if self.layout else 'high precision'}; {len(self.copied)} tensors copied "
             f"bit for bit, {len(self.quantized)} weights quantized, {len(self.requantized)} requantized"
         ]
-        for name, why in list(self.requantized.items())[:1]:
-            found.append(f"LOSSY: requantized {len(self.requantized)} weights, the first {name}: {why}")
+        found += table.lossy_lines(self.requantized)
         if self.rounded:
             found.append(f"rounded {len(self.rounded)} tensors to the parameters' dtype (first: {self.rounded[0]})")
         return found

@@ -106,6 +106,12 @@ class Verdict:
 EXACT, LOSSY, UNDEFINED = "exact", "lossy", "undefined"
 
 
+def lossy_lines(requantized: Mapping[str, str]) -> list[str]:
+    """What a report says of weights (name -> why) that did not go over exactly."""
+    first = [f"the first {name}: {why}" for name, why in requantized.items()][:1]
+    return [f"LOSSY: requantized {len(requantized)} weights, {line}" for line in first]
+
+
 def verdict(cell: Cell | None, layout: Layout, has_input_amax: bool | None = None) -> Verdict:
     """How a weight stored as `cell` (None: in high precision) goes into a layout.
 

@@ -69,8 +69,7 @@ class Export:
             f"{self.path}: {self.layout.name}, {self.bytes} bytes; {len(self.exact)} weights exact, "
             f"{len(self.requantized)} requantized, {len(self.high_precision)} tensors in high precision"
         ]
-        for name, why in list(self.requantized.items())[:1]:
-            found.append(f"LOSSY: requantized {len(self.requantized)} weights, the first {name}: {why}")
+        found += table.lossy_lines(self.requantized)
         if self.masters:
             found.append(f"values of {self.masters} tensors are those of the optimizer's masters")
         return found + self.notes

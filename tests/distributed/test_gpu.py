@@ -21,6 +21,7 @@ from tests.distributed.models import MESHES, RECIPES, Case, bits, build, mesh_of
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import MASTERS
 from tests.distributed.test_fused_adam import MOMENTS as OPTIMIZER_MOMENTS
+from tests.distributed.test_manager import saved_beside_training
 from tests.distributed.test_matrix import first_run, reference, second_run
 from tests.distributed.test_recompute import runs as recomputed
 
@@ -193,3 +194,12 @@ def test_operands_in_pieces() -> None:
 def test_bits_are_of_the_state_dict() -> None:
     """1 process: the helper above sees every key (a guard against an empty comparison)."""
     assert bits(torch.nn.Linear(2, 2)).keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_beside_training(recipe: str, tmp_path: Path) -> None:
+    """1 and 2 ranks: staged in pinned memory by a thread, it is the state at the call."""
+    for ranks in range(1, 1 + min(2, torch.cuda.device_count())):
+        case = Case(recipe, (ranks,), device="cuda")
+        for found in run_ranks(ranks, saved_beside_training, case, str(tmp_path / str(ranks))):
+            assert found == [[], True, True, 2, True, True]

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from quantshard import checkpoints
 from quantshard.checkpoints import commit, io, manifest
 from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.inspection import inspect
 from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.ownership import Ownership
 from quantshard.checkpoints.store import locate
 from quantshard.checkpoints.verify import verify
 from quantshard.cli import app
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.layouts.inspection import inspect
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import SHAPES, new_run, on_rank_0

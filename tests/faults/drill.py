@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import random
@@ -137,8 +138,16 @@ class Result:
 class Drill:
     """Kills jobs until it has killed often enough; each is resumed until it is done, and compared with a whole one."""
 
-    def __init__(self, folder: Path, kills: int, seed: int, recipes: tuple[str, ...] = RECIPES, say=lambda text: None):
-        self.folder, self.kills, self.recipes, self.say = folder, kills, recipes, say
+    def __init__(
+        self,
+        folder: Path,
+        kills: int,
+        seed: int,
+        recipes: tuple[str, ...] = RECIPES,
+        modes: tuple[str | None, ...] = MODES,
+        say=lambda text: None,
+    ):
+        self.folder, self.kills, self.recipes, self.modes, self.say = folder, kills, recipes, modes, say
         self.chance, self.result = random.Random(seed), Result()
         self.wholes: dict[str, Job] = {}
         self.seconds = 4.0  # of an attempt that is not killed
@@ -148,7 +157,7 @@ class Drill:
         """All of it."""
         while self.left():
             number = self.result.jobs
-            recipe, mode = self.recipes[number % len(self.recipes)], MODES[number // 2 % len(MODES)]
+            recipe, mode = self.recipes[number % len(self.recipes)], self.modes[number // 2 % len(self.modes)]
             self.kill_and_finish(replace(self.whole(recipe), folder=str(self.folder / f"job-{number}"), mode=mode))
             self.result.jobs += 1
         return self.result
@@ -214,10 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--mode", choices=("sync", "thread", "process"), help="of saving, default: each in turn")
     options = parser.parse_args()
+    modes = MODES if options.mode is None else (None if options.mode == "sync" else options.mode,)
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        result = Drill(Path(folder), options.kills, options.seed, say=lambda text: print(text, flush=True)).run()
+        say = functools.partial(print, flush=True)
+        result = Drill(Path(folder), options.kills, options.seed, modes=modes, say=say).run()
     print(result.table())
     for wrong in result.wrong:
         print(wrong)

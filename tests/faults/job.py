@@ -21,10 +21,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager
 
 from quantshard import private_torch
 from quantshard.checkpoints import commit, io, manager, manifest, rank_state, store
+from quantshard.checkpoints.staging import Stager
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case, build, optimizer_of
 from tests.distributed.shelf import SCHEME
@@ -78,8 +78,8 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "step: before the optimizer": (FusedAdam, "step", "before"),
     "step: after the optimizer": (FusedAdam, "step", "after"),
     "staging: what each rank has": (rank_state, "entries", "after"),
-    "staging: before the copy": (DefaultStager, "stage", "before"),
-    "staging: after the copy": (DefaultStager, "stage", "after"),
+    "staging: before the copy": (Stager, "stage", "before"),
+    "staging: after the copy": (Stager, "stage", "after"),
     "writing: the folder is made": (store.LocalStore, "mkdir", "after"),
     "writing: in a file": (commit._Written, "write", "half"),
     "writing: the data are there": (commit.CommitWriter, "write_data", "after"),

@@ -26,7 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_a_handful_of_kills(tmp_path: Path, show: Callable[[str], None]) -> None:
     """2 ranks."""
-    result = Drill(tmp_path, kills=5, seed=3, recipes=("nvfp4",)).run()
+    result = Drill(tmp_path, kills=5, seed=3, recipes=("nvfp4",), modes=(None, "thread")).run()
     show(result.table())
     assert sum(result.moments.values()) == 5 and result.lines >= 8
     assert not result.wrong, result.wrong

@@ -1,0 +1,214 @@
+"""What `quantshard inspect` shows of safetensors files: weights by the names, dtypes and scales of any layout.
+
+No configuration is asked for, so that a file alone can be looked into; data are read some rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.checkpoints import inspection
+from quantshard.checkpoints.commit import is_complete
+from quantshard.checkpoints.contents import Figures, count
+from quantshard.checkpoints.inspection import WEIGHT, Inspection, Row
+from quantshard.checkpoints.store import Path_, local, locate, why
+from quantshard.errors import CheckpointError
+from quantshard.formats import E2M1, E4M3, E5M2, E8M0, Encoding
+from quantshard.layouts.files import SUFFIX, Files
+from quantshard.layouts.table import LAYOUTS
+
+_ELEMENTS: Final = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1}
+_BYTES_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How the names of a weight's codes, scales and second scale end; the second one divides or multiplies."""
+
+    codes: str
+    scale: str
+    second: str | None = None
+    divides: bool = False
+
+
+def _names_of_layouts() -> tuple[_Names, ...]:
+    found = {_Names("_qdata", "_scale"): None}  # torchao's: l._weight_qdata, l._weight_scale
+    for layout in LAYOUTS.values():
+        if not layout.is_plain:
+            codes, scale = layout.codes_key.removeprefix("weight"), layout.scale_key.removeprefix("weight")
+            second = (layout.second.key.removeprefix("weight"), layout.second.divides) if layout.second else ()
+            found[_Names(codes, scale, *second)] = None
+    return tuple(sorted(found, key=lambda names: names.second is None))  # whoever has two scales has a first one, too
+
+
+_NAMES: Final = _names_of_layouts()
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The keys of a tensor and of its scales. `encoding`: that of its codes, None for a tensor in high precision."""
+
+    codes: str
+    encoding: Encoding | None = None
+    scale: str | None = None
+    second: str | None = None
+    divides: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for key in (self.codes, self.scale, self.second) if key is not None)
+
+
+def inspect(path: Path_, data: bool = True) -> Inspection:
+    """Look into a checkpoint directory, or into safetensors files: one, or those of a directory.
+
+    Not a collective call; nothing in the files is run, and one chunk, or some rows, are in memory at a time.
+
+    Args:
+        data: whether to read scales and codes; else metadata, headers and tags alone are read.
+
+    Raises:
+        CheckpointError: it is none of these, or damaged.
+    """
+    if _is_exported(path):
+        return _Exported(Files(local(path, "safetensors files"), any_dtype=True)).inspection(str(path), data)
+    return inspection.inspect(path, data)
+
+
+def _is_exported(path: Path_) -> bool:
+    store, place = locate(path)
+    if place.endswith(SUFFIX):
+        return True
+    try:
+        return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(place))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
+
+
+class _Exported:
+    """Safetensors files, weight by weight."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+
+    def inspection(self, path: str, data: bool) -> Inspection:
+        """All of it."""
+        rows = tuple(self._row(weight, data) for weight in self._weights())
+        if not rows:
+            raise CheckpointError(f"{path} holds no tensors")
+        return Inspection(path, rows, (), None)
+
+    def _weights(self) -> list[_Weight]:
+        """Tensors, each with its scales, in the order of their names."""
+        found = [weight for key in self.files.names() if (weight := self._with_scales(key)) is not None]
+        taken = {key for weight in found for key in weight.keys}
+        found += [_Weight(key) for key in self.files.names() if key not in taken]
+        return sorted(found, key=lambda weight: weight.codes)
+
+    def _with_scales(self, key: str) -> _Weight | None:
+        """The quantized weight whose codes have this key; None if they are no codes."""
+        encoding = _ELEMENTS.get(self.files.tensors[key][0])
+        if encoding is None:
+            return None
+        for names in _NAMES:
+            base = key.removesuffix(names.codes)
+            scale, second = base + names.scale, None if names.second is None else base + names.second
+            there = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
+            if there and (encoding is E2M1) <= (second is not None):
+                return _Weight(key, encoding, scale, second, names.divides)
+        return None
+
+    def _row(self, weight: _Weight, data: bool) -> Row:
+        figures = self._figures(weight) if data and weight.scale is not None else None
+        return Row(
+            weight.codes,
+            WEIGHT,
+            self._tag(weight),
+            weight.encoding is not None,
+            self._shape(weight),
+            sum(self._bytes(key) for key in weight.keys),
+            1,
+            **inspection.counted(figures),
+        )
+
+    def _bytes(self, key: str) -> int:
+        dtype, shape = self.files.tensors[key]
+        return math.prod(shape) * dtype.itemsize
+
+    def _shape(self, weight: _Weight) -> tuple[int, ...]:
+        """Of the values: two codes of four bits are a byte."""
+        shape = self.files.tensors[weight.codes][1]
+        if weight.encoding is None or not shape:
+            return shape
+        return (*shape[:-1], shape[-1] * (8 // weight.encoding.bits))
+
+    def _tag(self, weight: _Weight) -> str:
+        """What it is stored as."""
+        if weight.encoding is None or weight.scale is None:
+            return _said(self.files.tensors[weight.codes][0])
+        dtype, grid = self.files.tensors[weight.scale]
+        scale = E8M0.name if dtype in (torch.uint8, torch.float8_e8m0fnu) else _said(dtype)
+        return f"{weight.encoding.name}, {scale} a {_block(self._shape(weight), grid)}"
+
+    def _figures(self, weight: _Weight) -> Figures:
+        """What the data of a quantized weight say.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        assert weight.encoding is not None and weight.scale is not None
+        found = Figures()
+        for codes in self._rows(weight.codes):
+            elements, zeros, saturated = count(codes.view(torch.uint8), weight.encoding)
+            found.elements, found.zeros = found.elements + elements, found.zeros + zeros
+            found.saturated += saturated
+        second = self._second(weight)
+        for stored in self._rows(weight.scale):
+            values = (numerics.decode(stored, E8M0) if stored.dtype == torch.uint8 else stored.float()) * second
+            if values.numel():
+                bad = int((~values.isfinite() | (values < 0)).sum())
+                if bad:
+                    found.wrong.append(f"{weight.scale}: {bad} of {values.numel()} scales are not finite")
+                low, high = float(values.min()), float(values.max())
+                before = found.scales or (low, high)
+                found.scales = (min(before[0], low), max(before[1], high))
+        return found
+
+    def _second(self, weight: _Weight) -> float:
+        if weight.second is None:
+            return 1.0
+        value = float(torch.cat([part.reshape(-1).float() for part in self._rows(weight.second)]).max())
+        if weight.divides:
+            return 1 / value if value else math.inf
+        return value
+
+    def _rows(self, key: str) -> Iterator[Tensor]:
+        """The values of a tensor, some rows at a time."""
+        shape = self.files.tensors[key][1]
+        if not shape:
+            yield self.files.read(key)
+            return
+        step = max(1, _BYTES_AT_ONCE // max(self._bytes(key) // max(shape[0], 1), 1))
+        for start in range(0, shape[0], step):
+            yield self.files.read(key, slice(start, start + step))
+
+
+def _block(shape: tuple[int, ...], grid: tuple[int, ...]) -> str:
+    """What one scale is for, from the shapes of values and scales."""
+    if all(n == 1 for n in grid):
+        return "tensor"
+    if len(grid) == 1:
+        return "row"
+    rows, cols = (math.ceil(n / max(m, 1)) for n, m in zip(shape[-2:], grid[-2:], strict=True))
+    return "row" if (rows, cols) == (1, shape[-1]) else f"{rows}x{cols} block"
+
+
+def _said(dtype: torch.dtype) -> str:
+    return E4M3.name if dtype == E4M3.native else str(dtype).removeprefix("torch.")
