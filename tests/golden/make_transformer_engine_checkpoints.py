@@ -5,9 +5,9 @@
 
 writes `transformer-engine-2.20.2-dcp.tar.xz` beside this file. The tensor classes, their quantizers and how they pickle
 are TransformerEngine's; its compiled part, which needs a GPU, is replaced by an enum and mocks, so nothing is quantized
-there: codes and scales are those recorded on an H200 (`current`, `block`; see make_compact.py), or the oracle's (`mxfp8`
-`nvfp4`). Its modules, FSDP2 and FusedAdam did not run: the state dicts have the shape that these give them, with
-each shard a tensor of its own, whose scales are padded, here with rubbish.
+there: codes and scales are those recorded on an H200 (`current`, `block`; see make_compact.py), or the oracle's
+(`mxfp8`, `nvfp4`). Its modules, FSDP2 and FusedAdam did not run: the state dicts have the shape that these give them,
+with each shard a tensor of its own, whose scales are padded, here with rubbish.
 """
 
 from __future__ import annotations
