@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard import numerics, recipe
-from quantshard.checkpoints import commit, io
+from quantshard.checkpoints import commit, io, manifest
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.contents import Group
 from quantshard.checkpoints.store import Path_
@@ -118,7 +118,9 @@ class _Job:
     def facts(self) -> dict[str, Any]:
         """What the manifest says."""
         steps = {value for key, value in self.made.items() if key.endswith(".step") and type(value) is int}
-        return {"step": steps.pop() if len(steps) == 1 else None, "recipe": None, "mesh": None}
+        like = manifest.read(self.like.path)
+        recipe_of_like = None if like is None else like.recipe
+        return {"step": steps.pop() if len(steps) == 1 else None, "recipe": recipe_of_like, "mesh": None}
 
     # The model ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class _Job:
                 f"{source.path} is of another model than {like.path}: it lacks {len(missing)} tensors (first: "
                 f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
             )
-        for name in own & set(source.names):
+        for name in sorted(own & set(source.names)):
             there, here = source.size(source.model + name), like.groups[_MODEL + name].shape
             if tuple(there) != here:
                 raise CheckpointError(
@@ -304,7 +306,9 @@ class _Job:
                 kept = [key for key in kept if not key.endswith(ends)]
         settings = sorted({key.rpartition(".")[2] for key in kept if key.startswith("optimizer.param_groups.")})
         if settings:
-            self.report.own["optimizer settings"] = f"{', '.join(settings)}, which it does not save"
+            self.report.own["optimizer settings"] = f"{', '.join(settings)}, which TransformerEngine does not save"
+        extra = [key for key in kept if key.startswith(f"{io.EXTRA}.")]
+        self.report.own.update(dict.fromkeys(extra, f"as {self.like.path} has it"))
 
     def _remaining(self) -> Iterator[str]:
         for key in self.like.entries:

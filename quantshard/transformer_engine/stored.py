@@ -199,7 +199,7 @@ class Like:
         """Of each parameter of the optimizer: its number, its name, and the key of its group.
 
         Raises:
-            CheckpointError: the optimizer was built without names.
+            CheckpointError: the optimizer was built without names, or with others than the model's.
         """
         found = []
         for key in self.entries:
@@ -212,4 +212,7 @@ class Like:
                     )
                 names = self.value(f"{group}.param_names")
                 found += [(number, name, group) for number, name in zip(self.value(key), names, strict=True)]
+        unknown = [name for _, name, _ in found if f"model.{name}" not in self.groups]
+        if unknown:
+            raise CheckpointError(f"{self.path}: its optimizer has a parameter {unknown[0]}, which its model lacks")
         return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import tarfile
 import warnings
@@ -25,13 +26,14 @@ from typer.testing import CliRunner
 import quantshard as qs
 import quantshard.cli as command_line
 from quantshard import checkpoints, numerics, recipe, transformer_engine
+from quantshard.checkpoints import manifest
 from quantshard.checkpoints.compare import compare
 from quantshard.checkpoints.inspection import inspect
 from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy
 from quantshard.optimizers import FusedAdam
-from quantshard.storage import AMAX_HISTORY
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.checkpoints.test_untrusted import Call, change_object
 from tests.distributed.pool import run_ranks
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE, RECIPES, SETTINGS, states, weight
@@ -57,8 +59,8 @@ def size_of(name: str) -> int:
     return weight(name)[1]["codes"].shape[0]
 
 
-def built(chosen: Any, size: int, *, layers: int = 1, **options: Any) -> tuple[nn.Sequential, FusedAdam]:
-    torch.manual_seed(7)
+def built(chosen: Any, size: int, *, layers: int = 1, seed: int = 7, **options: Any) -> tuple[nn.Sequential, FusedAdam]:
+    torch.manual_seed(seed)
     with qs.quantized_model_init(enabled=chosen is not None, recipe=chosen):
         model = nn.Sequential(*[qs.Linear(size, size, params_dtype=torch.bfloat16) for _ in range(layers)])
     return model, FusedAdam(model.named_parameters(), **options)
@@ -199,6 +201,19 @@ def test_remainders(stored: Path, tmp_path: Path) -> None:
     assert same(optimizer.get_unscaled_state(model[0].bias, "master_param"), wanted)
 
 
+def test_the_rest_is_as_the_new_model_has_it(stored: Path, tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "new", *built("current", 128), {"recipe": "current", "seen": 7})
+    done = transformer_engine.convert(stored / "current", tmp_path / "new", tmp_path / "out")
+    assert {key for key in done.own if key.startswith("extra.")} == {"extra.recipe", "extra.seen"}
+    assert checkpoints.load(tmp_path / "out", *built("current", 128)) == {"recipe": "current", "seen": 7}
+    found = manifest.read(tmp_path / "out")
+    assert found is not None and (found.step, found.recipe) == (3, "current")
+    (model, _), (other, _) = built("current", 128), built("current", 128, seed=8)
+    checkpoints.load(tmp_path / "out", other)
+    born, loaded = (each[0].weight._storage.state for each in (model, other))
+    assert same(born[KEY], loaded[KEY]) and same(born[DRAWS], loaded[DRAWS])
+
+
 def test_the_model_alone(stored: Path, tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "new", built("current", 128)[0], None)
     done = transformer_engine.convert(stored / "current", tmp_path / "new", tmp_path / "out")
@@ -238,6 +253,18 @@ def test_it_goes_on_on_2_ranks(stored: Path, tmp_path: Path) -> None:
     step_on_ranks(tmp_path / "out", tmp_path / "one")
     assert not compare(tmp_path / "one", tmp_path / "two").differences
     assert compare(tmp_path / "out", tmp_path / "two").differences
+
+
+def test_the_page_runs(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block and the command of docs/converting.md."""
+    page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "te").mkdir()
+    (tmp_path / "te" / "step_3").symlink_to(stored / "mxfp8")
+    (block,), (command,) = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.S) for kind in ("python", "sh"))
+    exec(compile(block, "docs/converting.md", "exec"), {})
+    result = CliRunner().invoke(command_line.app(), shlex.split(command)[1:], catch_exceptions=False)
+    assert result.exit_code == 0 and "8 tensors bit for bit, 0 not exactly" in result.output
 
 
 # Plain tensors: how states are named
