@@ -28,10 +28,13 @@ from quantshard.layouts.conversion import NotExact
 from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX, assign, make_state
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.transformer_engine.pieces import Piece
-from quantshard.transformer_engine.stored import EXTRA_STATE, SETTINGS, STATE_ROLES, Like, Source
+from quantshard.transformer_engine.stored import EXTRA_STATE, NAMED, SETTINGS, STATE_ROLES, Like, Source
 from quantshard.transformer_engine.weights import components_of, values_of
 
 _MODEL, _STATE = "model.", "optimizer.state."
+
+_FAR = 0.5
+"""How far a weight may be from its master, of the master's norm. Four bits give about 0.1, another weight 1.4."""
 
 
 @dataclass
@@ -98,6 +101,7 @@ class _Job:
         self.has_optimizer = source.has_optimizer and any(key.startswith(_STATE) for key in like.entries)
         self.own_names = [name for _, name, _ in like.parameters] if self.has_optimizer else []
         self.states = source.states(self.own_names) if self.has_optimizer else {}
+        self.is_numbered = self.has_optimizer and bool(source.numbered(self.own_names))
         self.made: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
@@ -156,10 +160,23 @@ class _Job:
             return {}
         assert shape is not None
         pieces = self.source.pieces(self.source.model + name)
+        self._check_master(name, pieces, shape)
         if group.format is None:
             return {group.name: self._plain(name, pieces, shape, getattr(torch, group.tag))}
         parts = self._components(name, pieces, group.format, (shape[0], shape[1]))
         return {group.parts[part]: value for part, value in parts.items()}
+
+    def _check_master(self, name: str, pieces: list[Any], shape: tuple[int, ...]) -> None:
+        """Numbered states are taken to be in the model's order: a master that is far from its weight says otherwise."""
+        master = self._master(name) if self.is_numbered else None
+        if master is None:
+            return
+        distance, norm = (values_of(pieces, shape).float() - master).norm(), master.norm()
+        if distance > _FAR * norm:
+            raise CheckpointError(
+                f"{self.source.path}: its optimizer numbers the states, and the master that by the model's order is "
+                f"{name}'s is {float(distance / norm):.2g} of its norm away from this weight; {NAMED}"
+            )
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
         quantized = [piece for piece in pieces if isinstance(piece, Piece)]
@@ -198,15 +215,29 @@ class _Job:
 
     def _stored_state(self, name: str, role: str) -> Tensor | None:
         """A state as it is stored: FusedAdam's `state_dict` makes float32 of all but the remainders of masters."""
-        key = self.states.get(name, {}).get(role)
-        return None if key is None else self.source.value(key)
+        key, source = self.states.get(name, {}).get(role), self.source
+        if key is None:
+            return None
+        sizes = source.size(key), source.size(source.model + name)
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"{source.path}: {key} has shape {list(sizes[0])}, {name}, whose it would be, {list(sizes[1])}; {NAMED}"
+            )
+        found: Tensor = source.value(key)
+        return found
 
     def _master(self, name: str) -> Tensor | None:
         """The float32 master of a parameter; joined of both halves where only the low one was stored."""
         found = self._stored_state(name, MASTER)
         if found is None or found.dtype != torch.int16:
             return None if found is None else found.float()
-        return numerics.join_bfloat16(self.source.value(self.source.model + name), found)
+        high = self.source.value(self.source.model + name)
+        if high.dtype != torch.bfloat16:
+            raise CheckpointError(
+                f"{self.source.path}: the master of {name} is the 16 bits that a BF16 weight lacks of it, and this one is "
+                f"{high.dtype}"
+            )
+        return numerics.join_bfloat16(high, found)
 
     def _state(self, number: int, name: str, role: str) -> dict[str, Any]:
         """The entries of one state of one parameter."""
@@ -223,8 +254,6 @@ class _Job:
         if values is None:
             values = self._values_here(name) if role == MASTER else torch.zeros(shape)
             self.report.own[label] = "seeded from the weight" if role == MASTER else "zero, as before a first step"
-        if tuple(values.shape) != shape:
-            raise CheckpointError(f"{self.source.path}: {label} has shape {list(values.shape)}, {name} {list(shape)}")
         entry = self.like.entries[key]
         assert isinstance(entry, TensorStorageMetadata)
         state = make_state(torch.empty(shape), entry.properties.dtype, role)

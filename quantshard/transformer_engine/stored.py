@@ -30,7 +30,8 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
 
 EXTRA_STATE = "_extra_state"
 
-_NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them"
+NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them"
+"""What to do where it is not known whose states are whose."""
 
 
 class Source:
@@ -108,7 +109,7 @@ class Source:
             CheckpointError: the states are numbered, and it is not known which parameters are meant; or a state is none
                 of a parameter, or not of FusedAdam.
         """
-        start, numbered = f"{self.optimizer}state.", self._numbered(own)
+        start, numbered = f"{self.optimizer}state.", self.numbered(own)
         found: dict[str, dict[str, str]] = {}
         for key in self.entries:
             if not key.startswith(start):
@@ -128,7 +129,7 @@ class Source:
         Raises:
             CheckpointError: see `states`.
         """
-        numbered, found = self._numbered(own), {}
+        numbered, found = self.numbered(own), {}
         for which in self._groups:
             fields = {field: self.value(key) for field, key in self._groups[which].items() if field in SETTINGS}
             members = self._members(which)
@@ -150,8 +151,12 @@ class Source:
         key = self._groups[which].get("params")
         return None if key is None else list(self.value(key))
 
-    def _numbered(self, own: list[str]) -> dict[str, str]:
-        """Number -> name, where states are numbered: by the groups' names, else in the order of the model."""
+    def numbered(self, own: list[str]) -> dict[str, str]:
+        """Number -> name, where states are numbered: by the groups' names, else in the order of the model.
+
+        Raises:
+            CheckpointError: see `states`.
+        """
         groups = [(self._members(which), self._groups[which].get("param_names")) for which in self._groups]
         numbers = [str(member) for members, _ in groups for member in members or ()]
         if not numbers or not all(number.isdigit() for number in numbers):
@@ -162,11 +167,11 @@ class Source:
             names = [name for name in self.names if name in own]
             if len(groups) > 1:
                 raise CheckpointError(
-                    f"{self.path}: its optimizer numbers parameters of {len(groups)} groups and names none; {_NAMED}"
+                    f"{self.path}: its optimizer numbers parameters of {len(groups)} groups and names none; {NAMED}"
                 )
         if len(names) != len(numbers):
             raise CheckpointError(
-                f"{self.path}: its optimizer has {len(numbers)} numbered parameters, the model {len(names)}; {_NAMED}"
+                f"{self.path}: its optimizer has {len(numbers)} numbered parameters, the model {len(names)}; {NAMED}"
             )
         return dict(zip(numbers, names, strict=True))
 

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import tarfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,14 +271,25 @@ def test_the_page_runs(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 # Plain tensors: how states are named
 
 
-def plain(path: Path, *, groups: list[dict[str, Any]], named: bool, prefix: str = "", split: bool = False) -> Path:
+def plain(
+    path: Path,
+    *,
+    groups: list[dict[str, Any]],
+    named: bool,
+    prefix: str = "",
+    split: bool = False,
+    order: Sequence[int] = range(4),
+    drift: float = 1,
+) -> Path:
     """A BF16 model of TransformerEngine's, as `state_dict` of the optimizer or as `get_optimizer_state_dict` has it.
 
-    `split`: with `store_param_remainders`. Its last bias never had a gradient.
+    `split`: with `store_param_remainders`. `order`: the numbers of the parameters. `drift`: masters, of the weights.
+    The last bias never had a gradient.
     """
     generator = torch.Generator().manual_seed(4)
     masters = {name: torch.randn((24, 24)[: 2 - name.endswith("bias")], generator=generator) for name in NAMES}
     halves = {name: numerics.split_bfloat16(master) for name, master in masters.items()}
+    masters = {name: master * drift for name, master in masters.items()}
     model = {name: high for name, (high, _) in halves.items()}
     state = {
         name if named else number: {
@@ -285,7 +297,7 @@ def plain(path: Path, *, groups: list[dict[str, Any]], named: bool, prefix: str 
             "exp_avg_sq": master.square(),
             "master_param": halves[name][1] if split else master,
         }
-        for number, (name, master) in enumerate(masters.items())
+        for number, (name, master) in zip(order, masters.items(), strict=True)
         if name != "1.bias"
     }
     model["0._extra_state"] = torch.arange(9, dtype=torch.uint8)
@@ -325,6 +337,31 @@ def test_states_by_name_and_by_number(tmp_path: Path, named: bool, split: bool) 
             wanted = {**dict.fromkeys(wanted, torch.zeros(24)), "master_param": param.detach().float()}
         for role, value in wanted.items():
             assert same(optimizer.get_unscaled_state(param, role), value), (name, role)
+
+
+def test_numbers_in_another_order_are_noticed(tmp_path: Path) -> None:
+    """By the masters: two weights of one shape look alike."""
+    source = plain(tmp_path / "te", groups=[group(*range(4))], named=False, order=[2, 1, 0, 3])
+    with pytest.raises(CheckpointError, match=r"the master that by the model's order is 0\.weight's is 1\.\d+ of its"):
+        transformer_engine.convert(source, like(tmp_path / "new", None, 24, layers=2), tmp_path / "out")
+    source = plain(tmp_path / "other", groups=[group(*range(4))], named=False, order=[1, 0, 2, 3])
+    with pytest.raises(
+        CheckpointError, match=r"1\.master_param has shape \[24, 24\], 0\.bias, whose it would be, \[24\]"
+    ):
+        transformer_engine.convert(source, tmp_path / "new", tmp_path / "out")
+
+
+def test_a_weight_that_is_not_the_upper_half_of_its_master(tmp_path: Path) -> None:
+    source = plain(tmp_path / "te", groups=[group(*NAMES)], named=True, drift=1.01)
+    new = like(tmp_path / "new", None, 24, layers=2, store_param_remainders=True)
+    done = transformer_engine.convert(source, new, tmp_path / "out", lossy=True)
+    assert set(done.inexact) == set(NAMES[:3]) and "upper half of its master" in done.inexact["0.weight"]
+    assert set(done.exact).isdisjoint(done.inexact)
+    model, optimizer = built(None, 24, layers=2, store_param_remainders=True)
+    checkpoints.load(tmp_path / "out", model, optimizer)
+    master = torch.randn(24, 24, generator=torch.Generator().manual_seed(4)) * 1.01
+    assert same(optimizer.get_unscaled_state(model[0].weight, "master_param"), master)
+    assert same(model[0].weight.detach(), numerics.split_bfloat16(master)[0])
 
 
 def test_groups(tmp_path: Path) -> None:
