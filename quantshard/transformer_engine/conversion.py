@@ -234,7 +234,7 @@ class _Job:
         high = self.source.value(self.source.model + name)
         if high.dtype != torch.bfloat16:
             raise CheckpointError(
-                f"{self.source.path}: the master of {name} is the 16 bits that a BF16 weight lacks of it, and this one is "
+                f"{self.source.path}: the master of {name} is the 16 bits that a BF16 weight lacks, and it is one of "
                 f"{high.dtype}"
             )
         return numerics.join_bfloat16(high, found)
@@ -304,6 +304,10 @@ class _Job:
                 if setting not in there.get(name, {}) or key not in self.like.entries:
                     continue
                 value = _plain_setting(there[name][setting])
+                if not _is_setting(setting, value):
+                    raise CheckpointError(
+                        f"{self.source.path}: {name} has {setting} {value!r:.60} there, which is none"
+                    )
                 if found.setdefault(key, value) != value:
                     raise CheckpointError(
                         f"{self.source.path}: {name} has {setting} {value!r} there, other parameters of its group in "
@@ -377,8 +381,14 @@ def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 def _plain_setting(value: Any) -> Any:
     """A setting as our groups have it: with `capturable` some are tensors there."""
-    found = value.item() if isinstance(value, Tensor) else value
+    found = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return tuple(found) if isinstance(found, list) else found
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    if name == "betas":
+        return isinstance(value, tuple) and len(value) == 2 and all(isinstance(beta, float) for beta in value)
+    return type(value) is int if name == "step" else isinstance(value, bool | int | float)
 
 
 def _scaling_of(fmt: Format) -> Scaling:

@@ -95,8 +95,8 @@ def piece_of(call: Call, origin: tuple[int, ...], shape: tuple[int, ...]) -> Pie
     if len(shape) != 2 or len(call.args) > len(kind.arguments):
         raise CheckpointError(f"it is a {kind.name} of shape {list(shape)} with {len(call.args)} arguments")
     fields = dict.fromkeys(kind.arguments) | dict(zip(kind.arguments, call.args, strict=False))
-    if fields["shape"] is None or tuple(fields["shape"]) != tuple(shape):
-        raise CheckpointError(f"its {kind.name} has the shape {fields['shape']}, the metadata say {list(shape)}")
+    if not isinstance(fields["shape"], tuple) or tuple(fields["shape"]) != tuple(shape):
+        raise CheckpointError(f"its {kind.name} has not the shape {list(shape)}, which the metadata say")
     return kind.read(fields, (origin[0], origin[1]), (shape[0], shape[1]))
 
 
@@ -105,7 +105,8 @@ def _element(fields: Mapping[str, Any]) -> Encoding:
     number = code.args[0] if isinstance(code, Call) and code.name in _ENUMS and len(code.args) == 1 else code
     found = _ELEMENTS.get(number) if type(number) is int else None
     if found is None:
-        raise CheckpointError(f"its codes are of TransformerEngine's DType {number!r}, which is not known here")
+        shown = number if type(number) is int else type(number).__name__
+        raise CheckpointError(f"its codes are of TransformerEngine's DType {shown}, which is not known here")
     return found
 
 
@@ -115,7 +116,23 @@ def _tensor(value: Any, what: str) -> Tensor:
     return value
 
 
-def _plane(fields: Mapping[str, Any], side: _Side, shape: tuple[int, int], element: Encoding) -> Plane | None:
+def _one(value: Any, what: str) -> Tensor:
+    """A tensor of one number, as [1, 1]."""
+    found = _tensor(value, what)
+    if found.numel() != 1:
+        raise CheckpointError(f"its {what} has {found.numel()} numbers, not one")
+    return found.reshape(1, 1)
+
+
+def _flag(value: Any, what: str) -> bool:
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"its {what} is neither true nor false")
+    return bool(value)
+
+
+def _plane(
+    fields: Mapping[str, Any], side: _Side, shape: tuple[int, int], element: Encoding, scale: Encoding
+) -> Plane | None:
     """One copy, in the order of the weight's rows and columns; None if it is not stored."""
     prefix = side.which.value
     if fields[f"{prefix}_data"] is None:
@@ -134,72 +151,82 @@ def _plane(fields: Mapping[str, Any], side: _Side, shape: tuple[int, int], eleme
     if scales.ndim != 2 or scales.shape[0] < kept[0] or scales.shape[1] < kept[1]:
         raise CheckpointError(f"its {prefix} scales are {list(scales.shape)}, of which {list(kept)} are needed")
     scales = scales[: kept[0], : kept[1]]  # the rest is padding
+    if scale.bits == 8 and scales.itemsize == 1:
+        scales = scales.contiguous().view(scale.storage)
+    elif scale == FP32 and scales.is_floating_point():
+        scales = scales.float()
+    if scales.dtype != scale.storage:
+        raise CheckpointError(f"its {prefix} scales are {scales.dtype}, not {scale.storage}")
     amax = fields.get(f"{prefix}_amax")
     return Plane(
         codes.t() if side.codes_turned else codes,
         scales.t() if side.scales_turned else scales,
         side.block,
-        None if amax is None else _tensor(amax, f"{prefix} amax").float().reshape(1, 1),
+        None if amax is None else _one(amax, f"{prefix} amax").float(),
     )
 
 
-def _planes(
-    kind: str, fields: Mapping[str, Any], shape: tuple[int, int], element: Encoding, *sides: _Side
-) -> dict[Copy, Plane]:
-    if fields.get("swizzled"):
+def _piece(
+    kind: str,
+    fields: Mapping[str, Any],
+    origin: tuple[int, int],
+    shape: tuple[int, int],
+    scale: Encoding,
+    *sides: _Side,
+) -> Piece:
+    element = _element(fields)
+    if _flag(fields.get("swizzled"), "with_gemm_swizzled_scales"):
         raise CheckpointError(
             f"its {kind} has scales in the order of a GEMM ('swizzled'); save with optimize_for_gemm=False"
         )
-    found = {side.which: _plane(fields, side, shape, element) for side in sides}
+    found = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
     there = {which: plane for which, plane in found.items() if plane is not None}
     if not there:
         raise CheckpointError(f"its {kind} has neither a rowwise nor a columnwise copy")
-    return there
+    saved = {fields[f"{which.value}_scale_inv"].dtype for which in there} if scale == FP32 else set()
+    notes = tuple(f"its scales were saved as {dtype}, not as used" for dtype in saved if dtype != torch.float32)
+    return Piece(kind, origin, shape, element, scale, there, notes)
 
 
 def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
-    element, scale = _element(fields), _tensor(fields["scale_inv"], "scale")
-    notes = () if scale.dtype == torch.float32 else (f"its scale was saved as {scale.dtype}, not as it was used",)
-    if scale.numel() != 1:
-        raise CheckpointError(f"its Float8Tensor has {scale.numel()} scales")
-    turned = fields["data"] is None
-    data = _tensor(fields["columnwise_data" if turned else "data"], "data")
-    scale = scale.float().reshape(1, 1)
-    given = {"rowwise_data": data, "rowwise_scale_inv": scale}
-    plane = _plane(given, _Side(Copy.ROWWISE, (ALL, ALL), codes_turned=turned), shape, element)
-    assert plane is not None
-    return Piece("Float8Tensor", origin, shape, element, FP32, {Copy.ROWWISE: plane}, notes)
+    scale, turned = _one(fields["scale_inv"], "scale"), fields["data"] is None
+    given = {
+        "element": fields["element"],
+        "rowwise_data": fields["columnwise_data" if turned else "data"],
+        "rowwise_scale_inv": scale,
+    }
+    return _piece("Float8Tensor", given, origin, shape, FP32, _Side(Copy.ROWWISE, (ALL, ALL), codes_turned=turned))
 
 
 def _blockwise(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
     sides = (
         (_Side(Copy.ROWWISE, (128, 128)), _Side(Copy.COLUMNWISE, (128, 128), True, True))
-        if fields["is_2d"]
+        if _flag(fields["is_2d"], "is_2D_scaled")
         else (_Side(Copy.ROWWISE, (1, 128), False, True), _Side(Copy.COLUMNWISE, (128, 1), True, False))
     )
-    element, kind = _element(fields), "Float8BlockwiseQTensor"
-    return Piece(kind, origin, shape, element, FP32, _planes(kind, fields, shape, element, *sides))
+    return _piece("Float8BlockwiseQTensor", fields, origin, shape, FP32, *sides)
 
 
 def _mxfp8(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
     sides = (_Side(Copy.ROWWISE, (1, 32)), _Side(Copy.COLUMNWISE, (32, 1)))
-    element, kind = _element(fields), "MXFP8Tensor"
-    return Piece(kind, origin, shape, element, E8M0, _planes(kind, fields, shape, element, *sides))
+    return _piece("MXFP8Tensor", fields, origin, shape, E8M0, *sides)
 
 
 def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
     kind = "NVFP4Tensor"
-    if fields["row_scaled"] or fields["e4m3_max"] not in (None, _E4M3_MAX):
+    largest = fields["e4m3_max"]
+    if _flag(fields["row_scaled"], "row_scaled_nvfp4") or not (
+        largest is None or (type(largest) is int and largest == _E4M3_MAX)
+    ):
         raise CheckpointError(
-            f"its {kind} has a second scale for each row, or one for block scales up to {fields['e4m3_max']}; formats "
+            f"its {kind} has a second scale for each row, or one for block scales up to another number; formats "
             f"here have one for the tensor, for block scales up to {_E4M3_MAX}"
         )
     sides = (_Side(Copy.ROWWISE, (1, 16)), _Side(Copy.COLUMNWISE, (16, 1), True, True))
-    element = _element(fields)
-    planes = _planes(kind, fields, shape, element, *sides)
-    if any(plane.amax is None for plane in planes.values()):
+    found = _piece(kind, fields, origin, shape, E4M3, *sides)
+    if any(plane.amax is None for plane in found.planes.values()):
         raise CheckpointError(f"its {kind} has no amax, without which its scales mean nothing")
-    return Piece(kind, origin, shape, element, E4M3, planes)
+    return found
 
 
 _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")

@@ -149,7 +149,13 @@ class Source:
 
     def _members(self, which: str) -> list[Any] | None:
         key = self._groups[which].get("params")
-        return None if key is None else list(self.value(key))
+        return None if key is None else self._list(key)
+
+    def _list(self, key: str) -> list[Any]:
+        found = self.value(key)
+        if not isinstance(found, list | tuple):
+            raise CheckpointError(f"{self.path}: {key} is no list")
+        return list(found)
 
     def numbered(self, own: list[str]) -> dict[str, str]:
         """Number -> name, where states are numbered: by the groups' names, else in the order of the model.
@@ -162,7 +168,7 @@ class Source:
         if not numbers or not all(number.isdigit() for number in numbers):
             return {}
         if all(names is not None for _, names in groups):
-            names = [name for _, key in groups if key is not None for name in self.value(key)]
+            names = [str(name) for _, key in groups if key is not None for name in self._list(key)]
         else:
             names = [name for name in self.names if name in own]
             if len(groups) > 1:

@@ -429,6 +429,30 @@ def test_nothing_is_run(stored: Path, tmp_path: Path, key: str) -> None:
     assert not (tmp_path / "mark").exists() and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("lr", "text"), ("betas", 0.9), ("betas", (0.9, "x")), ("step", 1.5), ("eps", [1]), ("params", 3)],
+)
+def test_forged_settings(stored: Path, tmp_path: Path, setting: str, value: object) -> None:
+    forged = Path(shutil.copytree(stored / "current", tmp_path / "te"))
+    change_object(forged, f"optimizer.param_groups.0.{setting}", value)
+    with pytest.raises(CheckpointError, match=r"there, which is none|is no list"):
+        transformer_engine.convert(forged, like(tmp_path / "new", "current", 128), tmp_path / "out")
+
+
+def test_capturable(stored: Path, tmp_path: Path) -> None:
+    """Learning rate and step are tensors there."""
+    source = plain(
+        tmp_path / "te",
+        groups=[group(*NAMES, lr=torch.tensor(0.5), step=torch.tensor([9], dtype=torch.int32))],
+        named=True,
+    )
+    transformer_engine.convert(source, like(tmp_path / "new", None, 24, layers=2), tmp_path / "out")
+    model, optimizer = built(None, 24, layers=2)
+    checkpoints.load(tmp_path / "out", model, optimizer)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["step"]) == (0.5, 9)
+
+
 def test_earlier_releases_are_named(stored: Path, tmp_path: Path) -> None:
     """They pickled a method of the class, which is `getattr` of it."""
     old = Path(shutil.copytree(stored / "current", tmp_path / "te"))
