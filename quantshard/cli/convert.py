@@ -21,7 +21,7 @@ def convert_te(
     ],
     like: Annotated[Path, typer.Option(metavar="CKPT", help="of the model that is to go on, saved when it is new")],
     out: Annotated[Path, typer.Option(help="the checkpoint to write, a folder that does not exist")],
-    model: Annotated[str, typer.Option(help="where the model's state dict is in the checkpoint")] = "model",
+    model: Annotated[str, typer.Option(help="where the model's state dict is; '': at the top")] = "model",
     optimizer: Annotated[str, typer.Option(help="where the optimizer's is")] = "optimizer",
     lossy: Annotated[
         bool, typer.Option("--lossy", help="quantize anew or round what does not go over exactly")

@@ -68,7 +68,8 @@ def convert(
 
     Args:
         source: a checkpoint of `torch.distributed.checkpoint`, written with TransformerEngine 2.17 or later by any
-            number of ranks: its model's state dict under `model`, its FusedAdam's, if there is one, under `optimizer`.
+            number of ranks: its model's state dict under `model` ("": at the top), its FusedAdam's, if it is there,
+            under `optimizer`.
         like: a checkpoint of the same model built of our modules, by `checkpoints.save`; its names, formats and state
             dtypes are those of the result. Its optimizer was built by `FusedAdam(model.named_parameters(), ...)`.
         out: a directory that does not exist.

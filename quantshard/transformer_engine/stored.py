@@ -35,16 +35,18 @@ NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_
 
 
 class Source:
-    """TransformerEngine's checkpoint: the two trees of the given prefixes, and the names of what is beside them."""
+    """TransformerEngine's checkpoint: the two trees of the given prefixes ("": at the top), and what is beside them."""
 
     def __init__(self, path: Path_, model: str, optimizer: str) -> None:
-        self.path, self.model, self.optimizer = path, f"{model}.", f"{optimizer}."
+        self.path, self.model, self.optimizer = path, f"{model}." if model else "", f"{optimizer}."
         self.metadata = read_metadata(path, packed=True)
         self.reader = SafeReader(path, self.metadata)
         self.entries = self.metadata.state_dict_metadata
         order = self.metadata.planner_data or self.entries  # as the state dict had it, whichever rank wrote what
         self.names = [
-            key.removeprefix(self.model) for key in order if key.startswith(self.model) and key in self.entries
+            key.removeprefix(self.model)
+            for key in order
+            if key.startswith(self.model) and not key.startswith(self.optimizer) and key in self.entries
         ]
         if not self.names:
             tops = sorted({key.partition(".")[0] for key in self.entries})

@@ -224,6 +224,18 @@ def test_the_model_alone(stored: Path, tmp_path: Path) -> None:
     assert not differing(model[0].weight._storage.components, weight("current")[1])
 
 
+def test_a_model_at_the_top(tmp_path: Path) -> None:
+    """`dcp.save(model.state_dict())`: the new model's optimizer has no states there, and is left out."""
+    values = {"0.weight": torch.randn(24, 24).bfloat16(), "0.bias": torch.randn(24).bfloat16()}
+    dcp.save(dict(values), checkpoint_id=tmp_path / "te")
+    done = transformer_engine.convert(tmp_path / "te", like(tmp_path / "new", None, 24), tmp_path / "out", model="")
+    assert done.left.keys() == {"optimizer"} and sorted(done.exact) == sorted(values)
+    model, _ = built(None, 24)
+    checkpoints.load(tmp_path / "out", model)
+    assert all(same(param.detach(), values[name]) for name, param in model.named_parameters())
+    assert verify(tmp_path / "out").ok
+
+
 def test_command(stored: Path, tmp_path: Path) -> None:
     new = like(tmp_path / "new", "block", 256)
     arguments = ["convert-te", stored / "block", "--like", new, "--out", tmp_path / "out"]
