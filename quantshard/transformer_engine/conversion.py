@@ -122,7 +122,8 @@ class _Job:
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says."""
-        steps = {value for key, value in self.made.items() if key.endswith(".step") and type(value) is int}
+        groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
+        steps = {self.made[f"{group}.step"] for group in groups}
         like = manifest.read(self.like.path)
         recipe_of_like = None if like is None else like.recipe
         return {"step": steps.pop() if len(steps) == 1 else None, "recipe": recipe_of_like, "mesh": None}

@@ -203,10 +203,10 @@ def test_remainders(stored: Path, tmp_path: Path) -> None:
 
 
 def test_the_rest_is_as_the_new_model_has_it(stored: Path, tmp_path: Path) -> None:
-    checkpoints.save(tmp_path / "new", *built("current", 128), {"recipe": "current", "seen": 7})
+    checkpoints.save(tmp_path / "new", *built("current", 128), {"recipe": "current", "step": 0})
     done = transformer_engine.convert(stored / "current", tmp_path / "new", tmp_path / "out")
-    assert {key for key in done.own if key.startswith("extra.")} == {"extra.recipe", "extra.seen"}
-    assert checkpoints.load(tmp_path / "out", *built("current", 128)) == {"recipe": "current", "seen": 7}
+    assert {key for key in done.own if key.startswith("extra.")} == {"extra.recipe", "extra.step"}
+    assert checkpoints.load(tmp_path / "out", *built("current", 128)) == {"recipe": "current", "step": 0}
     found = manifest.read(tmp_path / "out")
     assert found is not None and (found.step, found.recipe) == (3, "current")
     (model, _), (other, _) = built("current", 128), built("current", 128, seed=8)
