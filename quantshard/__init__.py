@@ -1,7 +1,7 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
 from quantshard import arithmetic as _arithmetic  # fills the table of ATen rules, with ops
-from quantshard import checkpoints, errors, layouts, optimizers, recipe
+from quantshard import checkpoints, errors, layouts, optimizers, recipe, transformer_engine
 from quantshard import ops as _ops
 from quantshard.amax import requantize_
 from quantshard.determinism import deterministic
@@ -54,6 +54,7 @@ __all__ = [
     "quantized_model_init",
     "recipe",
     "requantize_",
+    "transformer_engine",
 ]
 
 del _arithmetic, _ops

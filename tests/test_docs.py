@@ -37,6 +37,8 @@ What differs on purpose:
 - There is no pickled extra state: amax histories, random keys and draw counts are ordinary tensors of the state dict.
 - FP8 moments, and FP16 moments and masters, have one scale for 128 elements of a row, not one for the tensor; a
   positive second moment never becomes zero.
+
+A checkpoint of TransformerEngine's is taken over by `quantshard convert-te`: see [converting.md](converting.md).
 """
 
 

@@ -29,7 +29,7 @@ LAYERS = {
     ),
     "determinism": 3,
     **dict.fromkeys(["modules", "optimizers", "checkpoints", "observe"], 4),
-    **dict.fromkeys(["cli", "doctor", "layouts", "__main__", "__init__"], 5),
+    **dict.fromkeys(["cli", "doctor", "layouts", "transformer_engine", "__main__", "__init__"], 5),
 }
 """Files and folders of the package by layer. Imports go down; within a layer only as `imports_go_down` says."""
 

@@ -14,7 +14,8 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
@@ -48,10 +49,20 @@ _NODES_PER_BYTE = 16
 """Values that an entry may have for each of its bytes; more come of containers that hold each other many times."""
 
 
-def read(file: BinaryIO, offset: int, length: int) -> Any:
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a file would have called: the `name`, the arguments, and the state it would set. Nothing was called."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any
+
+
+def read(file: BinaryIO, offset: int, length: int, calls: Collection[str] = ()) -> Any:
     """The tensor or object in `length` bytes of a file.
 
     None, numbers, strings, bytes, lists, tuples, sets, dicts, `torch.Size`, dtypes, devices, and tensors on the CPU.
+    `calls`: names, as "module.name", of classes and functions of other libraries; a `Call` stands for what they made.
 
     Raises:
         CheckpointError: it holds anything else, is damaged, or says more than its bytes hold.
@@ -59,7 +70,7 @@ def read(file: BinaryIO, offset: int, length: int) -> Any:
     """
     archive = _Archive(file, offset, length)
     content = archive.record("data.pkl")
-    return _Values(archive, len(content)).value(pickles.load(content, _NAMES))
+    return _Values(archive, len(content), calls).value(pickles.load(content, {*_NAMES, *calls}))
 
 
 class _Slice(io.RawIOBase):
@@ -142,8 +153,9 @@ class _Archive:
 class _Values:
     """Plain values and tensors from the records of a pickle."""
 
-    def __init__(self, archive: _Archive, size: int) -> None:
+    def __init__(self, archive: _Archive, size: int, calls: Collection[str]) -> None:
         self.archive, self.budget, self.depth = archive, max(size, 1) * _NODES_PER_BYTE, 0
+        self.calls = calls
         self.storages: dict[str, Tensor] = {}
 
     def value(self, raw: Any) -> Any:
@@ -166,6 +178,8 @@ class _Values:
             if raw.name not in DTYPES:
                 raise CheckpointError(f"it holds {raw.name}, which is no value")
             return DTYPES[raw.name]
+        if raw.name in self.calls:
+            return Call(raw.name, tuple(map(self.value, raw.args)), self.value(raw.state))
         maker = _MAKERS.get(raw.name)
         if maker is None:
             raise CheckpointError(f"it calls {raw.name}")

@@ -59,8 +59,11 @@ class _Wrong(ValueError):
     """What is wrong, in words that follow ".metadata is damaged: "."""
 
 
-def read_metadata(path: Path_) -> Metadata:
+def read_metadata(path: Path_, packed: bool = False) -> Metadata:
     """The metadata of the checkpoint in directory `path`, or behind a URL. Nothing in it is run, all of it is checked.
+
+    `packed`: whether tensors may take fewer bytes than their dtype says, down to half a byte for an element, as those
+    of a library that saves quantized ones by their nominal dtype.
 
     Raises:
         CheckpointError: there is none; it cannot be read; it names a class that no checkpoint needs; it contradicts
@@ -72,7 +75,7 @@ def read_metadata(path: Path_) -> Metadata:
         content = store.read(file) if store.is_file(file) else None  # nor a pipe, which would be waited for
         found = None if content is None else _metadata(pickles.load(content, _NAMES))
         if found is not None:
-            _check_stored(found, file_sizes(path, found))
+            _check_stored(found, file_sizes(path, found), packed)
     except (CheckpointError, _Wrong, OSError) as error:
         raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {error}; choose another checkpoint") from (
             error
@@ -257,7 +260,7 @@ def _overlapping(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | 
     return None
 
 
-def _check_stored(metadata: Metadata, sizes: Mapping[str, int]) -> None:
+def _check_stored(metadata: Metadata, sizes: Mapping[str, int], packed: bool) -> None:
     """Check that every piece has a place of its own, within its file and large enough."""
     where, ends = metadata.storage_data, dict.fromkeys(sizes, 0)
     for key, entry in metadata.state_dict_metadata.items():
@@ -267,7 +270,8 @@ def _check_stored(metadata: Metadata, sizes: Mapping[str, int]) -> None:
             continue
         for chunk in entry.chunks:
             info = where.get(MetadataIndex(key, chunk.offsets))
-            needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            elements = math.prod(chunk.sizes)
+            needed = elements // 2 if packed else elements * entry.properties.dtype.itemsize
             if info is None:
                 raise _Wrong(f"it does not say where the chunk of {_shown(key)} at {list(chunk.offsets)} is")
             if info.length < needed:

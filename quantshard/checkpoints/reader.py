@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from quantshard import private_torch
 from quantshard.checkpoints import entries, ranks
+from quantshard.checkpoints.entries import Call
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError
@@ -75,6 +76,12 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: naming the entry; it is damaged, or not what the metadata say.
         """
+        for chunk, found in self.stored(key):
+            assert isinstance(found, Tensor)
+            yield chunk, found
+
+    def stored(self, key: str, calls: Collection[str] = ()) -> Iterator[tuple[ChunkStorageMetadata, Tensor | Call]]:
+        """`pieces`, of which some may be what the `calls` of another library would make; see `entries.read`."""
         metadata = self.read_metadata()
         entry = metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
@@ -82,7 +89,7 @@ class SafeReader(FileSystemReader):
             index = MetadataIndex(key, chunk.offsets)
             info = metadata.storage_data[index]
             with self._open(info.relative_path) as file:
-                yield chunk, self._tensor(file, index, info)
+                yield chunk, self._tensor(file, index, info, calls)
 
     def object(self, key: str) -> Any:
         """The plain object in an entry that is no tensor.
@@ -110,6 +117,7 @@ class SafeReader(FileSystemReader):
             planner.load_bytes(item, io.BytesIO(file.read(info.length)))
             return
         found = self._tensor(file, item.storage_index, info)
+        assert isinstance(found, Tensor)
         target = planner.resolve_tensor(item).detach()
         part = found[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
         if part.shape != target.shape:
@@ -117,14 +125,16 @@ class SafeReader(FileSystemReader):
         target.copy_(part)
         planner.commit_tensor(item, target)
 
-    def _tensor(self, file: BinaryIO, index: MetadataIndex, info: Any) -> Tensor:
+    def _tensor(self, file: BinaryIO, index: MetadataIndex, info: Any, calls: Collection[str] = ()) -> Tensor | Call:
         """A chunk, shown to be the tensor that the metadata describe: DCP would cast or cut another."""
         entry = self.read_metadata().state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         size = next(chunk.sizes for chunk in _hinted(entry.chunks, index) if chunk.offsets == index.offset)
         dtype = entry.properties.dtype
         try:
-            found = entries.read(file, info.offset, info.length)
+            found = entries.read(file, info.offset, info.length, calls)
+            if isinstance(found, Call):
+                return found
             if not isinstance(found, Tensor) or found.dtype != dtype or found.shape != size:
                 what = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', ()))}"
                 raise CheckpointError(f"it is {what}, and the metadata say {dtype} {list(size)}")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import typer
 
-from quantshard.cli import commands, demo, diff, doctor, exchange, inspect, verify
+from quantshard.cli import commands, convert, demo, diff, doctor, exchange, inspect, verify
 from quantshard.errors import QuantshardError
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
-    *(module.register for module in (commands, demo, diff, inspect, verify, exchange, doctor)),
+    *(module.register for module in (commands, demo, diff, inspect, verify, exchange, convert, doctor)),
 )
 """What adds commands to the command line."""
 

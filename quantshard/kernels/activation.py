@@ -51,9 +51,19 @@ RANDOM = ["k0", "k1", "draw", "stream", "other_stream"]
 RANDOM_TWICE = [f"{of}_{name}" for of in ("gate", "up") for name in RANDOM]
 
 
+SIGMOID = tl.constexpr(
+    "{.reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
+    "rcp.approx.ftz.f32 $0, e;}"
+)
+"""1 / (1 + 2**(-z log2(e))): four instructions, of which the compiler makes four times as many to keep subnormals."""
+
+
 @triton.jit
 def sigmoid(z):
-    return 1.0 / (1.0 + tl.exp(-z))  # exp may overflow: 1 / inf is the right 0
+    if ql.INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-z))  # exp may overflow: 1 / inf is the right 0
+    else:
+        return tl.inline_asm_elementwise(SIGMOID, "=f,f", [z], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -77,7 +87,7 @@ def value(x, KIND: tl.constexpr):
         return positive if KIND == "relu" else positive * positive
     else:
         z, _ = logit(x, KIND)
-        return x / (1.0 + tl.exp(-z))
+        return x * sigmoid(z)
 
 
 @triton.jit
@@ -187,15 +197,9 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
         with ql.on(gate.device):
             activate_kernel[p.programs](
                 gate, gate.stride(0), up, 0 if up is None else up.stride(0), p.where, p.sink, *p.out, *p.words,
-                KIND=kind, TILE=p.tile, H=p.how[0], T=p.how[1], num_warps=p.warps(), enable_fp_fusion=False,
+                KIND=kind, TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
             )  # fmt: skip
     return p.finish()
-
-
-def backward_tile(outputs: Outputs) -> tuple[int, int]:
-    """Least rows of a tile in backward, and its elements of a thread: measured on an H200, but for blocks both ways,
-    which need many registers."""
-    return (32, 8) if outputs.other is None else (64, 32)
 
 
 def activate_backward_and_quantize(
@@ -211,8 +215,7 @@ def activate_backward_and_quantize(
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    height, elements = backward_tile(d_gate)
-    p, q = results.plan(d_gate, gate, d_up, height), results.plan(d_up or Outputs(), gate, d_gate, height)
+    p, q = results.plan(d_gate, gate, d_up), results.plan(d_up or Outputs(), gate, d_gate)
     assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
     dh, gate, up = results.by_rows(dh), results.by_rows(gate), None if up is None else results.by_rows(up)
     if gate.numel() > 0:
@@ -221,7 +224,7 @@ def activate_backward_and_quantize(
                 dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
                 p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
                 GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
-                num_warps=p.warps(elements), enable_fp_fusion=False,
+                **p.launch(backward=True), enable_fp_fusion=False,
             )  # fmt: skip
     return p.finish(), q.finish()
 
@@ -237,6 +240,6 @@ def quantize_gradient(grad: Tensor, outputs: Outputs) -> Targets:
         with ql.on(grad.device):
             deliver_kernel[p.programs](
                 grad, grad.stride(0), p.where, p.sink, *p.out, *p.words,
-                TILE=p.tile, H=p.how[0], T=p.how[1], num_warps=p.warps(), enable_fp_fusion=False,
+                TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
             )  # fmt: skip
     return p.finish()

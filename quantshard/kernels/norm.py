@@ -147,8 +147,8 @@ def normalize_kernel(
     mean = load_row(mean_ptr, i, where.rows) if CENTERED else rstd
     y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, where.value_cols, CENTERED, OFFSET)
     deliver(
-        y, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
-        x_ptr.dtype.element_ty, H, T,
+        tl.where(valued, y, 0.0), place, where, sink, out, other_where, other_out,
+        k0, k1, draw, stream, width, other_stream, other_width, x_ptr.dtype.element_ty, H, T,
     )  # fmt: skip
 
 
@@ -363,7 +363,7 @@ def normalize_and_quantize(x: Tensor, statistics: Statistics, parameters: Parame
             normalize_kernel[p.programs](
                 x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
                 p.where, p.sink, *p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
-                TILE=p.tile, H=p.how[0], T=p.how[1], num_warps=p.warps(), enable_fp_fusion=False,
+                TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
             )  # fmt: skip
     return p.finish()
 

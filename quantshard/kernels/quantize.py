@@ -106,22 +106,24 @@ def tile_of(where, H: tl.constexpr):
 
 @triton.jit
 def emit(
-    values, row, col, where, out, words, other_where, other_out, other_words, H: tl.constexpr, T: tl.constexpr
+    values, row, col, where, out, words, other_where, other_out, other_words, dtype: tl.constexpr, H: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of values of any floating dtype, zero where there is none, and store what is asked for.
+    """Quantize a tile of values of a floating dtype, held in it or in float32, and store what is asked for.
 
-    H: of the tile itself. T: of its transpose, with scales of its own; either may be None.
+    Values are zero where there are none. H: of the tile itself. T: of its transpose, with scales of its own; either may
+    be None.
     """
     if H is not None:
         if out.next_amax is not None:
             bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
             tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
-        x = _transformed(values, H)
+        x = _transformed(values, dtype, H)
         amax = _amaxes(x, out, H)
         if T is None or T.hadamard:
             _emit(x, amax, row, col, where, out, words, H)
     if T is not None:
-        y = _transformed(values, T)
+        y = _transformed(values, dtype, T)
         other_amax = _amaxes(y, other_out, T)
         if H is not None and not T.hadamard:
             # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
@@ -161,7 +163,7 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
 
 
 @triton.jit
-def _transformed(values, H: tl.constexpr):
+def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
     """Float32; if asked for after `numerics.hadamard16` of the rows of the matrix, which are columns if H.turned."""
     x = ql.widen(values)
     if H.hadamard:
@@ -172,7 +174,7 @@ def _transformed(values, H: tl.constexpr):
         else:
             signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
             x = ql.hadamard16(x, signs, H.rows, H.cols, 1)
-        x = ql.rounded(x, values.dtype)
+        x = ql.rounded(x, dtype)
     return x
 
 
@@ -277,7 +279,7 @@ def quantize_kernel(
     values = tl.load(x_ptr + at, mask=valued, other=0.0)
     words = (k0, k1, draw, stream, width)
     other_words = (k0, k1, draw, other_stream, other_width)
-    emit(values, row, col, where, out, words, other_where, other_out, other_words, H, T)
+    emit(values, row, col, where, out, words, other_where, other_out, other_words, values.dtype, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -350,7 +352,17 @@ def tile(request: Request, other: Request | None = None) -> Tile:
         return Tile(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
     if other is not None and other.scaling.random_hadamard:
         return Tile(128, 128, 16)
-    return Tile(128, max(64, block_cols), 4)
+    return both_ways(Tile(block_rows, block_cols))
+
+
+BOTH_WAYS: Final = Tile(128, 64, 4)
+"""Of a kernel that writes codes of the transpose too, but for a transform: whole lines of memory, and rows of four
+bytes that lie together in the transpose held together."""
+
+
+def both_ways(blocks: Tile) -> Tile:
+    """The smallest such tile of whole blocks."""
+    return Tile(*map(max, blocks, BOTH_WAYS))
 
 
 def target(

@@ -55,13 +55,15 @@ def deliver(
     values, place, where, sink, out, other_where, other_out,
     k0, k1, draw, stream, width, other_stream, other_width, dtype: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of `quantize.tile_of`."""
+    """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of `quantize.tile_of`.
+
+    Values must be zero where there are none.
+    """
     row, col, i, j, valued = place
-    result = ql.narrow(tl.where(valued, values, 0.0), dtype)
+    x = ql.rounded(values, dtype)
     if sink.high is not None:
         at = i.to(tl.int64)[:, None] * sink.high_stride + j[None, :]
-        tl.store(sink.high + at, result, mask=valued)
-    x = ql.widen(result)
+        tl.store(sink.high + at, ql.narrow(x, dtype), mask=valued)
     if sink.amax is not None:
         tl.atomic_max(sink.amax, largest(x), sem="relaxed")
     if sink.poison is not None:
@@ -71,7 +73,7 @@ def deliver(
         tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
     words = (k0, k1, draw, stream, width)
     other_words = (k0, k1, draw, other_stream, other_width)
-    emit(result, row, col, where, out, words, other_where, other_out, other_words, H, T)
+    emit(x, row, col, where, out, words, other_where, other_out, other_words, dtype, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -104,10 +106,12 @@ class Outputs:
 
     @property
     def tile(self) -> Tile:
-        """The smallest that has whole blocks of both directions."""
+        """The smallest that has whole blocks of both directions, and is written fast in both."""
         one, two = (request.block if request is not None else (1, 1) for request in (self.request, self.other))
-        transforms = self.other is not None and self.other.scaling.random_hadamard
-        return Tile(max(one[0], two[1]), max(one[1], two[0]), 16 if transforms else 1)
+        blocks = Tile(max(one[0], two[1]), max(one[1], two[0]))
+        if self.other is None:
+            return blocks
+        return blocks._replace(together=16) if self.other.scaling.random_hadamard else quantize.both_ways(blocks)
 
     def extent(self, rows: int, cols: int) -> Where:
         """Of the results in the global matrix."""
@@ -132,6 +136,10 @@ Targets = tuple[Target | None, Target | None]
 
 TILE: Final = Tile(32, 256)
 """Of a kernel that quantizes nothing."""
+
+_REGISTERS: Final = 65536
+"""Of a multiprocessor of an NVIDIA GPU; a thread can have 255."""
+_MOST_REGISTERS: Final = 255
 
 
 @dataclass(frozen=True)
@@ -165,9 +173,21 @@ class Plan:
         one, two = self.targets
         return one.how if one else None, two.how if two else None
 
-    def warps(self, elements: int = 32) -> int:
-        """So many that a thread has this many elements of the tile, or fewer; 8 to 16."""
-        return min(max(quantize.WARPS, self.tile.rows * self.tile.cols // (32 * elements)), 16)
+    def launch(self, backward: bool = False) -> dict[str, Any]:
+        """Keyword arguments of a launch: warps and, where the compiler would take more, the registers of a thread with
+        which two programs run beside each other, as one of them waits for memory or for its own threads.
+
+        Measured on an H200; forward, in one direction, a bound makes the compiler take more registers than without.
+        """
+        size = self.tile.rows * self.tile.cols
+        both = self.tile.together == quantize.BOTH_WAYS.together
+        if both:
+            warps = self.tile.warps
+        else:
+            warps = min(max(quantize.WARPS, size // (512 if backward and self.tile.together == 1 else 1024)), 16)
+        registers = _REGISTERS // (2 * 32 * warps)
+        bound = both or (backward and self.tile.together == 1)
+        return {"num_warps": warps, "maxnreg": registers if bound and registers <= _MOST_REGISTERS else None}
 
     def finish(self) -> Targets:
         """What is left to do after the launch; the targets."""
@@ -176,22 +196,21 @@ class Plan:
         return self.targets
 
 
-def _joint(one: Tile, other: Tile, height: int) -> Tile:
-    """Whole blocks of both. Unless a transform needs it, rows are held in order: beside what such a kernel computes,
-    another is slower."""
-    rows, cols, together = map(max, one, other)
-    return Tile(max(rows, height), max(cols, 128), together if together == 16 else 1)
+def _joint(one: Tile, other: Tile) -> Tile:
+    """Whole blocks of both. Rows are held in order unless the transpose has scales of its own: beside what such a
+    kernel computes, another order is slower."""
+    joint = Tile(*map(max, one, other))
+    if joint.together == quantize.BOTH_WAYS.together:
+        return joint
+    return joint._replace(rows=max(joint.rows, 64), cols=max(joint.cols, 128))
 
 
-def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None, height: int = 64) -> Plan:
-    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel.
-
-    `height`: least rows of a tile whose results are quantized.
-    """
+def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
+    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
     (rows, cols), beside = like.shape, beside or outputs
     tile = TILE
     if outputs.quantizes or beside.quantizes:
-        tile = _joint(outputs.tile, beside.tile, height)
+        tile = _joint(outputs.tile, beside.tile)
     one = two = None
     if outputs.request is not None:
         one = quantize.target((rows, cols), like.dtype, like.device, outputs.request, tile)

@@ -293,7 +293,7 @@ def test_covered_exactly_once() -> None:
 
 def change_entry(path: Path, key: str, content: bytes) -> None:
     """Put other bytes in the place of an entry, at the end of its file."""
-    found = read_metadata(path)
+    found = read_metadata(path, packed=True)
     index = next(index for index in found.storage_data if index.fqn == key)
     info = found.storage_data[index]
     with open(path / info.relative_path, "ab") as file:

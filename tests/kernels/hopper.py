@@ -119,17 +119,16 @@ def activated(one: Request | None, other: Request | None = None, backward: bool 
     x, scalar = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.zeros(())
     sums = torch.empty(COLS) if backward else None
     outputs = Outputs(one, other, None, scalar, scalar if backward else None, sums)
-    height, elements = activation.backward_tile(outputs) if backward else (64, 32)
-    p = results.plan(outputs, x, None, height)
+    p = results.plan(outputs, x)
     inputs, rest = (x, COLS, x, COLS), (p.sink, *p.out, *p.words)
     if not backward:
         return activation.activate_kernel.warmup(
             *inputs, p.where, *rest, KIND="silu", TILE=p.tile, H=p.how[0], T=p.how[1], grid=(1,),
-            num_warps=p.warps(), enable_fp_fusion=False,
+            **p.launch(), enable_fp_fusion=False,
         )  # fmt: skip
     return activation.activate_backward_kernel.warmup(
         x, COLS, *inputs, p.where, *rest, *rest, KIND="silu", TILE=p.tile, GATE_H=p.how[0], GATE_T=p.how[1],
-        UP_H=p.how[0], UP_T=p.how[1], grid=(1,), num_warps=p.warps(elements), enable_fp_fusion=False,
+        UP_H=p.how[0], UP_T=p.how[1], grid=(1,), **p.launch(backward=True), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -138,7 +137,7 @@ def normalized(one: Request | None, other: Request | None = None) -> Any:
     p = results.plan(Outputs(one, other), x)
     return norm.normalize_kernel.warmup(
         x, COLS, column, column, row, row, p.where, p.sink, *p.out, *p.words, CENTERED=True, OFFSET=0.0, TILE=p.tile,
-        H=p.how[0], T=p.how[1], grid=(1,), num_warps=p.warps(), enable_fp_fusion=False,
+        H=p.how[0], T=p.how[1], grid=(1,), **p.launch(), enable_fp_fusion=False,
     )  # fmt: skip
 
 

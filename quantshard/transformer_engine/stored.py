@@ -1,0 +1,231 @@
+"""The two checkpoints that a conversion reads: TransformerEngine's, and one of the model that is to go on.
+
+Nothing in them is run (docs/security.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from quantshard.checkpoints import contents
+from quantshard.checkpoints.contents import Group
+from quantshard.checkpoints.entries import Call
+from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.reader import SafeReader
+from quantshard.checkpoints.store import Path_
+from quantshard.errors import CheckpointError
+from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER
+from quantshard.transformer_engine.pieces import CALLS, Piece, piece_of
+from quantshard.transformer_engine.weights import values_of
+
+STATE_ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER)
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
+"""What TransformerEngine's FusedAdam keeps for each group of parameters."""
+
+EXTRA_STATE = "_extra_state"
+
+NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them"
+"""What to do where it is not known whose states are whose."""
+
+
+class Source:
+    """TransformerEngine's checkpoint: the two trees of the given prefixes ("": at the top), and what is beside them."""
+
+    def __init__(self, path: Path_, model: str, optimizer: str) -> None:
+        self.path, self.model, self.optimizer = path, f"{model}." if model else "", f"{optimizer}."
+        self.metadata = read_metadata(path, packed=True)
+        self.reader = SafeReader(path, self.metadata)
+        self.entries = self.metadata.state_dict_metadata
+        order = self.metadata.planner_data or self.entries  # as the state dict had it, whichever rank wrote what
+        self.names = [
+            key.removeprefix(self.model)
+            for key in order
+            if key.startswith(self.model) and not key.startswith(self.optimizer) and key in self.entries
+        ]
+        if not self.names:
+            tops = sorted({key.partition(".")[0] for key in self.entries})
+            raise CheckpointError(f"{path} has no {model}.*, but {', '.join(tops)}; say by --model where the model is")
+
+    def pieces(self, key: str) -> list[Piece | tuple[tuple[int, ...], Tensor]]:
+        """The shards of a tensor that hold any of it: quantized ones, or their place and values.
+
+        Raises:
+            CheckpointError: naming the tensor; it is damaged, or of a class or release that is not known.
+        """
+        found: list[Piece | tuple[tuple[int, ...], Tensor]] = []
+        try:
+            for chunk, stored in self.reader.stored(key, CALLS):
+                if not chunk.sizes.numel():
+                    continue
+                origin = tuple(chunk.offsets)
+                found.append(
+                    piece_of(stored, origin, tuple(chunk.sizes)) if isinstance(stored, Call) else (origin, stored)
+                )
+        except CheckpointError as error:
+            old = "getattr" in str(error)
+            hint = "; TransformerEngine before 2.17 wrote it: load and save it with 2.17 or later" if old else ""
+            raise CheckpointError(f"{self.path}: {key}: {error}{hint}") from error
+        return found
+
+    def size(self, key: str) -> torch.Size:
+        """The shape of a tensor.
+
+        Raises:
+            CheckpointError: it is no tensor.
+        """
+        entry = self.entries[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path}: {key} is no tensor")
+        return entry.size
+
+    def value(self, key: str) -> Any:
+        """A plain tensor, whole, or an object.
+
+        Raises:
+            CheckpointError: naming the entry; it is damaged, or neither.
+        """
+        if isinstance(self.entries[key], BytesStorageMetadata):
+            try:
+                return self.reader.object(key)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: {error}") from error
+        return values_of(self.pieces(key), self.size(key))
+
+    # The optimizer --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def has_optimizer(self) -> bool:
+        """Whether there are optimizer states."""
+        return any(key.startswith(f"{self.optimizer}state.") for key in self.entries)
+
+    def states(self, own: list[str]) -> dict[str, dict[str, str]]:
+        """The keys of the optimizer's states, by a parameter's name and by role. `own`: the names of all parameters.
+
+        Raises:
+            CheckpointError: the states are numbered, and it is not known which parameters are meant; or a state is none
+                of a parameter, or not of FusedAdam.
+        """
+        start, numbered = f"{self.optimizer}state.", self.numbered(own)
+        found: dict[str, dict[str, str]] = {}
+        for key in self.entries:
+            if not key.startswith(start):
+                continue
+            which, _, role = key.removeprefix(start).rpartition(".")
+            name = numbered.get(which, which)
+            if name not in own or role not in STATE_ROLES:
+                raise CheckpointError(
+                    f"{self.path}: {key} is no state of TransformerEngine's FusedAdam for a parameter of this model"
+                )
+            found.setdefault(name, {})[role] = key
+        return found
+
+    def settings(self, own: list[str]) -> dict[str, dict[str, Any]]:
+        """Each parameter's `SETTINGS`, as far as its group has them.
+
+        Raises:
+            CheckpointError: see `states`.
+        """
+        numbered, found = self.numbered(own), {}
+        for which in self._groups:
+            fields = {field: self.value(key) for field, key in self._groups[which].items() if field in SETTINGS}
+            members = self._members(which)
+            for member in [which] if members is None else members:
+                found[numbered.get(str(member), str(member))] = fields
+        return found
+
+    @cached_property
+    def _groups(self) -> dict[str, dict[str, str]]:
+        """The entries of each group, by its number, or in a flattened state dict by a parameter's name."""
+        start, found = f"{self.optimizer}param_groups.", dict[str, dict[str, str]]()
+        for key in self.entries:
+            if key.startswith(start):
+                which, _, field = key.removeprefix(start).rpartition(".")
+                found.setdefault(which, {})[field] = key
+        return found
+
+    def _members(self, which: str) -> list[Any] | None:
+        key = self._groups[which].get("params")
+        return None if key is None else self._list(key)
+
+    def _list(self, key: str) -> list[Any]:
+        found = self.value(key)
+        if not isinstance(found, list | tuple):
+            raise CheckpointError(f"{self.path}: {key} is no list")
+        return list(found)
+
+    def numbered(self, own: list[str]) -> dict[str, str]:
+        """Number -> name, where states are numbered: by the groups' names, else in the order of the model.
+
+        Raises:
+            CheckpointError: see `states`.
+        """
+        groups = [(self._members(which), self._groups[which].get("param_names")) for which in self._groups]
+        numbers = [str(member) for members, _ in groups for member in members or ()]
+        if not numbers or not all(number.isdigit() for number in numbers):
+            return {}
+        if all(names is not None for _, names in groups):
+            names = [str(name) for _, key in groups if key is not None for name in self._list(key)]
+        else:
+            names = [name for name in self.names if name in own]
+            if len(groups) > 1:
+                raise CheckpointError(
+                    f"{self.path}: its optimizer numbers parameters of {len(groups)} groups and names none; {NAMED}"
+                )
+        if len(names) != len(numbers):
+            raise CheckpointError(
+                f"{self.path}: its optimizer has {len(numbers)} numbered parameters, the model {len(names)}; {NAMED}"
+            )
+        return dict(zip(numbers, names, strict=True))
+
+
+class Like:
+    """A checkpoint of the model that is to go on: what the converted one must hold, and in which formats."""
+
+    def __init__(self, path: Path_) -> None:
+        self.path, self.reader = path, contents.opened(path)
+        self.metadata = self.reader.read_metadata()
+        self.entries = self.metadata.state_dict_metadata
+        self.groups: Mapping[str, Group] = {group.name: group for group in contents.groups(self.reader)}
+        wrong = [line for group in self.groups.values() for line in group.wrong]
+        if wrong or self.metadata.planner_data is None:
+            raise CheckpointError(f"{path} cannot serve as --like: {wrong[0] if wrong else 'it names no state dict'}")
+        self.paths = self.metadata.planner_data
+
+    def value(self, key: str) -> Any:
+        """A plain tensor, whole, or an object."""
+        entry = self.entries[key]
+        if isinstance(entry, BytesStorageMetadata):
+            return self.reader.object(key)
+        found = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk, values in self.reader.pieces(key):
+            found[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = values
+        return found
+
+    @cached_property
+    def parameters(self) -> list[tuple[int, str, str]]:
+        """Of each parameter of the optimizer: its number, its name, and the key of its group.
+
+        Raises:
+            CheckpointError: the optimizer was built without names, or with others than the model's.
+        """
+        found = []
+        for key in self.entries:
+            if key.startswith("optimizer.param_groups.") and key.endswith(".params"):
+                group = key.removesuffix(".params")
+                if f"{group}.param_names" not in self.entries:
+                    raise CheckpointError(
+                        f"{self.path}: its optimizer does not name its parameters; build it by "
+                        "FusedAdam(model.named_parameters(), ...), so that it is known whose states are whose"
+                    )
+                names = self.value(f"{group}.param_names")
+                found += [(number, name, group) for number, name in zip(self.value(key), names, strict=True)]
+        unknown = [name for _, name, _ in found if f"model.{name}" not in self.groups]
+        if unknown:
+            raise CheckpointError(f"{self.path}: its optimizer has a parameter {unknown[0]}, which its model lacks")
+        return found
