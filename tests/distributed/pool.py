@@ -79,6 +79,7 @@ class _Pool:
 def _serve(rank: int, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage; to look through it takes longer than most cases
     while True:
         try:
             world_size, rendezvous, function, args = pipe.recv()
