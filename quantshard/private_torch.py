@@ -112,6 +112,16 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def constant_in_graphs(function: Any) -> Any:
+    """Let torch.compile call a function while it traces, and take its result for a constant.
+
+    This is the mark that `torch.compiler.assume_constant_result` sets; that imports all of Dynamo to do so, a second of
+    every process that starts, whether it compiles anything or not.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def keep_order(operator: Any) -> None:
     """Tell torch.compile that an operator does more than it returns: calls are neither dropped, merged nor reordered.
 

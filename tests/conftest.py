@@ -3,6 +3,7 @@
 Without a GPU, Triton's interpreter runs the kernels, on the CPU.
 """
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks started by a test inherit it
@@ -25,6 +26,11 @@ settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 
 TABLE = "table"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage; to look through it takes longer than most tests."""
+    gc.freeze()
 
 
 @pytest.fixture

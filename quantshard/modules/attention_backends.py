@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 
 AUTO = "auto"
@@ -42,7 +43,7 @@ Order = tuple[str, ...]
 """Names of backends in the order in which they are tried; empty: PyTorch's own."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@private_torch.constant_in_graphs
 def order(asked: str, device: torch.device, dtype: torch.dtype, head_size: int, plain: bool) -> Order:
     """Which backends are tried, without any if PyTorch's order is left as it is.
 

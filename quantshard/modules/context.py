@@ -65,7 +65,7 @@ _numbers = itertools.count(1)
 # A compiled graph knows a setting by its name, so the three functions below are constants to torch.compile.
 
 
-@torch.compiler.assume_constant_result
+@private_torch.constant_in_graphs
 def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool) -> str:
     """A short name for a setting, the same for equal ones; never used again for another."""
     asked = resolve(recipe) if enabled else HighPrecision()
@@ -80,13 +80,13 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
     return name
 
 
-@torch.compiler.assume_constant_result
+@private_torch.constant_in_graphs
 def quantizes(name: str) -> bool:
     """True if the setting of that name quantizes anything."""
     return bool(_settings[name].recipe.table)
 
 
-@torch.compiler.assume_constant_result
+@private_torch.constant_in_graphs
 def is_delayed(name: str) -> bool:
     """True if the setting of that name scales by past amaxes."""
     return any(cell.scaling.history for cell in _settings[name].recipe.table.values())

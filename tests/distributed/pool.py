@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 MAX_RANKS = 4
 TIMEOUT_SECONDS = 240
 MAX_THREADS = 24
-IMPORTED = ["quantshard", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+IMPORTED = ["quantshard", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 """By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""
 
 
@@ -79,6 +79,7 @@ class _Pool:
 def _serve(rank: int, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage; to look through it takes longer than most cases
     while True:
         try:
             world_size, rendezvous, function, args = pipe.recv()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
+from quantshard import private_torch
+from quantshard.tensor import QuantizedTensor
 from tests.distributed.models import RECIPES, sha
 
 SEQUENCE, BATCH, HIDDEN, FFN, HEADS = 8, 4, 80, 112, 4
@@ -64,6 +66,7 @@ class Case:
     init: str = "meta"
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    recompute_activation: bool = False
 
     @property
     def ranks(self) -> int:
@@ -82,6 +85,8 @@ def build(case: Case, mesh: DeviceMesh | None, seed: int = 3) -> nn.Module:
     """The module, whole where there is no mesh."""
     torch.manual_seed(seed)
     options: dict[str, Any] = {"params_dtype": case.dtype, "device": case.device}
+    if case.recompute_activation:
+        options["recompute_activation"] = True
     if mesh is not None:
         assert mesh.mesh_dim_names is not None
         options |= {"tp_mesh": mesh[mesh.mesh_dim_names[-1]], "sequence_parallel": case.sequence_parallel}
@@ -207,3 +212,38 @@ def compared(case: Case) -> tuple[list[str], float, str]:
 
 def table(cases: list[Case]) -> list[tuple[list[str], float, str]]:
     return [compared(case) for case in cases]
+
+
+def on_this_rank(case: Case, mesh: DeviceMesh) -> tuple[dict[str, str], int]:
+    """Hashes of outputs, gradients, histories and draws of two steps, and the bytes that forward keeps."""
+    module, found, kept = build(case, mesh), {}, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, QuantizedTensor):  # a weight, which has no storage of its own
+            storage = tensor.untyped_storage()
+            kept[number, storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for number in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y, dx = step(module, case, number, mesh)
+        found |= {f"y of step {number}": sha(y), f"dx of step {number}": sha(dx)}
+        for name, param in module.named_parameters():
+            assert param.grad is not None, name
+            found[f"{name} of step {number}"] = sha(private_torch.local_tensor(param.grad))
+        module.zero_grad()
+    found |= {name: sha(private_torch.local_tensor(entry)) for name, entry in module.state_dict().items()}
+    return found, sum(kept.values())
+
+
+def recomputed(cases: list[Case]) -> list[tuple[list[str], int]]:
+    """For each case what differs if activations are computed again, and how many bytes fewer are kept."""
+    seen = []
+    for case in cases:
+        axes = MESHES[case.mesh]
+        mesh = init_device_mesh(case.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        plain, kept = on_this_rank(case, mesh)
+        again, fewer = on_this_rank(replace(case, recompute_activation=True), mesh)
+        assert plain.keys() == again.keys()
+        seen.append(([name for name in plain if plain[name] != again[name]], kept - fewer))
+    return seen

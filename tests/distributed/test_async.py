@@ -35,6 +35,7 @@ from quantshard.cli.mesh import Axes
 from quantshard.cli.train import make_optimizer
 from quantshard.errors import CheckpointError
 from tests.distributed.models import RECIPES
+from tests.distributed.pool import IMPORTED
 from tests.distributed.shelf import SCHEME
 
 pytestmark = pytest.mark.distributed
@@ -160,7 +161,8 @@ def _serve(rank: int, meeting: str, function: Callable[[str], Any], folder: str,
 
 
 def on_two(function: Callable[[str], Any], folder: Path) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", function, str(folder), answers)

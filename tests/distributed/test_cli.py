@@ -150,7 +150,7 @@ def in_one_go(folder, whole, steps):
 
 def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path):
     """SIGTERM, which saves; then a rank is killed, then the launcher, and each time the run goes on."""
-    options = ["--save-every", 2, "--eval-every", 4, "--micro-batches", 3, "--recipe", "delayed", "--decay-steps", 50]
+    options = ["--save-every", 2, "--eval-every", 4, "--layers", 1, "--recipe", "delayed", "--decay-steps", 50]
     run, whole = tmp_path / "run", tmp_path / "whole"
     process = start(*train(run, text, *options, steps=5000))
     wait_for_steps(run, 2, process)

@@ -85,6 +85,11 @@ def wire_of_one_step(case: Case) -> dict[str, Any]:
     }
 
 
+def gathered(calls: dict[str, list[int]]) -> list[int]:
+    """The bytes of each gather among what `Wire` counted."""
+    return [size for name, sizes in calls.items() if "allgather" in name for size in sizes]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bytes_and_collectives(recipe: str, ranks: int) -> None:
@@ -92,10 +97,8 @@ def test_bytes_and_collectives(recipe: str, ranks: int) -> None:
     shapes = ((96, 384), (384, 192), (192, 128))  # whole 32-blocks on 2 ranks, not on 3
     case = Case(recipe, (ranks,), shapes=shapes)
     for seen in run_ranks(ranks, wire_of_one_step, case):
-        gathers = [size for name, sizes in seen["forward"].items() if "allgather" in name for size in sizes]
-        assert gathers == [forward for forward, _ in seen["expected"]]
-        gathers = [size for name, sizes in seen["backward"].items() if "allgather" in name for size in sizes]
-        assert sorted(gathers) == sorted(backward for _, backward in seen["expected"])
+        assert gathered(seen["forward"]) == [forward for forward, _ in seen["expected"]]
+        assert sorted(gathered(seen["backward"])) == sorted(backward for _, backward in seen["expected"])
         shared = recipe not in ("mxfp8", "mxfp8 two copies") or ranks == 3
         assert sum(map(len, seen["step"].values())) == 1, seen["step"]
         assert shared or seen["step"] == {"allreduce": [4 * 3 * 6]}, "flags only: no block is shared"
@@ -108,6 +111,15 @@ def test_bytes_and_collectives(recipe: str, ranks: int) -> None:
         per_weight = {"nvfp4": 0.5}.get(recipe, 1.0)
         codes = seen["rows"][0] * 96 * per_weight
         assert codes <= seen["expected"][0][0] - seen["rows"][0] * 2 <= codes * 1.13
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8 two copies"])
+def test_what_is_kept_for_backward_is_gathered_once(recipe: str) -> None:
+    """2 ranks, without resharding after forward: all copies in forward, and nothing in backward."""
+    case = Case(recipe, (2,), shapes=((96, 384), (384, 192)), reshard=False)
+    for seen in run_ranks(2, wire_of_one_step, case):
+        assert gathered(seen["forward"]) == [both for both, _ in seen["expected"]]
+        assert not gathered(seen["backward"]), seen["backward"]
 
 
 # Wrapping changes nothing

@@ -24,7 +24,7 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks
-from tests.distributed.tensor_parallel import BLOCKS, FFN, HIDDEN, LINEARS, MESHES, MODULES, Case, table
+from tests.distributed.tensor_parallel import BLOCKS, FFN, HIDDEN, LINEARS, MESHES, MODULES, Case, recomputed, table
 
 pytestmark = pytest.mark.distributed
 
@@ -89,6 +89,23 @@ def test_every_pair_is_tried() -> None:
     assert len({(case.recipe, case.sequence_parallel) for case in cases}) == 2 * (len(RECIPES) + 1)
     assert len({(case.mesh, case.sequence_parallel) for case in cases}) == 2 * len(MESHES)
     assert len({(case.module, case.sequence_parallel) for case in cases}) == 2 * len(MODULES)
+
+
+RECOMPUTING = ("LayerNormMLP gelu", "LayerNormMLP swiglu", "TransformerLayer")
+
+
+@pytest.mark.parametrize("mesh", ["tp 1", "tp 2"])
+def test_a_recomputed_activation_changes_no_bit(mesh: str) -> None:
+    """1 and 2 ranks, these with sequence parallelism too: what backward quantizes again has the scale of all ranks."""
+    cases = [
+        Case(module, recipe, mesh, sequence)
+        for module, recipe, sequence in itertools.product(RECOMPUTING, ("delayed", "block", "nvfp4"), (False, True))
+        if mesh != "tp 1" or not sequence
+    ]
+    for results in run_ranks(cases[0].ranks, recomputed, cases):
+        for case, (differing, fewer_bytes) in zip(cases, results, strict=True):
+            assert not differing, (case, differing)
+            assert fewer_bytes > 0, case
 
 
 def message(function: object) -> str:

@@ -273,14 +273,13 @@ Cells = dict[int, list[tuple[str, str]]]
 
 
 def cells() -> Cells:
-    """Every way with every recipe that keeps something, and with two of the others in turns."""
+    """Every way with every recipe that keeps something, and with one of the others in turns, on 1 rank or 2."""
     others = [recipe for recipe in RECIPES if recipe not in KEEPING]
     found: Cells = {ranks: [] for ranks in (1, 2, 3, 4)}
     for number, name in enumerate(ROWS):
         for recipe, ranks in KEEPING.items():
             found[ranks].append((name, recipe))
-        for turn, ranks in ((0, 2), (1, 1)):
-            found[ranks].append((name, others[(number + turn) % len(others)]))
+        found[1 + (number + number // len(others)) % 2].append((name, others[number % len(others)]))
     found[4] = [(name, recipe) for name in HSDP_ROWS for recipe in RECIPES if name == "HSDP 2x2" or recipe in KEEPING]
     return found
 

@@ -33,7 +33,7 @@ RECIPES = ("mxfp8", "nvfp4", "delayed", "block")
 MODES = (None, "thread", "process")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.faults.job"])
+_context.set_forkserver_preload(["tests.faults.job", "torch._dynamo"])
 
 
 @dataclass

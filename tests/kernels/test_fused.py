@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import quantshard as qs
+from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules import context, fused
+from quantshard.modules import context, functional, fused
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from quantshard.tensor import QuantizedTensor
 from tests.distributed import models
@@ -190,6 +192,33 @@ def test_a_graph_that_is_kept_runs_backward_twice(kernels_on_cpu: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward()
+
+
+def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
+    """The outputs of fc1, and the codes that fc2 has kept, before the GEMMs of fc1, which need the memory."""
+    module = build("gated mlp", RECIPES["current"], True)
+    kept: dict[str, StorageWeakRef] = {}
+    there: list[list[str]] = []
+    take, gradients = private_torch.take_saved, functional.Saved.gradients
+
+    def watched(ctx: Any) -> tuple[Any, ...]:
+        saved = take(ctx)
+        _, inner, _, (_, *codes) = fused._split(saved, fused._FRONT_SAVED, 2, ctx.inner)
+        named = zip(("gate", "up", "codes", "scale"), (*inner, *codes), strict=True)
+        kept.update((name, StorageWeakRef(tensor.untyped_storage())) for name, tensor in named)
+        return saved
+
+    def counted(*args: Any) -> Any:
+        there.append([name for name, storage in kept.items() if not storage.expired()])
+        return gradients(*args)
+
+    monkeypatch.setattr(private_torch, "take_saved", watched)
+    monkeypatch.setattr(functional.Saved, "gradients", counted)
+    x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
+    with qs.autocast(recipe=RECIPES["current"]):
+        y = module(x)
+    y.backward(torch.ones_like(y))
+    assert there == [["gate", "up", "codes", "scale"], []], "of fc2, and of fc1"
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
