@@ -151,8 +151,13 @@ def remove(path: Path_) -> None:
 
 
 def abandon(target: Target) -> None:
-    """Remove what a failed attempt wrote, if it can be. On the coordinator, when no rank writes any more."""
-    with suppress(OSError):
+    """Remove what a failed attempt wrote, if it can be. On the coordinator, when no rank writes any more.
+
+    Without renames the next run writes in the same place: a run that has lost the directory leaves it alone.
+    """
+    with suppress(OSError, CheckpointError):
+        if target.owner is not None and not target.store.renames:
+            target.owner.check()
         target.store.remove(target.written_in)
 
 

@@ -201,7 +201,7 @@ class Manager:
         self._owner.proof.check()
         commit.clean(self._folder)
         commit.clean_remnants(self.path(other) for other in self._named() if other < step)
-        replaced = step in self._left_behind or not self._is_complete(step)
+        replaced = step in self._left_behind or (not self._store.renames and not self._is_complete(step))
         return replace(commit.prepare(self.path(step), replaced), owner=self._owner.proof)
 
     def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:

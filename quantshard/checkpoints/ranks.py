@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from quantshard import amax
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 
 T = TypeVar("T")
 
@@ -36,19 +36,23 @@ def from_rank0(find: Callable[[], T]) -> T:
     """What `find` returns on rank 0, on all ranks. A collective call.
 
     Raises:
-        CheckpointError: on every rank, if it or an OSError was raised there.
+        CheckpointError, ConfigurationError: on every rank, if it was raised there; an OSError is said as the first.
     """
-    sent: list[object] = [None, None]
+    sent: list[Any] = [None, None]
     if rank() == 0:
         try:
             sent = [find(), None]
         except (CheckpointError, OSError) as error:
-            sent = [None, str(error)]
+            sent = [None, (CheckpointError, str(error))]
+        except ConfigurationError as error:
+            sent = [None, (ConfigurationError, str(error))]
     if amax.world() is not None:
         dist.broadcast_object_list(sent, src=0)
     if sent[1] is not None:
-        raise CheckpointError(str(sent[1]))
-    return sent[0]  # type: ignore[return-value]
+        kind, message = sent[1]
+        raise kind(message)
+    found: T = sent[0]
+    return found
 
 
 def raise_alike(error: str | None, prefix: str = "") -> None:
@@ -62,20 +66,24 @@ def alike(own: Callable[[], T]) -> T:
     """What each rank finds out for itself, if all of them do. A collective call.
 
     Raises:
-        CheckpointError: the first rank's, or one of its kind, on every rank; an OSError too is said as one.
+        CheckpointError: the first rank's, or one of its kind, on every rank; any other error too is said as one.
+        ConfigurationError: likewise.
     """
     found: list[T] = []
-    failed: tuple[type[CheckpointError], str] | None = None
+    failed: tuple[type[QuantshardError], str] | None = None
+    cause: Exception | None = None
     try:
         found.append(own())
-    except CheckpointError as error:
-        failed = type(error), str(error)
+    except QuantshardError as error:
+        failed, cause = (type(error), str(error)), error
     except OSError as error:
-        failed = CheckpointError, str(error)
+        failed, cause = (CheckpointError, str(error)), error
+    except Exception as error:  # objects of the caller's fail in any way, and the other ranks wait
+        failed, cause = (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
     for number, other in enumerate(gathered(failed)):
         if other is not None:
             kind, message = other
-            raise kind(f"{'' if number == 0 else f'on rank {number}: '}{message}")
+            raise kind(f"{'' if number == 0 else f'on rank {number}: '}{message}") from cause
     return found[0]
 
 

@@ -163,9 +163,12 @@ def work(run: RunDir, order: Order) -> None:
         restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if order.resume else None
         done = 0 if restored is None else restored.step
         if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
-            run.write_config(task.settings, task.launched, task.corpus)
             run.forget_after(done)
         _record_start(run, task, place, trainer, restored)
+        if (
+            place.rank == 0 and order.resume
+        ):  # after the record, by which a resume after a kill here knows what it finds
+            run.write_config(task.settings, task.launched, task.corpus)
         table = explain(trainer.model, trainer.optimizer)
         _announce(run, task, place, trainer, str(table), restored)
         if order.copy_to:
@@ -227,7 +230,8 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
     again, again_lossy = run.requantized()  # until the first save its checkpoints are of the recipe before
-    requantize, lossy = "recipe" in order.overrides or again, order.lossy or again_lossy
+    asked = "recipe" in order.overrides
+    requantize, lossy = asked or again, order.lossy or (again_lossy and not asked)
     return Task(settings, started, corpus, tuple(run.saved_steps()[1]), left, requantize, lossy)
 
 

@@ -177,6 +177,8 @@ class Files:
         return sorted(set(weight_map.values()))
 
     def _describe(self, file: str) -> None:
+        if not (self.folder / file).is_file():  # a pipe would be waited for
+            raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: it is no file")
         try:
             opened = self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             found = {name: opened.get_slice(name) for name in opened.keys()}

@@ -121,9 +121,15 @@ class _Exported:
             base = key.removesuffix(names.codes)
             scale, second = base + names.scale, None if names.second is None else base + names.second
             there = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
-            if there and (encoding is E2M1) <= (second is not None):
+            fits = there and self._is_grid(scale, key) and (second is None or self._bytes(second) > 0)
+            if fits and (encoding is E2M1) <= (second is not None):
                 return _Weight(key, encoding, scale, second, names.divides)
         return None
+
+    def _is_grid(self, scale: str, codes: str) -> bool:
+        """Whether the shape of a tensor can be that of scales of codes."""
+        dims = len(self.files.tensors[scale][1])
+        return dims <= 1 or dims <= len(self.files.tensors[codes][1])
 
     def _row(self, weight: _Weight, data: bool) -> Row:
         figures = self._figures(weight) if data and weight.scale is not None else None

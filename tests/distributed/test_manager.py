@@ -254,10 +254,20 @@ class OnlyHere:
         raise AssertionError
 
 
+class FailsThere(OnlyHere):
+    """It cannot say its state on the last rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": {0: 1}[dist.get_rank()]}
+
+
 def with_such_a_state(case: Case, folder: str) -> list[str]:
     run = new_run(case, folder)
     with Manager(folder, state={"data": OnlyHere()}) as manager:
         found = [message_of(lambda: manager.save(1, run.model, run.optimizer)), str(manager.steps())]
+    with Manager(folder, state={"data": FailsThere()}) as manager:
+        found.append(message_of(lambda: manager.save(1, run.model, run.optimizer)))
+        found.append(str([manager._prepare(1).replace] if dist.get_rank() == 0 else [False]))
     for wrong in ({"state": {"random": Counter()}}, {"state": {"a": 1}}, {"keep_last": 0}, {"async_": "fork"}):
         try:
             Manager(folder, **wrong)
@@ -269,8 +279,10 @@ def with_such_a_state(case: Case, folder: str) -> list[str]:
 def test_a_state_that_cannot_be_plain_is_refused_on_every_rank(tmp_path: Path) -> None:
     """2 ranks: and arguments that do not fit."""
     first, second = run_ranks(2, with_such_a_state, Case("mxfp8", (2,), shapes=((32, 32),)), str(tmp_path))
-    assert first == second and len(first) == 6, first
+    assert first == second and len(first) == 8, first
     assert first[0].startswith("on rank 1: the state of 'data' cannot be saved as plain data") and first[1] == "[]"
+    assert first[2] == "on rank 1: KeyError: 1"
+    assert first[3] == "[False]"  # another's complete checkpoint of the step would not be replaced
 
 
 # Retention and ownership ----------------------------------------------------------------------------------------------

@@ -89,6 +89,41 @@ def test_a_run_behind_a_url(mode: str | None, tmp_path: Path) -> None:
     assert inspect(f"{url}/step-000004").rows == inspect(beside(url, 4, "")).rows
 
 
+def late(case: Case, url: str) -> list[Any]:
+    """A run that was overtaken learns that its save failed when the next one has saved the same step."""
+    run, finish, found = new_run(case, url), commit.CommitWriter.finish, []
+
+    def overtaken(writer: commit.CommitWriter, **arguments: Any) -> None:
+        with mock.patch.object(commit.CommitWriter, "finish", finish):
+            Ownership(*locate(url))  # as the next run takes it, which saves the step here, too
+            finish(writer, **arguments)
+
+    with Manager(url, async_="thread") as manager:
+        with mock.patch.object(commit.CommitWriter, "finish", overtaken):
+            manager.save(1, run.model, run.optimizer)
+            pending = manager._pending
+            assert pending is not None
+            pending.future.exception()
+        dist.barrier()
+        of_the_next = manifest.Manifest({}, 2, "", "", 1, None, None)
+        on_rank_0(lambda: commit.commit(replace(pending.target, owner=None), of_the_next))
+        found += [manager.steps(), message_of(manager.wait), manager.steps()]
+    spoilt = Path("s3://bucket/step")
+    try:
+        checkpoints.save(spoilt, run.model, run.optimizer)
+    except ConfigurationError as error:
+        found.append(str(error))
+    return found
+
+
+def test_an_overtaken_run_leaves_the_next_ones_checkpoint(tmp_path: Path) -> None:
+    """2 ranks: and a URL that pathlib has spoilt is refused by both."""
+    url = url_of(tmp_path, "late")
+    for before, said, after, spoilt in run_ranks(2, late, Case("block", (2,), shapes=SHAPES), url):
+        assert before == after == [1] and "in use by another run" in said
+        assert "of which pathlib took a slash" in spoilt
+
+
 def refused(case: Case, url: str, mode: str | None) -> list[str]:
     """The last rank's client raises its own errors."""
     run, found = new_run(case, url), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -93,5 +94,30 @@ def test_headers_of_safetensors(tmp_path: Path, header: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere\.safetensors cannot be read as safetensors: No such file"):
+    with pytest.raises(CheckpointError, match=r"nowhere\.safetensors cannot be read as safetensors: it is no file"):
         inspect(tmp_path / "nowhere.safetensors")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match="it is no file"):
+        inspect(tmp_path)
+
+
+SHAPES = {
+    "a grid beside a vector": ((16,), (4, 4), (1,)),
+    "no second scale": ((4, 8), (4, 1), (0,)),
+    "none": ((4, 8), (4, 1), (1, 0)),
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_shapes_that_are_no_scales(tmp_path: Path, shapes: str) -> None:
+    codes, grid, second = SHAPES[shapes]
+    tensors = {"l.weight": torch.zeros(codes, dtype=torch.uint8), "l.weight_scale": torch.ones(grid)}
+    save_file(tensors | {"l.weight_scale_2": torch.ones(second)}, tmp_path / "m.safetensors")
+    eight = {"e.weight": torch.zeros(codes).to(torch.float8_e4m3fn), "e.weight_scale": torch.ones(grid)}
+    save_file(eight, tmp_path / "e.safetensors")
+    found = {row.name: row.quantized for row in inspect(tmp_path).rows}
+    assert not found["l.weight"] and found["e.weight"] == (len(codes) == 2)
