@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,6 @@ from quantshard.checkpoints.reader import DamagedError
 from quantshard.checkpoints.staging import Stager
 from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError
-
-T = TypeVar("T")
 
 _NAME = re.compile(r"step-(\d{6,})")
 MODES = (None, "thread", "process")

@@ -165,9 +165,7 @@ def work(run: RunDir, order: Order) -> None:
         if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
             run.forget_after(done)
         _record_start(run, task, place, trainer, restored)
-        if (
-            place.rank == 0 and order.resume
-        ):  # after the record, by which a resume after a kill here knows what it finds
+        if place.rank == 0 and order.resume:  # the record is there by now: a kill between the two loses nothing
             run.write_config(task.settings, task.launched, task.corpus)
         table = explain(trainer.model, trainer.optimizer)
         _announce(run, task, place, trainer, str(table), restored)
@@ -229,10 +227,15 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
-    again, again_lossy = run.requantized()  # until the first save its checkpoints are of the recipe before
-    asked = "recipe" in order.overrides
-    requantize, lossy = asked or again, order.lossy or (again_lossy and not asked)
-    return Task(settings, started, corpus, tuple(run.saved_steps()[1]), left, requantize, lossy)
+    return Task(settings, started, corpus, tuple(run.saved_steps()[1]), left, *_anew(run, order))
+
+
+def _anew(run: RunDir, order: Order) -> tuple[bool, bool]:
+    """Whether weights of another recipe are quantized anew, and whether without masters too: as asked for now, or else
+    as before, since until the first save the run's checkpoints are of the recipe before."""
+    if "recipe" in order.overrides:
+        return True, order.lossy
+    return run.requantized()
 
 
 def _join(wanted: str) -> Place:

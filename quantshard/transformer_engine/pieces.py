@@ -26,8 +26,6 @@ _ENUMS = (f"{_PACKAGE}constants.DType", "transformer_engine_torch.DType")
 _ELEMENTS = {7: E4M3, 8: E5M2, 10: E2M1}
 """Element encodings by their number in TransformerEngine's DType (`common/include/transformer_engine.h`)."""
 
-_E4M3_MAX = 448
-
 
 @dataclass(frozen=True, eq=False)
 class Plane:
@@ -216,11 +214,11 @@ def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int,
     kind = "NVFP4Tensor"
     largest = fields["e4m3_max"]
     if _flag(fields["row_scaled"], "row_scaled_nvfp4") or not (
-        largest is None or (type(largest) is int and largest == _E4M3_MAX)
+        largest is None or (type(largest) is int and largest == E4M3.max)
     ):
         raise CheckpointError(
             f"its {kind} has a second scale for each row, or one for block scales up to another number; formats "
-            f"here have one for the tensor, for block scales up to {_E4M3_MAX}"
+            f"here have one for the tensor, for block scales up to {E4M3.max:g}"
         )
     sides = (_Side(Copy.ROWWISE, (1, 16)), _Side(Copy.COLUMNWISE, (16, 1), True, True))
     found = _piece(kind, fields, origin, shape, E4M3, *sides)

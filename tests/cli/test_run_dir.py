@@ -12,6 +12,7 @@ from quantshard.checkpoints import ownership
 from quantshard.checkpoints.store import LocalStore
 from quantshard.cli.config import Settings
 from quantshard.cli.run_dir import RunDir
+from quantshard.cli.worker import Order, _anew
 from quantshard.errors import ConfigurationError
 
 
@@ -101,3 +102,12 @@ def test_where_there_are_no_locks_a_warning_names_the_folder(run, monkeypatch):
     for owns in (run.lock, lambda: ownership.Ownership(LocalStore(), str(run.path))):
         with pytest.warns(UserWarning, match=rf"^{run.path} is not locked .* \(No locks available\); see to it"):
             owns()
+
+
+def test_lossy_is_asked_for_each_time(run):
+    """What a start did without masters is done again until a checkpoint has it; another recipe is another question."""
+    resumed, other = Order(True, False), Order(True, False, overrides={"recipe": "block"})
+    assert _anew(run, resumed) == (False, False)
+    run.append(run.starts, {"step": 2, "recipe": "nvfp4", "requantized": "7 weights", "lossy": True})
+    assert _anew(run, resumed) == (True, True)
+    assert _anew(run, other) == (True, False)

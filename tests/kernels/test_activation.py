@@ -11,6 +11,7 @@ from quantshard import numerics
 from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, MXFP8_32X32, NVFP4_1X16, Copy, Scaling
 from quantshard.kernels import activation as ka
 from quantshard.kernels import quantize as kq
+from quantshard.kernels import results
 from quantshard.kernels.results import Outputs
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 
@@ -157,6 +158,19 @@ def test_codes_are_the_oracles_of_the_results(fmt):
             assert two is None
         else:
             same_codes(two, x.t().contiguous(), fmt, scaling, ways[1])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_two_programs_fit_on_a_multiprocessor(backward):
+    """Where a program would take most of its 65536 registers for itself, they are bounded."""
+    like = torch.ones(37, 290, dtype=torch.bfloat16, device=DEVICE)
+    asked = request(FP8_1X128, Scaling(), numerics.amaxes(like, FP8_1X128), like.dtype)
+    plan = results.plan(Outputs(asked, asked), like)
+    launch = plan.launch(backward)
+    assert (plan.tile, launch["num_warps"], launch["maxnreg"]) == (kq.Tile(128, 128, 4), 8, 128)
+    assert 2 * 32 * launch["num_warps"] * launch["maxnreg"] == 65536
+    alone = results.plan(Outputs(asked), like).launch(backward)
+    assert (alone["maxnreg"] is None) != backward
 
 
 def test_either_direction_alone_and_one_gradient_alone():
