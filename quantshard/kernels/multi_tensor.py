@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.history import append
+from quantshard.kernels.history import append, past
 
 TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: tl.float32,
@@ -197,22 +197,9 @@ def scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constex
 def past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """Before a step: the amax that each history stands for; 0 if none is recorded."""
     row = table + tl.program_id(0) * 6
-    past, _, _ = history_of(row, MOST_RECENT, LENGTH)
-    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), past)
-
-
-@triton.jit
-def history_of(row, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    """`amax.history_amax`, and the address and length of the history."""
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    length = tl.load(row + 2)
-    if MOST_RECENT:
-        past = tl.load(history + length - 1)
-    else:
-        at = tl.arange(0, LENGTH)
-        recorded = tl.load(history + at, mask=at < length, other=0.0)
-        past = tl.max(recorded.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
-    return past, history, length
+    amax = past(history, tl.load(row + 2), MOST_RECENT, LENGTH)
+    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), amax)
 
 
 @triton.jit
@@ -227,11 +214,13 @@ def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.
     row = table + tl.program_id(0) * 6
     if tl.load(gradients + tl.load(row) * STRIDE) == 0:
         return
-    past, history, length = history_of(row, MOST_RECENT, LENGTH)
+    history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    length = tl.load(row + 2)
+    known = past(history, length, MOST_RECENT, LENGTH)
     amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
-    used = tl.where(past > 0, past, amax)
+    used = tl.where(known > 0, known, amax)
     tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
-    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(past > 0, 0.0, 1.0))
+    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(known > 0, 0.0, 1.0))
     append(history, length, amax, LENGTH)
 
 

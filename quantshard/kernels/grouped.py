@@ -1,0 +1,158 @@
+"""Rows of several experts, those of one after those of another in one matrix, quantized under a scale for each expert.
+
+    amax[e]    = max |x[i, j]|                   over the rows i of expert e and all columns
+    code[i, j] = round(x[i, j] * multiplier[e])  for rows i of e
+    sums[e, j] = sum of x[i, j]                  over the rows i of e
+
+A program works on a tile with rows of one expert, so one launch serves all of them. The codes are those that `quantize`
+gives for the rows of each expert alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.formats import Encoding
+from quantshard.kernels import language as ql
+from quantshard.kernels.multi_tensor import rows_of
+from quantshard.kernels.results import by_rows, largest, load_tile
+
+FEW_ROWS: Final = 64
+MANY_ROWS: Final = 128
+COLS: Final = 128
+WARPS: Final = 8
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows of a matrix are of which expert.
+
+    `rows`: the most rows in a tile. `spans`: int64 [experts, 3] on the device: number of the expert, its first row, and
+    the one after its last. `tiles`: int64 [tiles, 3]: number of the expert, first row of the tile, and the one after the
+    expert's last; an expert without rows has none.
+    """
+
+    rows: int
+    spans: Tensor
+    tiles: Tensor
+
+    @staticmethod
+    def of(counts: Sequence[int], device: torch.device) -> Groups:
+        """`counts`: how many rows each expert has, in order. The copy to the device does not wait for it."""
+        rows = FEW_ROWS if sum(counts) <= FEW_ROWS * len(counts) else MANY_ROWS
+        spans = [(e, end - count, end) for e, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))]
+        tiles = [(e, row, end) for e, start, end in spans for row in range(start, end, rows)]
+        table = rows_of([*spans, *tiles], device)
+        return Groups(rows, table[: len(spans)], table[len(spans) :])
+
+    def __len__(self) -> int:
+        """How many experts."""
+        return self.spans.shape[0]
+
+
+@triton.jit
+def tile_of(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Whose rows this program's tile has, its rows and columns, and which have a value."""
+    row = tiles + tl.program_id(0) * 3
+    i = tl.load(row + 1) + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    return tl.load(row), i, j, (i < tl.load(row + 2))[:, None] & (j < cols)[None, :]
+
+
+@triton.jit
+def amax_kernel(x_ptr, stride, cols, tiles, amaxes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    expert, i, j, valued = tile_of(tiles, cols, ROWS, COLS)
+    tl.atomic_max(amaxes + expert, largest(load_tile(x_ptr, stride, i, j, valued)), sem="relaxed")
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, stride, cols, tiles, multipliers, codes_ptr, next_amaxes, poisoned,
+    E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    expert, i, j, valued = tile_of(tiles, cols, ROWS, COLS)
+    x = load_tile(x_ptr, stride, i, j, valued)
+    if next_amaxes is not None:
+        tl.atomic_max(next_amaxes + expert, largest(x), sem="relaxed")
+    if poisoned is not None:
+        tl.store(poisoned + expert, float("nan"), mask=largest(x) >= 0x7F800000)
+    codes = ql.encode(x * tl.load(multipliers + expert), E)
+    tl.store(codes_ptr + i[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=valued)
+
+
+@triton.jit
+def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.constexpr):
+    span = spans + tl.program_id(0) * 3
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    end = tl.load(span + 2)
+    total = tl.zeros((COLS,), tl.float32)
+    for first in range(tl.load(span + 1), end, ROWS):
+        i = first + tl.arange(0, ROWS)
+        total += tl.sum(load_tile(x_ptr, stride, i, j, (i < end)[:, None] & (j < cols)[None, :]), 0)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * cols + j, total, mask=j < cols)
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+def amaxes(x: Tensor, groups: Groups) -> Tensor:
+    """The largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 of no rows, NaN where there is one.
+
+    x: float32, bfloat16 or float16, as in what follows.
+    """
+    found, x = torch.zeros(len(groups), dtype=torch.float32, device=x.device), by_rows(x)
+    if x.numel() > 0:
+        with ql.on(x.device):
+            amax_kernel[_programs(x, groups)](
+                x, x.stride(0), x.shape[1], groups.tiles, found.view(torch.int32), groups.rows, COLS, num_warps=WARPS
+            )
+    return found
+
+
+def quantize(
+    x: Tensor,
+    groups: Groups,
+    encoding: Encoding,
+    multipliers: Tensor,
+    next_amaxes: Tensor | None = None,
+    poisoned: Tensor | None = None,
+) -> Tensor:
+    """Codes of x [R, C], uint8 of its shape, of an encoding of 8 bits.
+
+    Args:
+        multipliers: float32 [experts], of the values of each expert.
+        next_amaxes: float32 [experts], each made the larger of itself and the amax of the expert's rows.
+        poisoned: float32 [experts], made NaN where not all values of the expert's rows are finite.
+    """
+    codes, x = torch.empty(x.shape, dtype=torch.uint8, device=x.device), by_rows(x)
+    if x.numel() > 0:
+        with ql.on(x.device):
+            quantize_kernel[_programs(x, groups)](
+                x, x.stride(0), x.shape[1], groups.tiles, multipliers, codes,
+                None if next_amaxes is None else next_amaxes.view(torch.int32), poisoned,
+                ql.element(encoding, x.device), groups.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return codes
+
+
+def sums(x: Tensor, groups: Groups) -> Tensor:
+    """Sums over each expert's rows of x [R, C], float32 [experts, C]."""
+    found, x = torch.empty((len(groups), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
+    if found.numel() > 0:
+        with ql.on(x.device):
+            sums_kernel[len(groups), triton.cdiv(x.shape[1], COLS)](
+                x, x.stride(0), x.shape[1], groups.spans, found, groups.rows, COLS, num_warps=WARPS
+            )
+    return found
+
+
+def _programs(x: Tensor, groups: Groups) -> tuple[int, int]:
+    return groups.tiles.shape[0], triton.cdiv(x.shape[1], COLS)
