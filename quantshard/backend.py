@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from quantshard import compute
 from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
 from quantshard.operands import Operand
-from quantshard.recipe import Cell, Recipe
+from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.sharding import ceil_div
 from quantshard.storage import QuantizedStorage
 
@@ -343,6 +343,33 @@ def _values(operand: Operand, wanted: Copy, dtype: torch.dtype = torch.float32) 
         return operand.to(dtype)
     which = wanted if wanted in operand.cell.format.copies else Copy.ROWWISE
     return operand.dequantize(which, dtype)
+
+
+# Many experts at once ------------------------------------------------------------------------------------------------
+
+LARGEST_GROUPED: Final = 1 << 32
+"""Multiplications of one expert's fprop, in the mean over experts, above which one scaled product for each is faster
+than one kernel for all. Measured on an H200 (benchmarks/experts.py)."""
+
+
+def multiplies_together(recipe: Recipe, device: torch.device) -> bool:
+    """Whether kernels quantize and multiply all experts of a layer in one launch by this recipe: with one scale of an
+    expert's input, weight or gradient, rounded to nearest, and one quantization of it for both of its products."""
+    table = recipe.table
+    cells = {role: {cell for (of, _), cell in table.items() if of is role} for role in TensorRole}
+    return compute.kernels_on(device) and all(len(found) == 1 and _is_scaled_whole(*found) for found in cells.values())
+
+
+def _is_scaled_whole(cell: Cell) -> bool:
+    copy, scaling = cell.format.copies[Copy.ROWWISE], cell.scaling
+    plain = not (scaling.stochastic_rounding or scaling.random_hadamard)
+    whole = cell.format.transposable and _kind(cell.format) == _TENSOR
+    return plain and whole and copy.codes.encoding in (E4M3, E5M2)
+
+
+def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
+    """Whether `rows` of that many experts are multiplied faster at once, with weights of this shape."""
+    return experts > 1 and rows * shape[0] * shape[1] <= experts * LARGEST_GROUPED and shape[0] * shape[1] < 1 << 31
 
 
 # What is said of them ------------------------------------------------------------------------------------------------

@@ -32,12 +32,12 @@ WARPS: Final = 8
 
 
 @dataclass(frozen=True)
-class Groups:
+class Segments:
     """Which rows of a matrix are of which expert.
 
     `rows`: the most rows in a tile. `spans`: int64 [experts, 3] on the device: number of the expert, its first row, and
-    the one after its last. `tiles`: int64 [tiles, 3]: number of the expert, first row of the tile, and the one after the
-    expert's last; an expert without rows has none.
+    the one after its last. `tiles`: int64 [tiles, 3]: number of the expert, first row of the tile, and the one after
+    the expert's last; an expert without rows has none.
     """
 
     rows: int
@@ -45,13 +45,13 @@ class Groups:
     tiles: Tensor
 
     @staticmethod
-    def of(counts: Sequence[int], device: torch.device) -> Groups:
+    def of(counts: Sequence[int], device: torch.device) -> Segments:
         """`counts`: how many rows each expert has, in order. The copy to the device does not wait for it."""
         rows = FEW_ROWS if sum(counts) <= FEW_ROWS * len(counts) else MANY_ROWS
         spans = [(e, end - count, end) for e, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))]
         tiles = [(e, row, end) for e, start, end in spans for row in range(start, end, rows)]
         table = rows_of([*spans, *tiles], device)
-        return Groups(rows, table[: len(spans)], table[len(spans) :])
+        return Segments(rows, table[: len(spans)], table[len(spans) :])
 
     def __len__(self) -> int:
         """How many experts."""
@@ -103,23 +103,24 @@ def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.c
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
-def amaxes(x: Tensor, groups: Groups) -> Tensor:
+def amaxes(x: Tensor, segments: Segments) -> Tensor:
     """The largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 of no rows, NaN where there is one.
 
     x: float32, bfloat16 or float16, as in what follows.
     """
-    found, x = torch.zeros(len(groups), dtype=torch.float32, device=x.device), by_rows(x)
+    found, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
     if x.numel() > 0:
         with ql.on(x.device):
-            amax_kernel[_programs(x, groups)](
-                x, x.stride(0), x.shape[1], groups.tiles, found.view(torch.int32), groups.rows, COLS, num_warps=WARPS
-            )
+            amax_kernel[_programs(x, segments)](
+                x, x.stride(0), x.shape[1], segments.tiles, found.view(torch.int32), segments.rows, COLS,
+                num_warps=WARPS,
+            )  # fmt: skip
     return found
 
 
 def quantize(
     x: Tensor,
-    groups: Groups,
+    segments: Segments,
     encoding: Encoding,
     multipliers: Tensor,
     next_amaxes: Tensor | None = None,
@@ -135,24 +136,24 @@ def quantize(
     codes, x = torch.empty(x.shape, dtype=torch.uint8, device=x.device), by_rows(x)
     if x.numel() > 0:
         with ql.on(x.device):
-            quantize_kernel[_programs(x, groups)](
-                x, x.stride(0), x.shape[1], groups.tiles, multipliers, codes,
+            quantize_kernel[_programs(x, segments)](
+                x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes,
                 None if next_amaxes is None else next_amaxes.view(torch.int32), poisoned,
-                ql.element(encoding, x.device), groups.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
+                ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return codes
 
 
-def sums(x: Tensor, groups: Groups) -> Tensor:
+def sums(x: Tensor, segments: Segments) -> Tensor:
     """Sums over each expert's rows of x [R, C], float32 [experts, C]."""
-    found, x = torch.empty((len(groups), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
+    found, x = torch.empty((len(segments), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
     if found.numel() > 0:
         with ql.on(x.device):
-            sums_kernel[len(groups), triton.cdiv(x.shape[1], COLS)](
-                x, x.stride(0), x.shape[1], groups.spans, found, groups.rows, COLS, num_warps=WARPS
+            sums_kernel[len(segments), triton.cdiv(x.shape[1], COLS)](
+                x, x.stride(0), x.shape[1], segments.spans, found, segments.rows, COLS, num_warps=WARPS
             )
     return found
 
 
-def _programs(x: Tensor, groups: Groups) -> tuple[int, int]:
-    return groups.tiles.shape[0], triton.cdiv(x.shape[1], COLS)
+def _programs(x: Tensor, segments: Segments) -> tuple[int, int]:
+    return segments.tiles.shape[0], triton.cdiv(x.shape[1], COLS)

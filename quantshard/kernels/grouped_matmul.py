@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
-from quantshard.kernels.grouped import FEW_ROWS, MANY_ROWS, Groups
+from quantshard.kernels.grouped import FEW_ROWS, MANY_ROWS, Segments
 from quantshard.kernels.multi_tensor import TYPES, rows_of
 
 
@@ -135,15 +135,15 @@ class Codes(NamedTuple):
 
 class Weights(NamedTuple):
     """Of each expert the codes of 8 bits of its weight, uint8 [out_features, in_features], contiguous, its scale,
-    float32, and its bias [out_features]; without biases these are None. All of one shape, encoding and device."""
+    float32, and its bias [out_features], if it has one. All of one shape, encoding and device."""
 
     codes: Sequence[Tensor]
     scales: Sequence[Tensor]
-    biases: Sequence[Tensor | None]
+    biases: Sequence[Tensor]
     encoding: Encoding
 
 
-def rows_times_weights(a: Codes, weights: Weights, groups: Groups, dtype: torch.dtype, *, turned: bool) -> Tensor:
+def rows_times_weights(a: Codes, weights: Weights, segments: Segments, dtype: torch.dtype, *, turned: bool) -> Tensor:
     """Rows [R, C] times the weight [C, cols] of their expert or, if `turned`, its transpose, plus the bias: `dtype`
     [R, cols], rounded once."""
     rows, summed = a.codes.shape
@@ -152,12 +152,12 @@ def rows_times_weights(a: Codes, weights: Weights, groups: Groups, dtype: torch.
     if out.numel() == 0:
         return out
     pointers, aligned = _table(weights)
-    bias = weights.biases[0]
-    launch = FEW_ROWS_LAUNCH if groups.rows == FEW_ROWS else MANY_ROWS_LAUNCH
+    bias = TYPES[weights.biases[0].dtype] if weights.biases else None
+    launch = FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else MANY_ROWS_LAUNCH
     with ql.on(out.device):
-        rows_kernel[triton.cdiv(cols, launch.cols), groups.tiles.shape[0]](
-            a.codes, a.scales, groups.tiles, pointers, len(groups), out, summed, cols,
-            TURNED=turned, ALIGNED=aligned, BIAS=None if bias is None else TYPES[bias.dtype],
+        rows_kernel[triton.cdiv(cols, launch.cols), segments.tiles.shape[0]](
+            a.codes, a.scales, segments.tiles, pointers, len(segments), out, summed, cols,
+            TURNED=turned, ALIGNED=aligned, BIAS=bias,
             A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
             SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
@@ -165,23 +165,21 @@ def rows_times_weights(a: Codes, weights: Weights, groups: Groups, dtype: torch.
 
 
 def _table(weights: Weights) -> tuple[Tensor, bool]:
-    """Addresses of codes, scales and biases, int64 [3, experts]; and whether all codes are at multiples of 16."""
-    codes = [part.data_ptr() for part in weights.codes]
-    scales = [part.data_ptr() for part in weights.scales]
-    biases = [0 if part is None else part.data_ptr() for part in weights.biases]
-    return rows_of([codes, scales, biases], weights.codes[0].device), not any(at % 16 for at in codes)
+    """Addresses of codes, scales and biases, int64 [2 or 3, experts]; and whether all codes are at multiples of 16."""
+    parts = [[part.data_ptr() for part in of] for of in (weights.codes, weights.scales, weights.biases) if of]
+    return rows_of(parts, weights.codes[0].device), not any(at % 16 for at in parts[0])
 
 
-def weight_gradients(a: Codes, b: Codes, groups: Groups, dtype: torch.dtype) -> Tensor:
+def weight_gradients(a: Codes, b: Codes, segments: Segments, dtype: torch.dtype) -> Tensor:
     """Of rows a [R, M] and b [R, N] the sums of a^T b over each expert's rows: `dtype` [experts, M, N], rounded once;
     zeros for an expert without rows."""
     rows, cols = a.codes.shape[1], b.codes.shape[1]
-    out = torch.empty((len(groups), rows, cols), dtype=dtype, device=a.codes.device)
+    out = torch.empty((len(segments), rows, cols), dtype=dtype, device=a.codes.device)
     launch = WEIGHTS_LAUNCH
-    grid: Any = (triton.cdiv(cols, launch.cols), triton.cdiv(rows, launch.rows), len(groups))
+    grid: Any = (triton.cdiv(cols, launch.cols), triton.cdiv(rows, launch.rows), len(segments))
     with ql.on(out.device):
         weights_kernel[grid](
-            a.codes, b.codes, a.scales, b.scales, groups.spans, out, rows, cols,
+            a.codes, b.codes, a.scales, b.scales, segments.spans, out, rows, cols,
             A=a.element(), B=b.element(), ROWS=launch.rows, COLS=launch.cols, SUMMED=launch.summed,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip

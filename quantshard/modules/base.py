@@ -364,21 +364,25 @@ class QuantizedModule(OnMesh, Saved):
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
         for name, length in self._history_lengths(recipe).items():
-            existing = getattr(self, prefix + name, None)
-            if existing is not None and existing.numel() != length:
-                raise RecipeMismatchError(
-                    f"{type(self).__name__}.{prefix + name} holds {existing.numel()} past amaxes, but autocast's "
-                    f"recipe {recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
-                )
-            if existing is None:
-                if self.training and context.is_strict():
-                    self._refuse_fallbacks(prefix + name, ("late history",))
-                self._warn_of_late_history(prefix + name)
-                device = private_torch.local_tensor(self.get_parameter(weights[0])).device
-                self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=device))
+            self._check_history(prefix + name, length, weights[0], recipe)
         seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
         states = [self._state_for(weight, recipe) for weight in weights]
         return LinearState(states, seen, seen_backward, record=self.training)
+
+    def _check_history(self, name: str, length: int, weight: str, recipe: Recipe) -> None:
+        """Raise unless a history has the length that `recipe` needs; if it is missing, make it, and say so."""
+        existing = getattr(self, name, None)
+        if existing is not None and existing.numel() != length:
+            raise RecipeMismatchError(
+                f"{type(self).__name__}.{name} holds {existing.numel()} past amaxes, but autocast's recipe "
+                f"{recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
+            )
+        if existing is None:
+            if self.training and context.is_strict():
+                self._refuse_fallbacks(name, ("late history",))
+            self._warn_of_late_history(name)
+            device = private_torch.local_tensor(self.get_parameter(weight)).device
+            self.register_buffer(name, torch.zeros(length, dtype=torch.float32, device=device))
 
     def _state_for(self, weight: str, recipe: Recipe) -> dict[str, Tensor]:
         """`weight_state`, with the amax history that the recipe needs."""

@@ -1,0 +1,167 @@
+"""The linear layers of many experts as one: what `functional.linear` does for each of them, in a few launches for all.
+
+The rows of all experts are one matrix, of which each expert has some that follow each other. They are quantized in one
+launch to the codes and scales that each expert's rows have alone, and multiplied with its weight, which stays a tensor
+of its own, in another. Only per-tensor recipes are covered (`backend.multiplies_together`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard import amax, kernels, limits, private_torch
+from quantshard.errors import UnsupportedOperationError
+from quantshard.formats import Copy
+from quantshard.modules import context
+from quantshard.modules.linear_operands import cells, note_amaxes
+from quantshard.modules.recompute import Call
+from quantshard.recipe import TensorRole
+from quantshard.storage import KEY
+from quantshard.tensor import QuantizedTensor
+
+if kernels.USABLE:
+    from quantshard.kernels import grouped as grouped_kernel
+    from quantshard.kernels import grouped_matmul, scales
+    from quantshard.kernels.grouped import Segments
+    from quantshard.kernels.grouped_matmul import Codes, Weights
+
+
+class Layer(NamedTuple):
+    """The linear layers of all experts, about to be called.
+
+    `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `histories`: by role, those of
+    each expert under delayed scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom
+    they are reduced over.
+    """
+
+    weights: Sequence[QuantizedTensor]
+    biases: Sequence[Tensor]
+    counts: Sequence[int]
+    call: Call
+    histories: Mapping[TensorRole, Sequence[Tensor]]
+    record: bool
+    amax_group: amax.Groups
+
+    def past(self, role: TensorRole) -> Tensor | None:
+        """The amaxes to scale by, float32 [experts], under delayed scaling. Of an input those of the first forward."""
+        cell, _ = cells(self.call.recipe, role)
+        assert cell is not None
+        if not cell.scaling.history:
+            return None
+        known = self.call.amaxes.get((role, 0))
+        found = amax.history_amaxes(self.histories[role], cell.scaling.most_recent) if known is None else known
+        if role is TensorRole.INPUT:
+            self.call.amaxes[role, 0] = found
+        return found
+
+    def quantized(self, values: Tensor, role: TensorRole, segments: Segments) -> Codes:
+        """An input or output gradient [tokens, features] under one scale for each expert.
+
+        The scale of a gradient that is not finite is NaN: codes saturate, so it would come out finite, and the
+        optimizer would not skip the step.
+        """
+        cell, _ = cells(self.call.recipe, role)
+        assert cell is not None
+        copy = cell.format.copies[Copy.ROWWISE]
+        notes = bool(cell.scaling.history) and self.record and (role, 0) not in self.call.amaxes
+        amaxes = self.past(role)
+        if amaxes is None:
+            amaxes = grouped_kernel.amaxes(values, segments)
+        stored, multipliers = scales.scales(amaxes, copy, cell.scaling, values.dtype)
+        seen = torch.zeros_like(stored) if notes else None
+        poisoned = stored if role is TensorRole.GRAD_OUTPUT else None
+        codes = grouped_kernel.quantize(values, segments, copy.codes.encoding, multipliers, seen, poisoned)
+        if seen is not None:
+            keys = [weight._storage.state[KEY] for weight in self.weights]
+            note_amaxes(role, keys, self.histories[role], seen, self.amax_group)
+        return Codes(codes, stored, copy.codes.encoding)
+
+    def operands(self, weights: Sequence[QuantizedTensor], biases: Sequence[Tensor] = ()) -> Weights:
+        """Weights as kernels read them."""
+        copy = weights[0]._storage.cell.format.copies[Copy.ROWWISE]
+        codes, scale = copy.codes.name, copy.scale.name
+        parts = [weight._storage.components for weight in weights]
+        return Weights([p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding)
+
+
+def readable(
+    weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device
+) -> Sequence[QuantizedTensor] | None:
+    """These weights, if kernels can read them and the biases: quantized, whole, alike, and all of each on this device.
+    Else None."""
+    found = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    if len(found) < len(weights) or len({(weight.shape, weight.dtype) for weight in weights}) > 1:
+        return None
+    parts = chain(biases, *(weight._storage.components.values() for weight in found))
+    whole = all(part.device == device and part.is_contiguous() for part in parts)
+    return found if whole and len({bias.dtype for bias in biases}) <= 1 else None
+
+
+def linear(x: Tensor, layer: Layer) -> Tensor:
+    """Rows x [tokens, in_features] times the weight [out_features, in_features] of their expert transposed, plus its
+    bias, in x's dtype."""
+    keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
+    out: Tensor = _Experts.apply(x, layer, keeps_input, *layer.weights, *layer.biases)
+    return out
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What backward knows of forward besides tensors; `bias_dtype`: None without biases."""
+
+    layer: Layer
+    segments: Segments
+    dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Layer, keeps_input: bool, *tensors: Tensor) -> Tensor:
+        if layer.call.repeated:
+            context.flush_after_backward()
+        x, segments = private_torch.plain(x), Segments.of(layer.counts, x.device)
+        read = layer.quantized(x, TensorRole.INPUT, segments)
+        weights = layer.operands(layer.weights, layer.biases)
+        y = grouped_matmul.rows_times_weights(read, weights, segments, x.dtype, turned=True)
+        bias_dtype = layer.biases[0].dtype if layer.biases else None
+        ctx.saved = _Saved(layer._replace(weights=(), biases=()), segments, x.dtype, bias_dtype)
+        ctx.encoding = read.encoding
+        kept = (read.codes, read.scales) if keeps_input else (x.new_empty(0), read.scales)
+        ctx.save_for_backward(*kept, *layer.weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+        codes, scale, *weights = ctx.saved_tensors
+        saved: _Saved = ctx.saved
+        x = Codes(codes, scale, ctx.encoding)
+        needs = ctx.needs_input_grad
+        return _gradients(private_torch.plain(grads[0]), x, weights, saved, needs[0], needs[3:])
+
+
+def _gradients(
+    grad: Tensor, x: Codes, weights: Sequence[QuantizedTensor], saved: _Saved, needs_x: bool, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Of all inputs of `_Experts`, from that of the output [tokens, out_features]; `needs`: of weights and biases."""
+    layer, segments, count = saved.layer._replace(weights=weights), saved.segments, len(weights)
+    read = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments)
+    dx = None
+    if needs_x:
+        dx = grouped_matmul.rows_times_weights(read, layer.operands(weights), segments, saved.dtype, turned=False)
+    found: list[Tensor | None] = [None] * len(needs)
+    if any(needs[:count]):
+        dws = grouped_matmul.weight_gradients(read, x, segments, weights[0].dtype)
+        found[:count] = dws.unbind()
+    if any(needs[count:]):
+        found[count:] = grouped_kernel.sums(grad, segments).to(saved.bias_dtype).unbind()
+    wanted = (value if needed else None for value, needed in zip(found, needs, strict=True))
+    return dx, None, None, *wanted
