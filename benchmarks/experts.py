@@ -1,10 +1,10 @@
-"""Forward and backward of GroupedLinear: all experts in a few launches, one by one, and PyTorch's grouped product in BF16.
+"""Forward and backward of GroupedLinear: all experts at once, one by one, and PyTorch's grouped product in BF16.
 
     python benchmarks/experts.py [--only '128x16,64x256'] [--recipes current,block] [--repeats 20] [--json FILE]
 
 Each token goes to an expert of its own choice, so experts have different numbers of rows. All variants of a shape have
-one input, one gradient of the output and the same routes, and are timed in one run; "host" is the time that Python takes
-to launch a step. What quantshard computes at once is first compared with what it computes one by one: output and
+one input, one gradient of the output and the same routes, and are timed in one run; "host" is the time that Python
+takes to launch a step. What quantshard computes at once is first compared with what it computes one by one: output and
 gradients, in the norm of each. BF16 is `torch.nn.functional.grouped_mm` on weights that are one stacked tensor.
 """
 
@@ -34,8 +34,8 @@ RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 GROUPED = ("delayed", "current")
 BF16 = "PyTorch BF16, grouped"
 BOUND = 1e-2
-"""How far what is computed at once may be from what is computed one by one, in the norm: both round to BF16, and what an
-FP8 tensor core loses of a sum is less."""
+"""How far what is computed at once may be from what is computed one by one, in the norm: both round to BF16, and what
+an FP8 tensor core loses of a sum is less."""
 
 
 class Shape(NamedTuple):
