@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from quantshard.formats import Copy
 from quantshard.modules import context
 from quantshard.modules.linear_operands import cells, note_amaxes
 from quantshard.modules.recompute import Call
-from quantshard.recipe import TensorRole
+from quantshard.recipe import Cell, TensorRole
 from quantshard.storage import KEY
 from quantshard.tensor import QuantizedTensor
 
@@ -90,17 +90,21 @@ class Layer(NamedTuple):
         return Weights([p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding)
 
 
-def readable(
-    weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device
-) -> Sequence[QuantizedTensor] | None:
-    """These weights, if kernels can read them and the biases: quantized, whole, alike, and all of each on this device.
-    Else None."""
+def are_readable(
+    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: Cell | None, device: torch.device
+) -> TypeGuard[Sequence[QuantizedTensor]]:
+    """Whether kernels can read these weights and biases: quantized by `cell`, alike, and all of each on this device.
+
+    Not those that `QuantizedModule._operand` would refuse, nor pieces.
+    """
     found = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-    if len(found) < len(weights) or len({(weight.shape, weight.dtype) for weight in weights}) > 1:
-        return None
-    parts = chain(biases, *(weight._storage.components.values() for weight in found))
-    whole = all(part.device == device and part.is_contiguous() for part in parts)
-    return found if whole and len({bias.dtype for bias in biases}) <= 1 else None
+    storages = [weight._storage for weight in found]
+    if len(found) < len(weights) or any(s.cell != cell or s.is_stale for s in storages):
+        return False
+    if len({s.shard.shape for s in storages}) > 1 or any(len({x.dtype for x in of}) > 1 for of in (found, biases)):
+        return False
+    parts = chain(biases, *(s.components.values() for s in storages))
+    return all(part.device == device and part.is_contiguous() for part in parts)
 
 
 def linear(x: Tensor, layer: Layer) -> Tensor:

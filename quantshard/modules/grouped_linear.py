@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, backend, components, compute, private_torch
+from quantshard import amax, backend, compute, private_torch
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError
 from quantshard.modules import experts, functional, grouped, recompute, unsupported
@@ -21,6 +21,7 @@ from quantshard.modules.base import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMeth
 from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import Parallelism
 from quantshard.recipe import Recipe, TensorRole
+from quantshard.tensor import QuantizedTensor
 
 ROLES: Final = {INPUT_HISTORY: TensorRole.INPUT, GRAD_OUTPUT_HISTORY: TensorRole.GRAD_OUTPUT}
 _OF_EXPERT = re.compile(r"(?:weight|bias|gemm)(\d+)(?:_|$)")
@@ -152,18 +153,19 @@ class GroupedLinear(QuantizedModule):
 
     def _together(self, tokens: Tensor, splits: Sequence[int]) -> grouped.Layer | None:
         """All experts as one layer, where kernels quantize and multiply them at once and that is faster; else None."""
-        first = getattr(self, self._layers[0].weights[0])
-        if not self._may_be_together(tokens) or components.quantized(first) is None:
+        weights = [self._parameters[layer.weights[0]] for layer in self._layers]
+        if not self._may_be_together(tokens) or not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.call((id(self), "experts"), True)
         if not backend.multiplies_together(call.recipe, tokens.device):
             return None
-        with_bias = self.use_bias and not self.return_bias
-        biases = [self._local(layer.biases[0]) for layer in self._layers] if with_bias else []
-        operands = [self._operand(layer.weights[0], call, tokens.device) for layer in self._layers]
-        weights = grouped.readable(operands, biases, tokens.device)
-        if weights is None:
+        added = [] if self.return_bias else [self._parameters[layer.biases[0]] for layer in self._layers]
+        biases = [bias for bias in added if bias is not None]
+        if not grouped.are_readable(weights, biases, call.recipe.weight, tokens.device):
             return None
+        if call.strict:
+            for layer in self._layers:
+                self._operand(layer.weights[0], call, tokens.device)
         histories = self._histories(call.recipe)
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)
@@ -183,9 +185,9 @@ class GroupedLinear(QuantizedModule):
         """The amax histories of all experts that the recipe needs."""
         found = {}
         for name, length in self._history_lengths(recipe).items():
-            for layer in self._layers:
-                self._check_history(layer.prefix + name, length, layer.weights[0], recipe)
-            found[ROLES[name]] = [getattr(self, layer.prefix + name) for layer in self._layers]
+            found[ROLES[name]] = [
+                self._history(layer.prefix + name, length, layer.weights[0], recipe) for layer in self._layers
+            ]
         return found
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: int) -> list[int]:

@@ -332,7 +332,8 @@ def note_amaxes(
     if backward:
         context.flush_after_backward()
     roles = list(TensorRole)
-    identities = [int(key) * len(roles) + roles.index(role) for key in keys]
+    number = roles.index(role)
+    identities = [key * len(roles) + number for key in torch.cat(list(keys)).tolist()]
     pending = context.backward_amaxes if backward else context.forward_amaxes
     pending.note_all(identities, histories, amaxes, group)
 
