@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -353,18 +353,33 @@ than one kernel for all. Measured on an H200 (benchmarks/experts.py)."""
 
 
 def multiplies_together(recipe: Recipe, device: torch.device) -> bool:
-    """Whether kernels quantize and multiply all experts of a layer in one launch by this recipe: with one scale of an
-    expert's input, weight or gradient, rounded to nearest, and one quantization of it for both of its products."""
-    table = recipe.table
-    cells = {role: {cell for (of, _), cell in table.items() if of is role} for role in TensorRole}
-    return compute.kernels_on(device) and all(len(found) == 1 and _is_scaled_whole(*found) for found in cells.values())
+    """Whether kernels quantize and multiply all experts of a layer in one launch by this recipe."""
+    return compute.kernels_on(device) and block_together(recipe) is not None
 
 
-def _is_scaled_whole(cell: Cell) -> bool:
-    copy, scaling = cell.format.copies[Copy.ROWWISE], cell.scaling
-    plain = not (scaling.stochastic_rounding or scaling.random_hadamard)
-    whole = cell.format.transposable and _kind(cell.format) == _TENSOR
-    return plain and whole and copy.codes.encoding in (E4M3, E5M2)
+@lru_cache
+def block_together(recipe: Recipe) -> int | None:
+    """How many elements along the summed dim are under one scale in a recipe by which experts are multiplied at once: 0
+    for one scale of each expert's input, weight or gradient. None for another recipe.
+
+    Such a recipe has one format for a role, of 8 bits, rounded to nearest: all of a tensor under one scale, or squares
+    of 32 or 128 of a weight and so many elements of a row of an activation or gradient.
+    """
+    cells = [{cell for (role, _), cell in recipe.table.items() if role is of} for of in TensorRole]
+    if any(len(found) != 1 or not _is_plain(*found) for found in cells):
+        return None
+    weight, *others = ((*cell.format.copies[Copy.ROWWISE].block, bool(cell.scaling.history)) for (cell,) in cells)
+    if {weight[:2], *(other[:2] for other in others)} == {(ALL, ALL)}:
+        return 0
+    block = weight[0]
+    fits = block in (32, 128) and weight == (block, block, False) and set(others) == {(1, block, False)}
+    return block if fits else None
+
+
+def _is_plain(cell: Cell) -> bool:
+    scaling, copies = cell.scaling, cell.format.copies
+    nearest = not (scaling.stochastic_rounding or scaling.random_hadamard)
+    return nearest and len(copies) == 1 and copies[Copy.ROWWISE].codes.encoding in (E4M3, E5M2)
 
 
 def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:

@@ -1,12 +1,13 @@
-"""Matrix products of several experts in one launch: FP8 codes of their rows, under a scale for each expert.
+"""Matrix products of several experts in one launch: FP8 codes, under a scale for each expert or for each block.
 
     fprop  y[i]  = x[i]  @ w[e]^T + b[e]            for rows i of expert e
     dgrad  dx[i] = dy[i] @ w[e]
     wgrad  dw[e] = sum of dy[i]^T x[i]              over the rows i of e
 
 Codes of 8 bits are float16 numbers, so tensor cores multiply them as such: a product of two is exact, and summed in
-float32, to which scales are applied at the end. In this type they read an operand along either dim, where those for
-FP8 want the summed one last: neither weights nor activations need be transposed, and no bits of sums are lost.
+float32. In this type they read an operand along either dim, where those for FP8 want the summed one last: weights need
+not be transposed, nor what has one scale, and no bits of sums are lost. A scale for each expert is applied at the end,
+those of blocks to the sum over each block.
 
 Weights are separate tensors, whose addresses a table has.
 """
@@ -40,6 +41,8 @@ class Launch(NamedTuple):
 
 FEW_ROWS_LAUNCH: Final = Launch(FEW_ROWS, 128, 128, 4, 3)
 MANY_ROWS_LAUNCH: Final = Launch(MANY_ROWS, 128, 128, 8, 3)
+BLOCKS_LAUNCH: Final = {128: Launch(MANY_ROWS, 128, 128, 8, 3), 32: Launch(MANY_ROWS, 128, 32, 8, 4)}
+"""By the size of a block, which is what is summed at once."""
 WEIGHTS_LAUNCH: Final = Launch(128, 128, 64, 8, 3)
 
 
@@ -55,14 +58,24 @@ def exact(codes, E: tl.constexpr):
 
 
 @triton.jit
+def scale_at(ptr, there):
+    """Scales, decoded if they are stored as E8M0."""
+    stored = tl.load(ptr, mask=there, other=0)
+    if stored.dtype == tl.uint8:
+        return ql.decode_e8m0(stored)
+    else:
+        return stored
+
+
+@triton.jit
 def rows_kernel(
-    a_ptr, a_scales, tiles, weights, experts, out, summed, cols,
-    TURNED: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
+    a_ptr, a_scales, poison, tiles, weights, experts, out, summed, cols,
+    TURNED: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Rows [R, summed] times the weight of their expert, [summed, cols] or, if TURNED, [cols, summed]."""
-    row = tiles + tl.program_id(1) * 3
-    expert, end = tl.load(row), tl.load(row + 2)
+    row = tiles + tl.program_id(1) * 4
+    expert, end, shift = tl.load(row), tl.load(row + 2), tl.load(row + 3)
     i = tl.load(row + 1) + tl.arange(0, ROWS)
     j = tl.program_id(0) * COLS + tl.arange(0, COLS)
     k = tl.arange(0, SUMMED)
@@ -70,6 +83,7 @@ def rows_kernel(
     weight = tl.load(held).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         weight = tl.multiple_of(weight, 16)
+    grid = tl.load(held + experts).to(tl.pointer_type(SCALE))
     a = a_ptr + i[:, None] * summed + k[None, :]
     if TURNED:
         b = weight + k[:, None] + j[None, :] * summed
@@ -80,15 +94,28 @@ def rows_kernel(
         inside = k < summed - start
         left = tl.load(a, mask=(i < end)[:, None] & inside[None, :], other=0)
         right = tl.load(b, mask=inside[:, None] & (j < cols)[None, :], other=0)
-        total = tl.dot(exact(left, A), exact(right, B), total)
+        if BLOCK == 0:
+            total = tl.dot(exact(left, A), exact(right, B), total)
+        else:
+            step = start // BLOCK
+            row_scales = scale_at(a_scales + i * tl.cdiv(summed, BLOCK) + step, i < end)
+            if TURNED:
+                at = j // BLOCK * tl.cdiv(summed, BLOCK) + step
+            else:
+                at = j // BLOCK + step * tl.cdiv(cols, BLOCK)
+            col_scales = scale_at(grid + at, j < cols)
+            total += tl.dot(exact(left, A), exact(right, B)) * row_scales[:, None] * col_scales[None, :]
         a += SUMMED
         b += SUMMED * (1 if TURNED else cols)
-    total = total * tl.load(a_scales + expert) * tl.load(tl.load(held + experts).to(tl.pointer_type(tl.float32)))
+    if BLOCK == 0:
+        total = total * tl.load(a_scales + expert) * tl.load(grid)
+    if poison is not None:
+        total = total * tl.load(poison + expert)
     if BIAS is not None:
         bias = tl.load(held + 2 * experts).to(tl.pointer_type(BIAS))
         total += ql.widen(tl.load(bias + j, mask=j < cols, other=0.0))[None, :]
-    at = out + i[:, None] * cols + j[None, :]
-    tl.store(at, ql.narrow(total, out.dtype.element_ty), mask=(i < end)[:, None] & (j < cols)[None, :])
+    to = out + (i - shift)[:, None] * cols + j[None, :]
+    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < end)[:, None] & (j < cols)[None, :])
 
 
 @triton.jit
@@ -98,8 +125,8 @@ def weights_kernel(
 ):  # fmt: skip
     """[R, rows]^T @ [R, cols], summed over each expert's rows -> [experts, rows, cols]."""
     expert = tl.program_id(2).to(tl.int64)
-    first = tl.load(spans + expert * 3 + 1)
-    count = (tl.load(spans + expert * 3 + 2) - first).to(tl.int32)
+    first = tl.load(spans + expert * 4 + 1)
+    count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(0) * COLS + tl.arange(0, COLS)
     k = tl.arange(0, SUMMED)
@@ -114,19 +141,56 @@ def weights_kernel(
         a += SUMMED * rows
         b += SUMMED * cols
     total = total * tl.load(a_scales + expert) * tl.load(b_scales + expert)
-    at = out + expert * rows * cols + i[:, None] * cols + j[None, :]
-    tl.store(at, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
+    to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
+    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
+
+
+@triton.jit
+def weights_by_blocks_kernel(
+    a_ptr, b_ptr, a_scales, b_scales, poison, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same of [rows, length] and [cols, length], with a scale for each BLOCK elements of a row."""
+    expert = tl.program_id(2).to(tl.int64)
+    first = tl.multiple_of(tl.load(spans + expert * 4 + 1), BLOCK)
+    count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, BLOCK)
+    a = a_ptr + first + i.to(tl.int64)[:, None] * length + k[None, :]
+    b = b_ptr + first + j.to(tl.int64)[None, :] * length + k[:, None]
+    a_scale = a_scales + (first + i.to(tl.int64) * length) // BLOCK
+    b_scale = b_scales + (first + j.to(tl.int64) * length) // BLOCK
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for _ in range(0, count, BLOCK):  # codes beyond the last row are zeros up to the end of its block
+        left = tl.load(a, mask=(i < rows)[:, None], other=0)
+        right = tl.load(b, mask=(j < cols)[None, :], other=0)
+        product = tl.dot(exact(left, A), exact(right, B))
+        total += product * scale_at(a_scale, i < rows)[:, None] * scale_at(b_scale, j < cols)[None, :]
+        a += BLOCK
+        b += BLOCK
+        a_scale += 1
+        b_scale += 1
+    total = total * tl.load(poison + expert)
+    to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
+    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
 class Codes(NamedTuple):
-    """Codes of 8 bits of rows, uint8 [R, C], contiguous; float32 [experts], their scales; and how they are encoded."""
+    """Codes of 8 bits of rows, uint8 [R, C], contiguous, and how they are encoded.
+
+    `block`: 0 if `scales` are float32 [experts], one for each; else how many elements of a row are under one of them,
+    float32 or E8M0 [R, blocks of a row]. `poison`: float32 [experts], 1, or NaN for an expert that is not finite.
+    """
 
     codes: Tensor
     scales: Tensor
     encoding: Encoding
+    block: int = 0
+    poison: Tensor | None = None
 
     def element(self) -> ql.Element:
         """What a kernel knows of the encoding."""
@@ -134,34 +198,48 @@ class Codes(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of each expert the codes of 8 bits of its weight, uint8 [out_features, in_features], contiguous, its scale,
-    float32, and its bias [out_features], if it has one. All of one shape, encoding and device."""
+    """Of each expert the codes of 8 bits of its weight, uint8 [out_features, in_features], contiguous, its scales,
+    float32 or E8M0, and its bias [out_features], if it has one. All of one shape, encoding and device.
+
+    `block`: 0 if there is one scale; else rows and columns of the square under one.
+    """
 
     codes: Sequence[Tensor]
     scales: Sequence[Tensor]
     biases: Sequence[Tensor]
     encoding: Encoding
+    block: int = 0
 
 
 def rows_times_weights(a: Codes, weights: Weights, segments: Segments, dtype: torch.dtype, *, turned: bool) -> Tensor:
-    """Rows [R, C] times the weight [C, cols] of their expert or, if `turned`, its transpose, plus the bias: `dtype`
-    [R, cols], rounded once."""
-    rows, summed = a.codes.shape
-    cols = weights.codes[0].shape[0 if turned else 1]
-    out = torch.empty((rows, cols), dtype=dtype, device=a.codes.device)
+    """Rows times the weight [C, cols] of their expert or, if `turned`, its transpose, plus the bias: `dtype` [rows,
+    cols], rounded once. Of the codes [R, C] of rows, those between experts are left out."""
+    assert a.block == weights.block, "blocks differ"
+    summed, cols = a.codes.shape[1], weights.codes[0].shape[0 if turned else 1]
+    out = torch.empty((segments.values, cols), dtype=dtype, device=a.codes.device)
     if out.numel() == 0:
         return out
     pointers, aligned = _table(weights)
     bias = TYPES[weights.biases[0].dtype] if weights.biases else None
-    launch = FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else MANY_ROWS_LAUNCH
+    launch = _launch(segments, a.block)
     with ql.on(out.device):
         rows_kernel[triton.cdiv(cols, launch.cols), segments.tiles.shape[0]](
-            a.codes, a.scales, segments.tiles, pointers, len(segments), out, summed, cols,
-            TURNED=turned, ALIGNED=aligned, BIAS=bias,
+            a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
+            TURNED=turned, ALIGNED=aligned, BIAS=bias, SCALE=_scale_type(weights.scales[0]), BLOCK=a.block,
             A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
             SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
     return out
+
+
+def _launch(segments: Segments, block: int) -> Launch:
+    if block:
+        return BLOCKS_LAUNCH[block]
+    return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else MANY_ROWS_LAUNCH
+
+
+def _scale_type(scale: Tensor) -> Any:
+    return tl.uint8 if scale.dtype is torch.uint8 else tl.float32
 
 
 def _table(weights: Weights) -> tuple[Tensor, bool]:
@@ -172,15 +250,23 @@ def _table(weights: Weights) -> tuple[Tensor, bool]:
 
 def weight_gradients(a: Codes, b: Codes, segments: Segments, dtype: torch.dtype) -> Tensor:
     """Of rows a [R, M] and b [R, N] the sums of a^T b over each expert's rows: `dtype` [experts, M, N], rounded once;
-    zeros for an expert without rows."""
-    rows, cols = a.codes.shape[1], b.codes.shape[1]
-    out = torch.empty((len(segments), rows, cols), dtype=dtype, device=a.codes.device)
-    launch = WEIGHTS_LAUNCH
-    grid: Any = (triton.cdiv(cols, launch.cols), triton.cdiv(rows, launch.rows), len(segments))
+    zeros for an expert without rows. With blocks a and b are the transposes [M, R] and [N, R]."""
+    assert a.block == b.block, "blocks differ"
+    across = 0 if a.block else 1
+    rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)
+    out = torch.empty((experts, rows, cols), dtype=dtype, device=a.codes.device)
+    launch = BLOCKS_LAUNCH[a.block] if a.block else WEIGHTS_LAUNCH
+    grid: Any = (triton.cdiv(cols, launch.cols), triton.cdiv(rows, launch.rows), experts)
+    operands = (a.codes, b.codes, a.scales, b.scales)
+    shared: dict[str, Any] = {
+        "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols,
+        "num_warps": launch.warps, "num_stages": launch.stages,
+    }  # fmt: skip
     with ql.on(out.device):
-        weights_kernel[grid](
-            a.codes, b.codes, a.scales, b.scales, segments.spans, out, rows, cols,
-            A=a.element(), B=b.element(), ROWS=launch.rows, COLS=launch.cols, SUMMED=launch.summed,
-            num_warps=launch.warps, num_stages=launch.stages,
-        )  # fmt: skip
+        if a.block:
+            weights_by_blocks_kernel[grid](
+                *operands, a.poison, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared
+            )
+        else:
+            weights_kernel[grid](*operands, segments.spans, out, rows, cols, SUMMED=launch.summed, **shared)
     return out

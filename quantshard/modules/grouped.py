@@ -2,7 +2,7 @@
 
 The rows of all experts are one matrix, of which each expert has some that follow each other. They are quantized in one
 launch to the codes and scales that each expert's rows have alone, and multiplied with its weight, which stays a tensor
-of its own, in another. Only per-tensor recipes are covered (`backend.multiplies_together`).
+of its own, in another. `backend.block_together` says for which recipes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from quantshard import amax, kernels, limits, private_torch
+from quantshard import amax, backend, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import Copy
+from quantshard.formats import Copy, Encoding
 from quantshard.modules import context
 from quantshard.modules.linear_operands import cells, note_amaxes
 from quantshard.modules.recompute import Call
@@ -30,6 +30,7 @@ if kernels.USABLE:
     from quantshard.kernels import grouped_matmul, scales
     from quantshard.kernels.grouped import Segments
     from quantshard.kernels.grouped_matmul import Codes, Weights
+    from quantshard.kernels.quantize import Request
 
 
 class Layer(NamedTuple):
@@ -60,12 +61,43 @@ class Layer(NamedTuple):
             self.call.amaxes[role, 0] = found
         return found
 
-    def quantized(self, values: Tensor, role: TensorRole, segments: Segments) -> Codes:
-        """An input or output gradient [tokens, features] under one scale for each expert.
+    @property
+    def block(self) -> int:
+        """Elements under one scale, along the summed dim; 0 if each expert has one."""
+        return backend.block_together(self.call.recipe) or 0
 
-        The scale of a gradient that is not finite is NaN: codes saturate, so it would come out finite, and the
-        optimizer would not skip the step.
+    def segments(self, device: torch.device) -> Segments:
+        """Which rows are of which expert."""
+        return Segments.of(self.counts, device, grouped_kernel.MANY_ROWS if self.block else 1)
+
+    def quantized(self, values: Tensor, role: TensorRole, segments: Segments, second: bool) -> tuple[Codes, Codes]:
+        """An input or output gradient [tokens, features] for its first GEMM and, if `second`, for wgrad.
+
+        A gradient that is not finite makes a scale of its expert NaN: codes saturate, so it would come out finite, and
+        the optimizer would not skip the step.
         """
+        if not self.block:
+            codes = self._by_experts(values, role, segments)
+            return codes, codes
+        poison = None
+        if role is TensorRole.GRAD_OUTPUT:
+            poison = torch.ones(len(segments), dtype=torch.float32, device=values.device)
+        one, two = (
+            None if cell is None else Request(cell.format.copies[Copy.ROWWISE], cell.scaling)
+            for cell in cells(self.call.recipe, role)
+        )
+        assert one is not None
+        found, turned = grouped_kernel.quantize_blocks(values, segments, one, two if second else None, poison)
+        encoding = one.copy.codes.encoding
+        first, *more = (
+            Codes(target.codes, target.scale, encoding, self.block, poison)
+            for target in (found, turned)
+            if target is not None and target.scale is not None
+        )
+        return first, more[0] if more else first
+
+    def _by_experts(self, values: Tensor, role: TensorRole, segments: Segments) -> Codes:
+        """Under one scale for each expert."""
         cell, _ = cells(self.call.recipe, role)
         assert cell is not None
         copy = cell.format.copies[Copy.ROWWISE]
@@ -87,7 +119,7 @@ class Layer(NamedTuple):
         copy = weights[0]._storage.cell.format.copies[Copy.ROWWISE]
         codes, scale = copy.codes.name, copy.scale.name
         parts = [weight._storage.components for weight in weights]
-        return Weights([p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding)
+        return Weights([p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding, self.block)
 
 
 def are_readable(
@@ -117,10 +149,11 @@ def linear(x: Tensor, layer: Layer) -> Tensor:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What backward knows of forward besides tensors; `bias_dtype`: None without biases."""
+    """What backward knows of forward besides tensors; `encoding`: of the input, `bias_dtype`: None without biases."""
 
     layer: Layer
     segments: Segments
+    encoding: Encoding
     dtype: torch.dtype
     bias_dtype: torch.dtype | None
 
@@ -130,15 +163,14 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: Layer, keeps_input: bool, *tensors: Tensor) -> Tensor:
         if layer.call.repeated:
             context.flush_after_backward()
-        x, segments = private_torch.plain(x), Segments.of(layer.counts, x.device)
-        read = layer.quantized(x, TensorRole.INPUT, segments)
+        x, segments = private_torch.plain(x), layer.segments(x.device)
+        read, kept = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
         weights = layer.operands(layer.weights, layer.biases)
         y = grouped_matmul.rows_times_weights(read, weights, segments, x.dtype, turned=True)
         bias_dtype = layer.biases[0].dtype if layer.biases else None
-        ctx.saved = _Saved(layer._replace(weights=(), biases=()), segments, x.dtype, bias_dtype)
-        ctx.encoding = read.encoding
-        kept = (read.codes, read.scales) if keeps_input else (x.new_empty(0), read.scales)
-        ctx.save_for_backward(*kept, *layer.weights)
+        ctx.saved = _Saved(layer._replace(weights=(), biases=()), segments, kept.encoding, x.dtype, bias_dtype)
+        parts = (kept.codes, kept.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
+        ctx.save_for_backward(*parts, *layer.weights)
         return y
 
     @staticmethod
@@ -147,8 +179,7 @@ class _Experts(torch.autograd.Function):
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         codes, scale, *weights = ctx.saved_tensors
         saved: _Saved = ctx.saved
-        x = Codes(codes, scale, ctx.encoding)
-        needs = ctx.needs_input_grad
+        x, needs = Codes(codes, scale, saved.encoding, saved.layer.block), ctx.needs_input_grad
         return _gradients(private_torch.plain(grads[0]), x, weights, saved, needs[0], needs[3:])
 
 
@@ -157,13 +188,14 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Of all inputs of `_Experts`, from that of the output [tokens, out_features]; `needs`: of weights and biases."""
     layer, segments, count = saved.layer._replace(weights=weights), saved.segments, len(weights)
-    read = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments)
+    needs_weights = any(needs[:count])
+    read, turned = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
     dx = None
     if needs_x:
         dx = grouped_matmul.rows_times_weights(read, layer.operands(weights), segments, saved.dtype, turned=False)
     found: list[Tensor | None] = [None] * len(needs)
-    if any(needs[:count]):
-        dws = grouped_matmul.weight_gradients(read, x, segments, weights[0].dtype)
+    if needs_weights:
+        dws = grouped_matmul.weight_gradients(turned, x, segments, weights[0].dtype)
         found[:count] = dws.unbind()
     if any(needs[count:]):
         found[count:] = grouped_kernel.sums(grad, segments).to(saved.bias_dtype).unbind()

@@ -34,6 +34,9 @@ AT_ONCE: dict[str, Recipe] = {
     "delayed": resolve(RECIPES["delayed"]),
     "most recent": qs.recipe.DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=1),
     "current": resolve("current"),
+    "block": resolve("block"),
+    "block, scales of any value": qs.recipe.Float8BlockScaling(use_f32_scales=True),
+    "mxfp8": resolve("mxfp8"),
     "E4M3 alone": qs.recipe.Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True),
 }
 SPLITS = {
@@ -116,7 +119,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 def test_launches_do_not_grow_with_experts(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, launches = AT_ONCE[recipe], [0]
     real = language.on
@@ -169,8 +172,9 @@ def test_ways_to_call_at_once(calls: list[int]) -> None:
     assert calls == [4] * 4
 
 
-def test_a_gradient_that_is_not_finite_poisons_its_expert_alone() -> None:
-    rule, rows = AT_ONCE["delayed"], [7, 0, 1, 4]
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_a_gradient_that_is_not_finite_poisons_its_expert_alone(recipe: str) -> None:
+    rule, rows = AT_ONCE[recipe], [7, 0, 1, 4]
     layer = experts(rule, bias=False)
     x, dy = values(0, 12, IN).requires_grad_(), values(1, 12, OUT)
     dy[3, 5] = torch.inf
@@ -182,7 +186,7 @@ def test_a_gradient_that_is_not_finite_poisons_its_expert_alone() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 def test_recomputation_at_once_gives_the_same_bits(recipe: str, reentrant: bool, calls: list[int]) -> None:
     rule = AT_ONCE[recipe]
     kept, again = experts(rule), experts(rule)
@@ -222,9 +226,10 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("recipe", ["block", "rowwise", "mxfp8", "nvfp4", "bf16"])
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8 two copies", "nvfp4", "bf16"])
 def test_other_recipes_go_one_by_one(recipe: str, calls: list[int]) -> None:
-    stepped(experts(resolve(recipe)), resolve(recipe), [7, 0, 1, 4], 0)
+    rule = resolve(RECIPES.get(recipe, recipe))
+    stepped(experts(rule), rule, [7, 0, 1, 4], 0)
     assert not calls
 
 

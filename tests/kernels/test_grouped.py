@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from quantshard.kernels import grouped, grouped_matmul, history, scales
 from quantshard.kernels.grouped import Segments
 from quantshard.kernels.grouped_matmul import Codes, Weights
+from quantshard.kernels.quantize import Request
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -149,6 +150,70 @@ def test_biases_are_added_and_weights_may_lie_anywhere(dtype: torch.dtype) -> No
     added = torch.cat([bias.float().expand(count, -1) for bias, count in zip(biases, rows, strict=True)])
     wanted = plain.cpu() + added
     assert torch.allclose(found.cpu(), wanted, rtol=2.0**-22, atol=2.0**-22 * float(plain.abs().max()))  # fused or not
+
+
+# Under a scale for each block
+
+BLOCKS = {128: ("fp8_1x128", "fp8_128x128"), 32: ("mxfp8_1x32", "mxfp8_32x32")}
+WIDE = {128: (140, 40), 32: (70, 35)}
+"""Two blocks or three of a row, so that scales change within a sum."""
+
+
+def by_blocks(x: Tensor, counts: Sequence[int], block: int) -> tuple[Codes, Codes, list[int]]:
+    """Codes of the rows and of their transpose, and the first row of each expert."""
+    segments = Segments.of(counts, DEVICE, grouped.MANY_ROWS)
+    request = Request(FORMATS[BLOCKS[block][0]].copies[Copy.ROWWISE], Scaling())
+    ones = torch.ones(len(counts), device=DEVICE)
+    found = grouped.quantize_blocks(x.to(DEVICE), segments, request, request)
+    one, two = (Codes(target.codes, target.scale, E4M3, block, ones) for target in found)
+    return one, two, segments.spans[:, 1].tolist()
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_codes_and_scales_of_blocks_are_those_of_each_expert_alone(counts: str, block: int) -> None:
+    rows, cell = COUNTS[counts], Cell(FORMATS[BLOCKS[block][0]])
+    x = values(sum(rows), WIDE[block][0]).bfloat16()
+    one, two, firsts = by_blocks(x, rows, block)
+    for part, first in zip(x.split(rows), firsts, strict=True):
+        here, blocks = slice(first, first + len(part)), slice(first // block, -((first + len(part)) // -block))
+        wanted, turned = operands.quantize(part, cell).components, operands.quantize(part.t(), cell).components
+        assert torch.equal(one.codes[here].cpu(), wanted["codes"])
+        assert torch.equal(one.scales[here].cpu(), wanted["scale_inv"])
+        assert torch.equal(two.codes[:, here].cpu(), turned["codes"])
+        assert torch.equal(two.scales[:, blocks].cpu(), turned["scale_inv"])
+        zeros = slice(first + len(part), -((first + len(part)) // -grouped.MANY_ROWS) * grouped.MANY_ROWS)
+        assert not one.codes[zeros].count_nonzero() and not two.codes[:, zeros].count_nonzero()
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_products_by_blocks(counts: str, block: int) -> None:
+    rows, (features, outputs) = COUNTS[counts], WIDE[block]
+    vector, square = (Cell(FORMATS[name]) for name in BLOCKS[block])
+    segments = Segments.of(rows, DEVICE, grouped.MANY_ROWS)
+    x, dy = values(sum(rows), features, 1), values(sum(rows), outputs, 2)
+    (a, a_turned, _), (b, b_turned, _) = by_blocks(x, rows, block), by_blocks(dy, rows, block)
+    stored = [operands.quantize(values(outputs, features, 9 + e), square) for e in range(len(rows))]
+    parts = [[s.components[name].to(DEVICE) for s in stored] for name in ("codes", "scale_inv")]
+    held, w_of = Weights(*parts, [], E4M3, block), in_double(stored)
+    x_of, dy_of = (in_double([operands.quantize(p, vector) for p in t.split(rows)]) for t in (x, dy))
+    y = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, turned=True)
+    close(y, [(part, w.t()) for part, w in zip(x_of, w_of, strict=True)])
+    dx = grouped_matmul.rows_times_weights(b, held, segments, torch.float32, turned=False)
+    close(dx, list(zip(dy_of, w_of, strict=True)))
+    x_of, dy_of = (in_double([operands.quantize(p.t(), vector) for p in t.split(rows)]) for t in (x, dy))
+    dw = grouped_matmul.weight_gradients(b_turned, a_turned, segments, torch.float32)
+    close(dw, [(part, other.t()) for part, other in zip(dy_of, x_of, strict=True)], torch.stack)
+
+
+def test_poison_of_blocks_is_their_experts() -> None:
+    rows = COUNTS["few rows"]
+    x, segments = values(sum(rows), IN).to(DEVICE), Segments.of(rows, DEVICE, grouped.MANY_ROWS)
+    x[7, 3] = torch.inf  # the third expert's
+    request, poison = Request(FORMATS["fp8_1x128"].copies[Copy.ROWWISE], Scaling()), torch.ones(4, device=DEVICE)
+    grouped.quantize_blocks(x, segments, request, None, poison)
+    assert poison.isnan().tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("most_recent", [True, False])
