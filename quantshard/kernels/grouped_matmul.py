@@ -40,10 +40,17 @@ class Launch(NamedTuple):
 
 
 FEW_ROWS_LAUNCH: Final = Launch(FEW_ROWS, 128, 128, 4, 3)
-MANY_ROWS_LAUNCH: Final = Launch(MANY_ROWS, 128, 128, 8, 3)
-BLOCKS_LAUNCH: Final = {128: Launch(MANY_ROWS, 128, 128, 8, 3), 32: Launch(MANY_ROWS, 128, 32, 8, 4)}
-"""By the size of a block, which is what is summed at once."""
-WEIGHTS_LAUNCH: Final = Launch(128, 128, 64, 8, 3)
+ROWS_LAUNCH: Final = {
+    0: Launch(MANY_ROWS, 128, 128, 8, 3),
+    128: Launch(MANY_ROWS, 128, 64, 8, 3),
+    32: Launch(MANY_ROWS, 128, 32, 8, 4),
+}
+WEIGHTS_LAUNCH: Final = {
+    0: Launch(128, 128, 64, 8, 3),
+    128: Launch(128, 128, 64, 8, 3),
+    32: Launch(128, 128, 32, 8, 4),
+}
+"""By the elements under one scale, of which so many as are summed at once are a part; 0: all of an expert."""
 
 
 @triton.jit
@@ -148,7 +155,7 @@ def weights_kernel(
 @triton.jit
 def weights_by_blocks_kernel(
     a_ptr, b_ptr, a_scales, b_scales, poison, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same of [rows, length] and [cols, length], with a scale for each BLOCK elements of a row."""
     expert = tl.program_id(2).to(tl.int64)
@@ -156,21 +163,20 @@ def weights_by_blocks_kernel(
     count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, SUMMED)
     a = a_ptr + first + i.to(tl.int64)[:, None] * length + k[None, :]
     b = b_ptr + first + j.to(tl.int64)[None, :] * length + k[:, None]
     a_scale = a_scales + (first + i.to(tl.int64) * length) // BLOCK
     b_scale = b_scales + (first + j.to(tl.int64) * length) // BLOCK
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for _ in range(0, count, BLOCK):  # codes beyond the last row are zeros up to the end of its block
+    for start in range(0, count, SUMMED):  # codes beyond the last row are zeros up to the end of its block
         left = tl.load(a, mask=(i < rows)[:, None], other=0)
         right = tl.load(b, mask=(j < cols)[None, :], other=0)
-        product = tl.dot(exact(left, A), exact(right, B))
-        total += product * scale_at(a_scale, i < rows)[:, None] * scale_at(b_scale, j < cols)[None, :]
-        a += BLOCK
-        b += BLOCK
-        a_scale += 1
-        b_scale += 1
+        row_scales = scale_at(a_scale + start // BLOCK, i < rows)
+        col_scales = scale_at(b_scale + start // BLOCK, j < cols)
+        total += tl.dot(exact(left, A), exact(right, B)) * row_scales[:, None] * col_scales[None, :]
+        a += SUMMED
+        b += SUMMED
     total = total * tl.load(poison + expert)
     to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
     tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
@@ -225,7 +231,7 @@ def rows_times_weights(a: Codes, weights: Weights, segments: Segments, dtype: to
     with ql.on(out.device):
         rows_kernel[triton.cdiv(cols, launch.cols), segments.tiles.shape[0]](
             a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
-            TURNED=turned, ALIGNED=aligned, BIAS=bias, SCALE=_scale_type(weights.scales[0]), BLOCK=a.block,
+            TURNED=turned, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
             A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
             SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
@@ -233,12 +239,11 @@ def rows_times_weights(a: Codes, weights: Weights, segments: Segments, dtype: to
 
 
 def _launch(segments: Segments, block: int) -> Launch:
-    if block:
-        return BLOCKS_LAUNCH[block]
-    return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else MANY_ROWS_LAUNCH
+    return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[block]
 
 
-def _scale_type(scale: Tensor) -> Any:
+def scale_type(scale: Tensor) -> Any:
+    """What kernels read scales as that are stored so."""
     return tl.uint8 if scale.dtype is torch.uint8 else tl.float32
 
 
@@ -255,11 +260,11 @@ def weight_gradients(a: Codes, b: Codes, segments: Segments, dtype: torch.dtype)
     across = 0 if a.block else 1
     rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)
     out = torch.empty((experts, rows, cols), dtype=dtype, device=a.codes.device)
-    launch = BLOCKS_LAUNCH[a.block] if a.block else WEIGHTS_LAUNCH
+    launch = WEIGHTS_LAUNCH[a.block]
     grid: Any = (triton.cdiv(cols, launch.cols), triton.cdiv(rows, launch.rows), experts)
     operands = (a.codes, b.codes, a.scales, b.scales)
     shared: dict[str, Any] = {
-        "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols,
+        "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,
         "num_warps": launch.warps, "num_stages": launch.stages,
     }  # fmt: skip
     with ql.on(out.device):
@@ -268,5 +273,5 @@ def weight_gradients(a: Codes, b: Codes, segments: Segments, dtype: torch.dtype)
                 *operands, a.poison, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared
             )
         else:
-            weights_kernel[grid](*operands, segments.spans, out, rows, cols, SUMMED=launch.summed, **shared)
+            weights_kernel[grid](*operands, segments.spans, out, rows, cols, **shared)
     return out
