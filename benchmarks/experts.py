@@ -98,11 +98,12 @@ def ours(given: Given, recipe: str, at_once: bool) -> Step:
         layer = qs.GroupedLinear(
             shape.experts, shape.in_features, shape.out_features, bias=False, params_dtype=torch.bfloat16, device="cuda"
         )
+    inputs = (given.x, *layer.parameters())
 
     def step() -> tuple[Tensor, ...]:
         with at_once_up_to(1 << 62 if at_once else -1), qs.autocast(recipe=recipe):
             y = layer(given.x, given.splits)
-        return y.detach(), *torch.autograd.grad(y, (given.x, *layer.parameters()), given.dy)
+        return y.detach(), *torch.autograd.grad(y, inputs, given.dy)
 
     return step
 
@@ -171,7 +172,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/experts.py: there is no GPU that torch can use")
     versions = f"torch {torch.__version__}, Triton {triton.__version__}, {datetime.date.today()}"
-    print(f"## {torch.cuda.get_device_name()}, {versions}\n\nmedians of {asked.repeats}, one by one of a quarter as many\n")
+    print(f"## {torch.cuda.get_device_name()}, {versions}\n")
+    print(f"medians of {asked.repeats}, one by one of a quarter as many\n")
     print("| experts x tokens, in, out | variant | ms (min, max) | host ms | of BF16's time | of one by one | off by |")
     print("|---|---|---|---|---|---|---|")
     results = {}

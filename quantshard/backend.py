@@ -347,14 +347,10 @@ def _values(operand: Operand, wanted: Copy, dtype: torch.dtype = torch.float32) 
 
 # Many experts at once ------------------------------------------------------------------------------------------------
 
-LARGEST_GROUPED: Final = 1 << 32
-"""Multiplications of one expert's fprop, in the mean over experts, above which one scaled product for each is faster
-than one kernel for all. Measured on an H200 (benchmarks/experts.py)."""
-
-
-def multiplies_together(recipe: Recipe, device: torch.device) -> bool:
-    """Whether kernels quantize and multiply all experts of a layer in one launch by this recipe."""
-    return compute.kernels_on(device) and block_together(recipe) is not None
+LARGEST_GROUPED: Final = 1 << 35
+"""Multiplications of one expert's fprop, in the mean over experts, above which experts go one by one: then products are
+faster by PyTorch's kernels of FP8, by more than what it takes to launch them. That is, on an H200 and its host, more
+than a millisecond an expert and step, and 350 beside 1200 TFLOP/s (benchmarks/experts.py)."""
 
 
 @lru_cache

@@ -60,6 +60,12 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "it is not one of quantshard's modules",
         "build it from quantshard.Linear, or leave it so on purpose, as heads and routers often are",
     ),
+    "one by one": Limit(
+        "experts are quantized and multiplied one after another, in some dozen launches each",
+        "what serves all of them at once has codes of 8 bits, rounded to nearest, under one scale or scales of 32 or 128 "
+        "elements",
+        "use delayed, current, block or mxfp8 scaling, or leave it so where experts are few and large",
+    ),
     "late history": Limit(
         "an amax history was made in this forward, so a new process has no entry to load it into",
         "the module was built for another recipe",

@@ -81,7 +81,6 @@ def pasts(histories: Sequence[Tensor], most_recent: bool) -> Tensor:
 
 def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
     """Addresses and lengths, int64 [n, 2] on the device, and a power of two that is no less than a length."""
-    assert all(history.is_contiguous() for history in histories), "histories are contiguous"
     rows = tuple((history.data_ptr(), history.numel()) for history in histories)
     table = _table(rows, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

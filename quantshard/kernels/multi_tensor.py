@@ -7,9 +7,10 @@ Each takes a table on the device, int64, one row for each tensor, with addresses
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
@@ -33,7 +34,9 @@ TILES_PER_PROGRAM: Final = 4
 
 def rows_of(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A table on the device: int64 [rows, columns]. The copy does not wait for the device."""
-    host = torch.tensor(table, dtype=torch.int64)
+    # by way of an array, which takes a fifth of the time
+    numbers = array("q", chain.from_iterable(table)) or array("q", [0])
+    host = torch.frombuffer(numbers, dtype=torch.int64)[: sum(map(len, table))].view(len(table), -1)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 

@@ -372,7 +372,7 @@ class QuantizedModule(OnMesh, Saved):
 
     def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
         """A history of the length that `recipe` needs, made here if it is missing."""
-        found = self._buffers.get(name)
+        found = private_torch.registered_buffer(self, name)
         if found is None:
             if self.training and context.is_strict():
                 self._refuse_fallbacks(name, ("late history",))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -123,20 +122,26 @@ class Layer(NamedTuple):
 
 
 def are_readable(
-    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: Cell | None, device: torch.device
+    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: Cell | None, x: Tensor
 ) -> TypeGuard[Sequence[QuantizedTensor]]:
-    """Whether kernels can read these weights and biases: quantized by `cell`, alike, and all of each on this device.
+    """Whether kernels can read these weights and biases: quantized by `cell`, alike, all of each where x is.
 
     Not those that `QuantizedModule._operand` would refuse, nor pieces.
     """
-    found = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-    storages = [weight._storage for weight in found]
-    if len(found) < len(weights) or any(s.cell != cell or s.is_stale for s in storages):
-        return False
-    if len({s.shard.shape for s in storages}) > 1 or any(len({x.dtype for x in of}) > 1 for of in (found, biases)):
-        return False
-    parts = chain(biases, *(s.components.values() for s in storages))
-    return all(part.device == device and part.is_contiguous() for part in parts)
+    shapes, dtypes, parts = set(), set(), list(biases)
+    for weight in weights:
+        if not isinstance(weight, QuantizedTensor):
+            return False
+        storage = weight._storage
+        if (storage.cell is not cell and storage.cell != cell) or storage.is_stale:
+            return False
+        shapes.add(storage.shard.shape)
+        dtypes.add(weight.dtype)
+        parts += storage.components.values()
+    alike = len(shapes) == len(dtypes) == 1 and len({bias.dtype for bias in biases}) <= 1
+    # numbers of devices, which cost less to compare than these
+    here = {part.get_device() for part in parts} == {x.get_device()}
+    return alike and here and all(part.is_contiguous() for part in parts)
 
 
 def linear(x: Tensor, layer: Layer) -> Tensor:

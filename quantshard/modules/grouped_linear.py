@@ -153,15 +153,20 @@ class GroupedLinear(QuantizedModule):
 
     def _together(self, tokens: Tensor, splits: Sequence[int]) -> grouped.Layer | None:
         """All experts as one layer, where kernels quantize and multiply them at once and that is faster; else None."""
-        weights = [self._parameters[layer.weights[0]] for layer in self._layers]
-        if not self._may_be_together(tokens) or not isinstance(weights[0], QuantizedTensor):
+        if not self._may_be_together(tokens):
+            return None
+        weights = [private_torch.registered_parameter(self, layer.weights[0]) for layer in self._layers]
+        if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.call((id(self), "experts"), True)
-        if not backend.multiplies_together(call.recipe, tokens.device):
+        taken = self.joint_fallbacks(call.recipe, tokens.device)
+        if call.strict:
+            self._refuse_fallbacks(self._layers[0].weights[0], taken)
+        if taken or not call.recipe.table:
             return None
-        added = [] if self.return_bias else [self._parameters[layer.biases[0]] for layer in self._layers]
-        biases = [bias for bias in added if bias is not None]
-        if not grouped.are_readable(weights, biases, call.recipe.weight, tokens.device):
+        added = [] if self.return_bias else [layer.biases[0] for layer in self._layers]
+        biases = [bias for name in added if (bias := private_torch.registered_parameter(self, name)) is not None]
+        if not grouped.are_readable(weights, biases, call.recipe.weight, tokens):
             return None
         if call.strict:
             for layer in self._layers:
@@ -170,6 +175,13 @@ class GroupedLinear(QuantizedModule):
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)
         return grouped.Layer(weights, biases, splits, call, histories, self.training, group)
+
+    def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
+        """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
+        quantizes = recipe is not None and bool(recipe.table)
+        if len(self._layers) == 1 or not quantizes or not compute.kernels_on(device):
+            return ()
+        return ("one by one",) if backend.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor) -> bool:
         """What is compiled or captured goes one by one: a graph would have to keep the table of rows."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
 from quantshard import backend
-from quantshard.errors import UnsupportedOperationError
+from quantshard.errors import FallbackError, UnsupportedOperationError
 from quantshard.recipe import Recipe, resolve
 from tests.distributed.models import RECIPES
 
@@ -224,6 +224,25 @@ def test_second_derivatives_are_refused() -> None:
         y = experts(rule)(x, [7, 0, 1, 4])
     with pytest.raises(UnsupportedOperationError, match="create_graph=True"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_strict_and_explain_tell_of_experts_one_by_one(monkeypatch: pytest.MonkeyPatch, apart: Callable) -> None:
+    """Where they could be computed at once, but for the recipe."""
+    monkeypatch.setattr(backend, "gemm_path", lambda cell, device: ("native", "tried"))
+    two_copies = resolve(RECIPES["mxfp8 two copies"])
+
+    def strictly(rule: Recipe, count: int = 4) -> None:
+        with qs.autocast(recipe=rule, strict=True):
+            experts(rule, count)(values(0, 12, IN), [12, *[0] * (count - 1)])
+
+    with pytest.raises(FallbackError, match=r"GroupedLinear.weight0: experts are quantized .* one after another"):
+        strictly(two_copies)
+    apart(lambda: strictly(two_copies))  # large ones
+    strictly(two_copies, 1)
+    strictly(AT_ONCE["block"])
+    rows = {name: qs.explain(experts(rule), recipe=rule).rows for name, rule in (("two", two_copies), *AT_ONCE.items())}
+    assert all(row.fallbacks == ("one by one",) for row in rows.pop("two") if "weight" in row.name)
+    assert not any(row.fallbacks for of in rows.values() for row in of)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8 two copies", "nvfp4", "bf16"])
