@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -353,7 +353,6 @@ faster by PyTorch's kernels of FP8, by more than what it takes to launch them. T
 than a millisecond an expert and step, and 350 beside 1200 TFLOP/s (benchmarks/experts.py)."""
 
 
-@lru_cache
 def block_together(recipe: Recipe) -> int | None:
     """How many elements along the summed dim are under one scale in a recipe by which experts are multiplied at once: 0
     for one scale of each expert's input, weight or gradient. None for another recipe.

@@ -62,8 +62,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
     ),
     "one by one": Limit(
         "experts are quantized and multiplied one after another, in some dozen launches each",
-        "what serves all of them at once has codes of 8 bits, rounded to nearest, under one scale or scales of 32 or 128 "
-        "elements",
+        "kernels for all of them read codes of 8 bits, rounded to nearest, with one scale or one for 32 or 128 values",
         "use delayed, current, block or mxfp8 scaling, or leave it so where experts are few and large",
     ),
     "late history": Limit(

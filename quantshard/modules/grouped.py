@@ -35,14 +35,16 @@ if kernels.USABLE:
 class Layer(NamedTuple):
     """The linear layers of all experts, about to be called.
 
-    `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `histories`: by role, those of
-    each expert under delayed scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom
+    `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `block`: elements under one
+    scale, along the summed dim; 0 if each expert has one. `histories`: by role, those of each expert under delayed
+    scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom
     they are reduced over.
     """
 
     weights: Sequence[QuantizedTensor]
     biases: Sequence[Tensor]
     counts: Sequence[int]
+    block: int
     call: Call
     histories: Mapping[TensorRole, Sequence[Tensor]]
     record: bool
@@ -59,11 +61,6 @@ class Layer(NamedTuple):
         if role is TensorRole.INPUT:
             self.call.amaxes[role, 0] = found
         return found
-
-    @property
-    def block(self) -> int:
-        """Elements under one scale, along the summed dim; 0 if each expert has one."""
-        return backend.block_together(self.call.recipe) or 0
 
     def segments(self, device: torch.device) -> Segments:
         """Which rows are of which expert."""

@@ -159,10 +159,10 @@ class GroupedLinear(QuantizedModule):
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.call((id(self), "experts"), True)
-        taken = self.joint_fallbacks(call.recipe, tokens.device)
-        if call.strict:
-            self._refuse_fallbacks(self._layers[0].weights[0], taken)
-        if taken or not call.recipe.table:
+        block = backend.block_together(call.recipe)
+        if block is None:
+            if call.strict:
+                self._refuse_fallbacks(self._layers[0].weights[0], self.joint_fallbacks(call.recipe, tokens.device))
             return None
         added = [] if self.return_bias else [layer.biases[0] for layer in self._layers]
         biases = [bias for name in added if (bias := private_torch.registered_parameter(self, name)) is not None]
@@ -174,7 +174,7 @@ class GroupedLinear(QuantizedModule):
         histories = self._histories(call.recipe)
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)
-        return grouped.Layer(weights, biases, splits, call, histories, self.training, group)
+        return grouped.Layer(weights, biases, splits, block, call, histories, self.training, group)
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""

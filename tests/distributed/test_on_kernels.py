@@ -1,11 +1,14 @@
 """FusedAdam in kernels on several ranks: the bits of one rank in plain PyTorch, where ranks share blocks too.
 
+Experts at once, spread over ranks: the bits of one process.
+
 Triton's interpreter runs the kernels in each rank; on GPUs `test_gpu.py` compares the two. No dimension divides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from quantshard.errors import RankMismatchError
+from quantshard.modules import grouped
 from quantshard.optimizers import FusedAdam
+from tests.distributed import experts as experts_case
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import Case, build, cut_like, message_of
@@ -77,6 +82,39 @@ def test_the_bits_of_one_rank_without_kernels() -> None:
     for ranks, cases in ((1, CASES[:2]), (3, CASES)):
         for found in run_ranks(ranks, run, cases, True):
             assert [case for case, a, b in zip(cases, found, expected, strict=False) if a != b] == []
+
+
+def experts(cases: list[experts_case.Case]) -> tuple[list[dict[str, str]], int]:
+    """Bits of three steps on kernels, and how many layers computed all experts at once."""
+    found, calls, real = [], 0, grouped.linear
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return real(*args)
+
+    grouped.linear = counted
+    try:
+        for case in cases:
+            with prepared_once(), kernels_on("cpu"):
+                found.append(experts_case.trained(case))
+    finally:
+        grouped.linear = real
+    return found, calls
+
+
+def test_experts_at_once_have_the_bits_of_one_process() -> None:
+    """Spread over ranks, sharded or not, and recomputed: scales, histories, outputs and gradients."""
+    recipes = ("delayed", "block")
+    [(wanted, calls)] = run_ranks(1, experts, [experts_case.Case(recipe, 1, 1) for recipe in recipes])
+    assert calls == len(recipes) * 3 * 2
+    plain = [experts_case.Case(recipe, 1, 2) for recipe in recipes]
+    sharded = [experts_case.Case(recipe, 1, 2, sharded=True) for recipe in recipes]
+    again = [experts_case.Case(recipe, 1, 2, sharded=True, recompute=True) for recipe in recipes]
+    for found, calls in run_ranks(2, experts, plain + sharded + again):
+        assert calls == len(recipes) * 3 * (2 + 2 + 4)
+        for case, bits_found, expected in zip(plain + sharded + again, found, wanted * 3, strict=True):
+            assert [name for name in expected if bits_found.get(name) != expected[name]] == [], case
 
 
 def refused() -> tuple[str, bool]:
