@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from quantshard import amax, backend, kernels, limits, private_torch
+from quantshard import amax, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Encoding
 from quantshard.modules import context
@@ -37,8 +37,7 @@ class Layer(NamedTuple):
 
     `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `block`: elements under one
     scale, along the summed dim; 0 if each expert has one. `histories`: by role, those of each expert under delayed
-    scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom
-    they are reduced over.
+    scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom they are reduced over.
     """
 
     weights: Sequence[QuantizedTensor]

@@ -178,8 +178,7 @@ class GroupedLinear(QuantizedModule):
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
-        quantizes = recipe is not None and bool(recipe.table)
-        if len(self._layers) == 1 or not quantizes or not compute.kernels_on(device):
+        if recipe is None or not recipe.table or len(self._layers) == 1 or not compute.kernels_on(device):
             return ()
         return ("one by one",) if backend.block_together(recipe) is None else ()
 
