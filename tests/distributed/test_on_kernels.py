@@ -41,6 +41,8 @@ CASES: list[Case] = [
 ]
 
 SIZES = (18, 11)
+STEPS, LAYERS = 3, 2
+"""Of `experts.trained`."""
 
 
 def step(model: nn.Module, optimizer: FusedAdam, number: int, changed: Callable[[int, Tensor], Tensor | None]) -> None:
@@ -104,16 +106,18 @@ def experts(cases: list[experts_case.Case]) -> tuple[list[dict[str, str]], int]:
 
 
 def test_experts_at_once_have_the_bits_of_one_process() -> None:
-    """Spread over ranks, sharded or not, and recomputed: scales, histories, outputs and gradients."""
-    recipes = ("delayed", "block")
-    [(wanted, calls)] = run_ranks(1, experts, [experts_case.Case(recipe, 1, 1) for recipe in recipes])
-    assert calls == len(recipes) * 3 * 2
-    plain = [experts_case.Case(recipe, 1, 2) for recipe in recipes]
-    sharded = [experts_case.Case(recipe, 1, 2, sharded=True) for recipe in recipes]
-    again = [experts_case.Case(recipe, 1, 2, sharded=True, recompute=True) for recipe in recipes]
-    for found, calls in run_ranks(2, experts, plain + sharded + again):
-        assert calls == len(recipes) * 3 * (2 + 2 + 4)
-        for case, bits_found, expected in zip(plain + sharded + again, found, wanted * 3, strict=True):
+    """Spread over ranks; sharded and recomputed; and data parallel: scales, histories, outputs and gradients."""
+    recipes, ways = ("delayed", "block"), ({}, {"sharded": True, "recompute": True})
+    spread = [experts_case.Case(recipe, 1, 2, **way) for way in ways for recipe in recipes]
+    both = [experts_case.Case("delayed", 2, 2, sharded=True)]
+    for ranks, wanted_ranks, cases, times in ((2, 1, spread, LAYERS + 2 * LAYERS), (4, 2, both, LAYERS)):
+        alone = [experts_case.Case(case.recipe, case.dp, 1) for case in cases[: len(recipes)]]
+        [(wanted, calls), *_] = run_ranks(wanted_ranks, experts, alone)
+        assert calls == len(alone) * STEPS * LAYERS
+        [(found, calls), *_] = run_ranks(ranks, experts, cases)
+        assert calls == len(alone) * STEPS * times
+        for index, (case, bits_found) in enumerate(zip(cases, found, strict=True)):
+            expected = wanted[index % len(alone)]
             assert [name for name in expected if bits_found.get(name) != expected[name]] == [], case
 
 
