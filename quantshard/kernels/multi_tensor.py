@@ -34,9 +34,10 @@ TILES_PER_PROGRAM: Final = 4
 
 def rows_of(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A table on the device: int64 [rows, columns]. The copy does not wait for the device."""
-    # by way of an array, which takes a fifth of the time
-    numbers = array("q", chain.from_iterable(table)) or array("q", [0])
-    host = torch.frombuffer(numbers, dtype=torch.int64)[: sum(map(len, table))].view(len(table), -1)
+    numbers = array("q", chain.from_iterable(table))  # by way of which it takes a fifth of the time
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    host = torch.frombuffer(numbers, dtype=torch.int64).view(len(table), -1)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 

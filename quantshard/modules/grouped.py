@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from quantshard import amax, kernels, limits, private_torch
+from quantshard import amax, compute, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Encoding
 from quantshard.modules import context
@@ -124,20 +124,20 @@ def are_readable(
 
     Not those that `QuantizedModule._operand` would refuse, nor pieces.
     """
-    shapes, dtypes, parts = set(), set(), list(biases)
+    kinds, bias_dtypes, parts = set(), {bias.dtype for bias in biases}, list(biases)
     for weight in weights:
         if not isinstance(weight, QuantizedTensor):
             return False
         storage = weight._storage
         if (storage.cell is not cell and storage.cell != cell) or storage.is_stale:
             return False
-        shapes.add(storage.shard.shape)
-        dtypes.add(weight.dtype)
+        kinds.add((storage.shard.shape, weight.dtype))
         parts += storage.components.values()
-    alike = len(shapes) == len(dtypes) == 1 and len({bias.dtype for bias in biases}) <= 1
-    # numbers of devices, which cost less to compare than these
-    here = {part.get_device() for part in parts} == {x.get_device()}
-    return alike and here and all(part.is_contiguous() for part in parts)
+    dtypes = bias_dtypes | {dtype for _, dtype in kinds}
+    if len(kinds) != 1 or len(bias_dtypes) > 1 or not dtypes.issubset(compute.KERNEL_DTYPES):
+        return False
+    # numbers of devices cost less to compare than these
+    return {part.get_device() for part in parts} == {x.get_device()} and all(part.is_contiguous() for part in parts)
 
 
 def linear(x: Tensor, layer: Layer) -> Tensor:

@@ -217,6 +217,27 @@ def test_amaxes_of_two_calls_in_one_autocast_are_merged(apart: Callable) -> None
     assert all(torch.equal(*pair) for pair in zip(together.buffers(), other.buffers(), strict=True))
 
 
+def test_gradients_of_weights_are_parts_of_one_tensor() -> None:
+    """Autograd takes them as they are: a copy of each would be a launch and twice the memory."""
+    layer = experts(AT_ONCE["current"])
+    with qs.autocast(recipe=AT_ONCE["current"]):
+        layer(values(0, 12, IN), [7, 0, 1, 4]).sum().backward()
+    assert (
+        len({param.grad.untyped_storage().data_ptr() for name, param in layer.named_parameters() if "weight" in name})
+        == 1
+    )
+
+
+@pytest.mark.parametrize("options", [{"params_dtype": torch.float64}, {"params_dtype": torch.float16}])
+def test_what_kernels_do_not_read_goes_one_by_one(options: dict[str, Any], calls: list[int]) -> None:
+    rule = AT_ONCE["current"]
+    with qs.quantized_model_init(recipe=rule):
+        layer = qs.GroupedLinear(2, IN, OUT, device=DEVICE, **options)
+    with qs.autocast(recipe=rule):
+        y = layer(values(0, 12, IN), [7, 5])
+    assert calls == [2] * (options["params_dtype"] is torch.float16) and y.dtype is torch.bfloat16
+
+
 def test_second_derivatives_are_refused() -> None:
     rule = AT_ONCE["current"]
     x = values(0, 12, IN).requires_grad_()
