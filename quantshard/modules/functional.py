@@ -34,7 +34,7 @@ from quantshard.modules.linear_operands import (
 from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
 from quantshard.operands import Split
-from quantshard.recipe import TensorRole
+from quantshard.recipe import Recipe, TensorRole
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
 
@@ -62,7 +62,7 @@ class Ready(NamedTuple):
 
         `rereads`: backward needs more of it than was kept.
         """
-        rebuild, x_tensors = _to_saved(kept)
+        rebuild, x_tensors = to_saved(kept)
         bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
         saved = Saved(
             self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads
@@ -145,20 +145,20 @@ def linear(x: Tensor, layer: Ready, again: Again | None = None) -> tuple[Tensor,
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         return _plain_linears(x, weights, biases, state.tp)
-    if again is not None and not can_reread(layer):
+    if again is not None and not can_reread(call.recipe):
         again = None
-    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input(layer), again, *layer.tensors)
+    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input(weights), again, *layer.tensors)
     return outputs
 
 
-def keeps_input(layer: Ready) -> bool:
-    """True if a backward to come reads the input."""
-    return torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
+def keeps_input(weights: Sequence[Tensor]) -> bool:
+    """True if a backward to come reads the input that these are multiplied with."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
 
 
-def can_reread(layer: Ready) -> bool:
-    """True if quantizing the input a second time gives the same codes: random words are drawn once."""
-    read = cells(layer.call.recipe, TensorRole.INPUT)
+def can_reread(recipe: Recipe) -> bool:
+    """True if quantizing an input a second time gives the same codes: random words are drawn once."""
+    read = cells(recipe, TensorRole.INPUT)
     return not any(cell is not None and cell.scaling.stochastic_rounding for cell in read)
 
 
@@ -247,6 +247,14 @@ class Needed(NamedTuple):
         return Wanted(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
 
 
+class SavedLayer(NamedTuple):
+    """A layer in backward with the tensors that were saved for it, and which gradients it needs."""
+
+    saved: Saved
+    tensors: list[Tensor]
+    needed: Needed
+
+
 def forward(
     source: Tensor | Source,
     x_shape: Sequence[int],
@@ -332,8 +340,8 @@ def gradients(
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 
-def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """Split an operand into what is saved as tensors for backward and what is needed to put it together again."""
+def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Split an operand into what is needed to put it together again in backward, and the tensors that are saved."""
     others = (operand.transposed, operand.split, operand.cell, operand.words)
     if isinstance(operand.operand, Tensor):
         return (None, others), (operand.operand,)
