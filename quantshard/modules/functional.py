@@ -92,17 +92,6 @@ class Saved:
         """From whether each of `Ready.tensors` needs a gradient."""
         return Needed(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
 
-    def filled(self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the outputs, zeros where one was not used; none if none was."""
-        first = next((grad for grad in grads if grad is not None), None)
-        if first is None:
-            return []
-        sizes = [weight.shape[0] for weight in tensors[: self.parts]]
-        return [
-            first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
-            for grad, size in zip(grads, sizes, strict=True)
-        ]
-
     def reread(self, make: Callable[[], Tensor | Source], needed: Needed) -> WgradOperand | None:
         """The input as wgrad reads it, from the input itself, which `make` gives; None if forward has kept it."""
         if not self.rereads or not any(needed.weights):
@@ -245,6 +234,17 @@ class Needed(NamedTuple):
     def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> Wanted:
         """What is wanted of the gradient of one weight's output."""
         return Wanted(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
+
+
+def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
+    """Gradients of several outputs [..., out_features], zeros for one that was not used; none if none was."""
+    first = next((grad for grad in grads if grad is not None), None)
+    if first is None:
+        return []
+    return [
+        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
+        for grad, size in zip(grads, out_features, strict=True)
+    ]
 
 
 class SavedLayer(NamedTuple):

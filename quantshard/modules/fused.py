@@ -6,7 +6,7 @@ What one of them hands to the next is quantized by the kernel that computes it, 
 written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
 wgrad of fc1 reads are made again from z, unless that took two reads. If recomputation is asked for, all codes are made
 again. The bits are those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel
-takes in its order.
+takes in its order. In a graph of torch.compile all of it is one operator, with the same bits.
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
 
 
 def _alike(layers: Sequence[Ready | Traced]) -> bool:
-    """True unless they are traced and store their weights differently: an operator takes all components, or none."""
-    stored = [layer.stored for layer in layers if isinstance(layer, Traced)]
-    return all(stored) or not any(stored)
+    """True unless they are traced and their weights differ: an operator takes all quantized or none, of one dtype."""
+    traced = [layer for layer in layers if isinstance(layer, Traced)]
+    stored = {layer.stored for layer in traced}
+    dtypes = {weight.dtype for layer in traced for weight in layer.weights}
+    return len(stored) <= 1 and len(dtypes) <= 1
 
 
 def norm_linear(front: Front, layer: Ready | Traced) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -264,7 +266,7 @@ class _NormLinear(torch.autograd.Function):
         *of_outputs, of_total = grads
         entered, saved = _split(ctx.saved_tensors, _FRONT_SAVED)
         layer: Saved = ctx.layer
-        given = layer.filled(of_outputs, saved)
+        given = functional.filled(of_outputs, [weight.shape[0] for weight in saved[: layer.parts]])
         dy: Tensor | None = None
         dtensors: list[Tensor | None] = [None] * layer.tensors
         front, needs = Entered(*entered), _front_needs(ctx)
@@ -407,11 +409,14 @@ def _activation_backward(
 # As operators --------------------------------------------------------------------------------------------------------
 
 
+def _normalization(x: Tensor, fused: Fused) -> Normalization:
+    return Normalization(fused.normalization, x.shape[-1], fused.eps, fused.zero_centered_gamma)
+
+
 def _front_of(asked: Forward) -> Front:
     x, fused = asked.x, asked.fused
     assert fused.norm_weight is not None
-    norm = Normalization(fused.normalization, x.shape[-1], fused.eps, fused.zero_centered_gamma)
-    return Front(x, asked.residual, fused.norm_weight, fused.norm_bias, norm)
+    return Front(x, asked.residual, fused.norm_weight, fused.norm_bias, _normalization(x, fused))
 
 
 def _results(
@@ -430,10 +435,9 @@ def _entered_again(asked: Backward, others: list[Tensor]) -> tuple[Entered, Rule
     """The normalization in backward, and what was saved besides."""
     x, fused = asked.x, asked.fused
     assert x is not None and fused.norm_weight is not None
-    norm = Normalization(fused.normalization, x.shape[-1], fused.eps, fused.zero_centered_gamma)
-    rstd, *left = others
-    mean = left.pop(0) if norm.rule.centered else None
-    return Entered(x, fused.norm_weight, fused.norm_bias, rstd, mean), norm.rule, left
+    rule, (rstd, *left) = _normalization(x, fused).rule, others
+    mean = left.pop(0) if rule.centered else None
+    return Entered(x, fused.norm_weight, fused.norm_bias, rstd, mean), rule, left
 
 
 def _norm_linear_forward(asked: Forward, ready: list[Ready]) -> Results:

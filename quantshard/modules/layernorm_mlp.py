@@ -152,8 +152,8 @@ class LayerNormMLP(QuantizedModule):
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
             it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
-            goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor under
-            `torch.compile`, which decides what to keep by itself.
+            goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor where
+            `torch.compile` puts activations into its graph, and decides itself what to keep: without kernels.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.

@@ -1,4 +1,4 @@
-"""What the operators for torch.compile take: tensors and names.
+"""What the operators of `operators` take: tensors and names, all operators the same.
 
 So a module goes in as a handle, the setting of autocast by its name, a quantized weight as its components.
 """
@@ -113,10 +113,9 @@ class Layers(NamedTuple):
 
     def amaxes(self, given: Weights, layer: int) -> list[tuple[TensorRole, int]]:
         """Of which tensors backward needs the amax that forward scaled by: of role and part."""
-        recipe = context.setting(self.setting).recipe
-        of_weights = not any(isinstance(weight, QuantizedTensor) for weight in given.plain) and bool(given.plain)
-        found = []
-        if of_weights and recipe.weight is not None and recipe.weight.scaling.history:
+        recipe, found = context.setting(self.setting).recipe, []
+        quantizes = any(not isinstance(weight, QuantizedTensor) for weight in given.plain)
+        if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
             found += [(TensorRole.WEIGHT, part) for part in range(len(self.names[layer]))]
         if self.remakes[layer] and any(cell and cell.scaling.history for cell in cells(recipe, TensorRole.INPUT)):
             found.append((TensorRole.INPUT, 0))
@@ -131,9 +130,9 @@ def _rebuilt(weight: Tensor, components: dict[str, Tensor], dtype: torch.dtype) 
 
 
 class Fused(NamedTuple):
-    """What an operator does besides linear layers: a normalization in front, an activation between; none if "".
+    """What an operator does besides linear layers: a normalization in front, an activation between two; "" for none.
 
-    `zero_centered_gamma`: of the normalization, as `eps` and the parameters.
+    `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: of the normalization.
     """
 
     norm_weight: Tensor | None = None
@@ -145,7 +144,7 @@ class Fused(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Arguments of a step's forward, grouped. `biases`: one for each weight of the layers that have them."""
+    """Arguments of a step's forward, grouped. `biases`: those that there are, in the order of their weights."""
 
     x: Tensor
     weights: Weights
@@ -162,9 +161,10 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """Arguments of a step's backward, grouped.
 
-    `x`: the input of the normalization, or of the first layer where that is kept in high precision. `saved`: what
-    forward returned for it. `of_total`: the gradient of x + residual. `needs`: which gradients are needed, of x, of
-    the normalization's weight and bias, of each layer's weights and of its biases.
+    `grads`: of the outputs of the last layer. `x`: what is normalized, x + residual if there is a residual; or the
+    input of the first layer, where that is kept in high precision. `saved`: what forward has returned for backward.
+    `of_total`: the gradient of x + residual. Which gradients are needed: `need_front`, of x and of the normalization's
+    weight and bias; `need_weights`, `need_biases`, for each weight.
     """
 
     grads: Sequence[Tensor]

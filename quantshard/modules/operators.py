@@ -45,6 +45,7 @@ class Results(NamedTuple):
 
 
 ForwardOf = Callable[[Forward, list[Ready]], Results]
+"""Computes a step, of layers that are ready."""
 
 
 def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
@@ -107,12 +108,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     asked = Forward.of(inputs)
     _, weights, layers, fused, residual, biases = asked
     outputs, is_added = len(layers.names[-1]), residual is not None
-    x: Tensor | None = output[outputs] if is_added else asked.x
+    x = output[outputs] if is_added else asked.x
     reads_x = layers.keeps[0] and KeptInput.of(layers, 0, fused, asked.x.shape, asked.x) is None
-    if not fused.normalization and not reads_x:
-        x = None
-    kept = output[outputs + is_added :]
-    ctx.save_for_backward(layers.module, fused.norm_weight, fused.norm_bias, x, *weights.plain, *kept)
+    saved = [x if fused.normalization or reads_x else None, *weights.plain, *output[outputs + is_added :]]
+    ctx.save_for_backward(layers.module, fused.norm_weight, fused.norm_bias, *saved)
     ctx.dtype, ctx.layers, ctx.fused, ctx.x_shape = weights.dtype, layers[1:], fused[2:], asked.x.shape
     ctx.parts, ctx.is_added = len(weights.plain), is_added
     ctx.bias_dtype = biases[0].dtype if biases else weights.dtype
@@ -128,7 +127,7 @@ def _gradients(step: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ..
     biases = iter(need["biases"])
     need_biases = [adds and next(biases) for adds in layers.biased]
     last = layers.by_layer(layers.out_features)[-1]
-    of_outputs, of_total = _filled(grads[: len(last)], last), grads[len(last)] if ctx.is_added else None
+    of_outputs, of_total = functional.filled(grads[: len(last)], last), grads[len(last)] if ctx.is_added else None
     found = [of_total] if need_front[0] else []
     if of_outputs:
         found = getattr(torch.ops.quantshard, f"{step}_backward")(
@@ -145,19 +144,8 @@ def _gradients(step: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ..
     return tuple(gradients.values())
 
 
-def _filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
-    """Gradients of the outputs, zeros where one was not used; none if none was."""
-    first = next((grad for grad in grads if grad is not None), None)
-    if first is None:
-        return []
-    return [
-        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
-        for grad, size in zip(grads, out_features, strict=True)
-    ]
-
-
 class Gradients(NamedTuple):
-    """Those of x (or of z = x + residual) and the normalization's parameters, and for each layer of weights and biases.
+    """Those of x and of the normalization's weight and bias; and of each layer's weights, then biases.
 
     None for what is not needed.
     """
@@ -167,7 +155,7 @@ class Gradients(NamedTuple):
 
 
 BackwardOf = Callable[[Backward, list[SavedLayer], list[Tensor]], Gradients]
-"""`list[Tensor]`: the others of `Results`."""
+"""Computes the gradients, with the `others` of `Results`."""
 
 
 def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:

@@ -231,12 +231,14 @@ def test_layers_that_differ_in_a_number_are_compiled_one_by_one(used: list[str])
     assert used == ["_run_mlp"] * 6
 
 
-def test_layers_of_which_some_are_stored_quantized(used: list[str]) -> None:
-    """An operator takes components or plain weights; so the steps run one by one."""
+@pytest.mark.parametrize("how", ["quantized", "float32"])
+def test_weights_that_differ(how: str, used: list[str]) -> None:
+    """An operator takes components or plain weights, of one dtype; so the steps run one by one."""
     found = []
     for compiler in (None, aot_eager):
         module = build("gated mlp", "block", stored=False)
-        module.fc2_weight = build("gated mlp", "block").fc2_weight
+        stored = how == "quantized"
+        module.fc2_weight = build("gated mlp", "block", stored, torch.bfloat16 if stored else torch.float32).fc2_weight
         found.append(trained(module, "block", compiler, steps=1))
     assert not differing(*found)
     assert len(used) == 2, "the eager ones"
