@@ -258,7 +258,7 @@ class _KernelRotateProjection(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         dq, dk, dv = grads
         cos, sin = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if torch.is_grad_enabled():  # create_graph=True
             dq, dk = (_KernelRotate.apply(grad, cos, sin, ctx.layout, True) for grad in (dq, dk))
             out = torch.cat((dq, dk, dv), dim=-2)
         else:

@@ -321,7 +321,12 @@ def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, mo
     layout = rotary.Layout(tensor_format, interleaved)
     ran: list[str] = []
     real = rotary.rotary_kernel.rotate
-    monkeypatch.setattr(rotary.rotary_kernel, "rotate", lambda *a, **k: ran.append("rotate") or real(*a, **k))
+
+    def rotate(*args: Any, **options: Any) -> Tensor:
+        ran.append("join" if "out" in options else "rotate")
+        return real(*args, **options)
+
+    monkeypatch.setattr(rotary.rotary_kernel, "rotate", rotate)
     for function in (
         lambda t: rotary.apply_rotary_pos_emb(t, angles, tensor_format, interleaved=interleaved),
         lambda t: rotary.rotate_projection(t, 4, 2, angles, layout),
@@ -336,5 +341,5 @@ def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, mo
             outputs = out if isinstance(out, tuple) else (out,)
             sum((y * (index + 1)).square().sum() for index, y in enumerate(outputs)).backward()
             found.append([*outputs, t.grad])
-            assert len(ran) == {1: 2, 3: 3}[len(outputs)]
+            assert ran == {1: ["rotate", "rotate"], 3: ["rotate", "join", "join"]}[len(outputs)]
         assert all(map(torch.equal, *found))
