@@ -324,7 +324,10 @@ class QuantizedModule(OnMesh, Saved):
     def _ready(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
     ) -> Ready | Traced:
-        """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward."""
+        """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward.
+
+        In a graph that is being traced it is told by names, and checked when its operator runs.
+        """
         tensors = [getattr(self, weight) for weight in layer.weights]
         if torch.compiler.is_compiling():
             return self._traced(layer, tensors, self._biases(layer, with_bias))
