@@ -394,13 +394,14 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
     return NAMES[recipe.lower()]()
 
 
-FP8_STATE = Cell(formats.FP8_1X128)
+FP8_STATE = Cell(formats.FP8_1X128, Scaling(power_of_two=True))
 """How an optimizer stores a moment in 8 bits: E4M3 with one float32 scale for 128 elements of a row. FSDP cuts no
-row, so only tensor parallelism along the columns makes these scales need a reduction."""
+row, so only tensor parallelism along the columns makes these scales need a reduction. The scale is a power of two, so a
+value that did not change stays as it was when it does."""
 
 FP16_STATE = Cell(formats.FP16_1X128, Scaling(power_of_two=True))
 """How an optimizer stores a state in FP16: with one scale for 128 elements of a row too, since the squares of small
-gradients are below FP16's range. It is a power of two, so a value that did not change stays as it was when it does."""
+gradients are below FP16's range; a power of two likewise."""
 
 STATE_CELLS: dict[torch.dtype, Cell | None] = {
     torch.float32: None,
