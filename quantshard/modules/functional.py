@@ -34,7 +34,7 @@ from quantshard.modules.linear_operands import (
 from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
 from quantshard.operands import Split
-from quantshard.recipe import Recipe, TensorRole
+from quantshard.recipe import Gemm, Recipe, TensorRole
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
 
@@ -276,7 +276,10 @@ def forward(
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = weight_operand(weight, part, call, state)
-        y = backend.matmul(read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias)
+        y = backend.matmul(
+            read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias,
+            fast=Gemm.FPROP in call.recipe.fast_gemms,
+        )  # fmt: skip
         y = _with_leading(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
@@ -320,7 +323,8 @@ def gradients(
         bias_dtype = bias_dtypes[part]
         if needed.x:
             w = weight_operand(weight, part, call, state)
-            dx = backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype)
+            fast = Gemm.DGRAD in call.recipe.fast_gemms
+            dx = backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast)
             total = dx if total is None else total.add_(dx)
             del dx  # wgrad needs the memory
         dw = db = None
@@ -328,6 +332,7 @@ def gradients(
             dw = backend.matmul(
                 found.second.operand, x_wgrad.operand, weight.dtype, poison=found.poison, precision=x_dtype,
                 transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,
+                fast=Gemm.WGRAD in call.recipe.fast_gemms,
             )  # fmt: skip
         if found.sums is not None and bias_dtype is not None:
             db = found.sums
