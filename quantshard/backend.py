@@ -46,7 +46,7 @@ class Native:
     """A scaled product: kinds of scales of the left and right operand, and the GPUs that have it.
 
     `since`, `before`: compute capabilities. `seen`: the GPU that it was seen working on, or None. `rows`: what the rows
-    of the left operand are a multiple of.
+    of the left operand are a multiple of. `fast`: it can sum in the tensor cores alone; see `recipe.MMParams`.
     """
 
     left: Scale
@@ -55,6 +55,7 @@ class Native:
     before: Capability = NEVER
     seen: str | None = None
     rows: int = 1
+    fast: bool = False
 
     def is_on(self, device: torch.device) -> bool:
         """Whether the device has it."""
@@ -129,8 +130,8 @@ _1X128, _128X128 = (FP32.name, 1, 128), (FP32.name, 128, 128)
 _MXFP8, _NVFP4 = (E8M0.name, 1, 32), (E4M3.name, 1, 16)
 
 NATIVE: Final[dict[tuple[Block, Block], Native]] = {
-    (_TENSOR, _TENSOR): Native(_WHOLE, _WHOLE, (8, 9), seen="H200"),
-    (_ROWS, _ROWS): Native(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200"),
+    (_TENSOR, _TENSOR): Native(_WHOLE, _WHOLE, (8, 9), seen="H200", fast=True),
+    (_ROWS, _ROWS): Native(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200", fast=True),
     (_1X128, _128X128): Native(_VECTOR, _SQUARE, (9, 0), (10, 0), seen="H200", rows=4),
     (_1X128, _1X128): Native(_VECTOR, _VECTOR, (9, 0), (10, 0), seen="H200", rows=4),
     (_MXFP8, _MXFP8): Native(_MX, _MX, (10, 0), (11, 0)),
@@ -152,6 +153,7 @@ def matmul(
     bias: Tensor | None = None,
     poison: Tensor | None = None,
     precision: torch.dtype | None = None,
+    fast: bool = False,
 ) -> Tensor:
     """op(a) @ op(b) + bias, accumulated in float32 and rounded once to `out_dtype`.
 
@@ -161,13 +163,15 @@ def matmul(
         poison: float32 scalar, 0 or NaN, that is added to every element of the result.
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
+        fast: sums need not be in float32; see `recipe.MMParams`. For a float32 result they are.
     """
     native = _native(_side(a, not transpose_a), _side(b, transpose_b))
     if native is None:
         out = _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, precision or out_dtype)
         return out if poison is None else out + poison.to(out_dtype)
     assert isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage)
-    return _scaled(native, _rows(a, not transpose_a), _rows(b, transpose_b), out_dtype, bias, poison)
+    fast = fast and native.fast and out_dtype.itemsize == 2
+    return _scaled(native, _rows(a, not transpose_a), _rows(b, transpose_b), out_dtype, bias, poison, fast)
 
 
 class Side(NamedTuple):
@@ -280,7 +284,13 @@ def _flat(block: Block) -> Block:
 
 
 def _scaled(
-    native: Native, left: Rows, right: Rows, out_dtype: torch.dtype, bias: Tensor | None, poison: Tensor | None
+    native: Native,
+    left: Rows,
+    right: Rows,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    poison: Tensor | None,
+    fast: bool,
 ) -> Tensor:
     if (left.kind, right.kind) not in NATIVE:
         left, right = left.expanded(), right.expanded()
@@ -295,7 +305,7 @@ def _scaled(
         _scales(left, native.left), list(native.left.recipes), _scales(right, native.right), list(native.right.recipes),
         list(native.left.swizzle) or None, list(native.right.swizzle) or None,
         bias=F.pad(bias, (0, len(right.codes) - cols)) if fused and bias is not None else None,
-        output_dtype=torch.float32 if bias is not None and not fused else out_dtype,
+        output_dtype=torch.float32 if bias is not None and not fused else out_dtype, use_fast_accum=fast,
     )[:rows, :cols]  # fmt: skip
     if bias is not None and not fused:
         out = (out + bias.float()).to(out_dtype)

@@ -56,9 +56,14 @@ def has_kernels(x: Tensor) -> bool:
 
 def has_float_kernels(*tensors: Tensor | None) -> bool:
     """True if kernels that read all of these as floats work on them: on one device; they know no float64."""
+    return kernels_read(*tensors) and not any(t is not None and private_torch.is_traced(t) for t in tensors)
+
+
+def kernels_read(*tensors: Tensor | None) -> bool:
+    """The same of tensors that are traced, once they have values."""
     given = [t for t in tensors if t is not None]
     alike = len({t.device for t in given}) == 1
-    return alike and all(t.dtype in KERNEL_DTYPES and has_kernels(t) for t in given)
+    return alike and all(t.dtype in KERNEL_DTYPES and kernels_on(t.device) for t in given)
 
 
 def lacks_kernels(device: torch.device) -> bool:

@@ -76,7 +76,7 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
     if encoding == E8M0:
         return encode_e8m0_round_up(x)
     if encoding.native is None or encoding.bits > 8:
-        return in_chunks(lambda v: _round(v, encoding, None), x)
+        return in_chunks(lambda v: _round(v, encoding), x)
     codes = x.float().clamp(-encoding.max, encoding.max).to(encoding.native).view(torch.uint8)
     return codes - ((codes == 0xFF).to(torch.uint8) << 7)  # 0xFF is only NaN here: infinities were clamped
 
@@ -84,31 +84,49 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
 def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
     """Encode as `encode` does, but round to the upper or lower neighbour in proportion to the distance.
 
-    `words`: int64 in [0, 2**32), of x's shape. With f the fraction of the way to the neighbour of larger magnitude,
-    that neighbour is taken when word < f * 2**32: the expectation is exact to within 2**-32 of the gap. Values that
-    are representable never change, magnitudes above max saturate, and -x rounds as x does.
+    `words`: int64 in [0, 2**32), of x's shape. The fraction of the way to the neighbour of larger magnitude has, of
+    float32's 23 bits, those that the encoding lacks: n = 23 - mantissa_bits. That neighbour is taken when the sum with
+    the highest n bits of the word, a fraction too, is 1 or more. So the expectation is exact; below the normal range,
+    where a float32 has more bits, the fraction is rounded to n of them first, off by at most 2**-(n + 1) of the gap.
+    Values that are representable never change, magnitudes above max saturate, and -x rounds as x does.
     """
-    return in_chunks(lambda v, w: _round(v, encoding, w), x, words)
+    return in_chunks(lambda v, w: _round_stochastically(v, encoding, w), x, words)
 
 
-def _round(x: Tensor, encoding: Encoding, words: Tensor | None) -> Tensor:
-    """Round by arithmetic, for any encoding: to nearest even, or stochastically with `words`.
+def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
+    """In the bits of |x|: what is added to those which the encoding lacks, and dropped with them, carries.
+
+    Below the normal range the lowest normal number is added first, after which the same bits are lacking.
+    """
+    lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
+    lacking = 23 - mantissa
+    x = x.float()
+    magnitude = x.abs().clamp_(max=encoding.max)
+    subnormal = magnitude < 2.0**lowest
+    bits = magnitude.add_(subnormal, alpha=2.0**lowest).view(torch.int32)
+    bits.add_(words >> (32 - lacking))
+    code = (bits >> lacking).sub_((126 + lowest) << mantissa).sub_(subnormal.int(), alpha=1 << mantissa)
+    return _coded(x, code, encoding)
+
+
+def _round(x: Tensor, encoding: Encoding) -> Tensor:
+    """Round to nearest even by arithmetic, for any encoding.
 
     The gap between neighbours is 2**(k - mantissa_bits), k the exponent of |x| or, below the normal range, the lowest
     normal exponent. |x| / gap is exact, being a product with a power of two; within a binade codes are linear in it.
     """
     x = x.float().clamp(-encoding.max, encoding.max)
-    lowest, mantissa, sign_bit = 1 - encoding.bias, encoding.mantissa_bits, 1 << (encoding.bits - 1)
+    lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
     magnitude = x.abs()
     k = (magnitude.view(torch.int32) >> 23).sub_(127).clamp_(min=lowest)
     in_gaps = magnitude.mul_((127 + mantissa - k).bitwise_left_shift_(23).view(torch.float32))
-    if words is None:
-        steps = in_gaps.round_().to(torch.int32)
-    else:
-        below = in_gaps.floor()
-        up = words.double() < (in_gaps - below).double().mul_(2.0**32)
-        steps = below.to(torch.int32).add_(up)
-    code = steps.add_(k.sub_(lowest).bitwise_left_shift_(mantissa))
+    code = in_gaps.round_().to(torch.int32).add_(k.sub_(lowest).bitwise_left_shift_(mantissa))
+    return _coded(x, code, encoding)
+
+
+def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
+    """Codes of |x|, int32, with the sign of x, as they are stored; NaN becomes the largest positive one."""
+    sign_bit = 1 << (encoding.bits - 1)
     code |= (x.view(torch.int32) >> 31).bitwise_and_(sign_bit)
     bits = torch.uint8 if encoding.bits <= 8 else torch.int16
     return torch.where(torch.isnan(x), sign_bit - 1, code).to(bits).view(encoding.storage)

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from quantshard import backend, formats, operands, sharding
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Copy
+from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, unpack
-from quantshard.recipe import Cell, resolve
+from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
 from quantshard.sharding import ceil_div
 from quantshard.storage import QuantizedStorage
 
@@ -76,9 +77,10 @@ def spread(side: Tensor, scales: list[Tensor], recipes: list[F.ScalingType], is_
 def stand_in(
     a: Tensor, b: Tensor, scale_a: list[Tensor], recipe_a: list[F.ScalingType], scale_b: list[Tensor],
     recipe_b: list[F.ScalingType], swizzle_a: object = None, swizzle_b: object = None, bias: Tensor | None = None,
-    output_dtype: torch.dtype = torch.bfloat16,
+    output_dtype: torch.dtype = torch.bfloat16, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.scaled_mm`, in float64."""
+    assert not (use_fast_accum and output_dtype == torch.float32)
     b = b.t()
     assert a.is_contiguous() and b.is_contiguous(), "row-major by column-major"
     assert a.shape[1] == b.shape[1] and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0, (a.shape, b.shape)
@@ -213,6 +215,40 @@ def test_an_aligned_piece_is_native(capability: tuple[int, int], monkeypatch: py
             capability == HOPPER,
         )  # fmt: skip
     assert len(calls) == (3 if capability == HOPPER else 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fast"),
+    [
+        ("delayed", [False] * 3),
+        ("current", [False] * 3),
+        ("block", [False] * 3),
+        ("rowwise", [False] * 3),
+        (Float8CurrentScaling(fp8_gemm_fprop=MMParams(False)), [True, False, False]),
+        (Float8CurrentScaling(fp8_gemm_dgrad=MMParams(False)), [False, True, False]),
+        (DelayedScaling(fp8_gemm_fprop=MMParams(False), fp8_gemm_wgrad=MMParams(False)), [True, False, True]),
+    ],
+    ids=["delayed", "current", "block", "rowwise", "fprop", "dgrad", "fprop and wgrad"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_which_products_may_sum_fast(
+    recipe: str | Recipe, fast: list[bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the recipe names, and none that gives float32, as weight gradients of float32 weights are."""
+    if ON_GPU and torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("of Hopper")
+    real, seen = F.scaled_mm if ON_GPU else stand_in, []
+    monkeypatch.setattr(F, "scaled_mm", lambda *a, **o: seen.append(o["use_fast_accum"]) or real(*a, **o))
+    if not ON_GPU:
+        monkeypatch.setattr(backend, "_capability", lambda device: HOPPER)
+    with quantized_model_init(enabled=False, recipe=recipe):
+        layer = Linear(128, 128, bias=False, params_dtype=dtype, device=DEVICE)
+    x = torch.randn(16, 128, dtype=dtype, device=DEVICE, requires_grad=True)
+    with autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(torch.randn_like(y))
+    turned = [True, False, True] if recipe == "rowwise" else [True] * 3  # dgrad of rowwise weights reads values
+    assert seen == [flag and dtype == torch.bfloat16 for flag, native in zip(fast, turned, strict=True) if native]
 
 
 def test_the_transposed_copy_serves_wgrad(capability: tuple[int, int]) -> None:

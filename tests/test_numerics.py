@@ -231,19 +231,28 @@ def neighbours(x, encoding):
 
 @elements
 def test_stochastic_threshold(encoding):
-    """Of the 2**32 words exactly ceil(f * 2**32) round away from zero, f the exact distance: unbiased to 2**-32.
+    """Of the 2**32 words exactly f * 2**32 round away from zero, f the distance in the bits that the encoding lacks.
 
-    That is the whole distribution, not a sample: the words on both sides of the threshold are tried.
+    In the normal range that is the exact distance, so unbiased; below it is the nearest of so many bits. It is the
+    whole distribution, not a sample: the words on both sides of the threshold are tried.
     """
+    lacking = 23 - encoding.mantissa_bits
     x = torch.cat([probes(encoding), encoding.max * normal(300) / 3, normal(300, seed=1) * magnitudes(encoding)[1]])
     x = x[x.abs() <= encoding.max]
     sign_bit = 1 << (encoding.bits - 1)
     cases = []  # value, word, code
     for value in x.tolist():
         below, above, distance = neighbours(value, encoding)
-        ups = math.ceil(distance * 2**32)  # the words 0 ... ups - 1
+        if abs(value) >= 2.0 ** (1 - encoding.bias):
+            assert (distance * 2**lacking).denominator == 1
+        first = 2**32 - (round(distance * 2**lacking) << (32 - lacking))  # and all words above; `round` ties to even
         sign = sign_bit if math.copysign(1, value) < 0 else 0
-        sides = {0: above if ups else below, ups - 1: above, ups: below, 2**32 - 1: below if ups < 2**32 else above}
+        sides = {
+            0: below if first else above,
+            first - 1: below,
+            first: above,
+            2**32 - 1: above if first < 2**32 else below,
+        }
         cases += [(value, word, sign + code) for word, code in sides.items() if 0 <= word < 2**32]
     values, words, wanted = zip(*cases, strict=True)
     mine = numerics.encode_stochastic(floats32(values), encoding, torch.tensor(words))

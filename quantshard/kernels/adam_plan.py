@@ -380,9 +380,7 @@ class Plan:
         if launch.programs == 0:
             return
         present, groups, _, _, settings = self._parts
-        options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-        if (limit := _registers(launch.how)) is not None:
-            options["maxnreg"] = limit
+        options = launch_options(launch.how)
         if launch.kernel is ka.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
             launch.kernel[grid](launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options)
@@ -429,13 +427,20 @@ class Plan:
         self._sent = None if capturing else values
 
 
-def _registers(how: ks.How) -> int | None:
-    """The most that a thread may use, so that three or two programs share a multiprocessor, and one computes while
-    another waits; None where that would not be enough."""
+def launch_options(how: ks.How) -> dict[str, Any]:
+    """Warps, and the most registers that a thread may use, so that several programs share a multiprocessor and one
+    computes while another waits; there is no such bound where it would be too few.
+
+    Where random words are drawn, each thread has 16 elements, among which it shares what it computes for all of them.
+    """
+    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
     words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ks.Stored))
-    if (how.high and not how.rereads) or (words and (how.rows > 16 or not how.aligned)):
-        return None
-    return 128 if words or how.rows > 16 or not how.aligned else 80
+    if words and how.aligned:
+        options["num_warps"] = how.rows * how.cols // (16 * 32)
+    if (how.high and not how.rereads) or (words and not how.aligned):
+        return options
+    options["maxnreg"] = 128 if words or how.rows > 16 or not how.aligned else 80
+    return options
 
 
 def _settings(hyperparameters: Sequence[Hyperparameters], seed: int | None) -> list[int]:

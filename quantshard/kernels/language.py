@@ -21,7 +21,6 @@ LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
 
 # instructions that the compiler would not choose, or make more of
-TOWARDS_ZERO = tl.constexpr("cvt.rz.f32.u32 $0, $1;")
 MERGE_SIGN = tl.constexpr("lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xE4;")
 ROUND_TWO = tl.constexpr("{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}")
 HIGHEST_BYTES = tl.constexpr(
@@ -88,16 +87,15 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def encode(x, E: tl.constexpr):
+def encode(x, E: tl.constexpr, KEPT: tl.constexpr = False):
     """Float32 tile of products -> codes, one for each element, rounded to nearest even: `numerics.encode`.
 
     Codes are uint8 or int32; those of 4 bits are the highest bits of a uint32, for `pack`. These are right for NaN
-    because a GPU's product that is NaN is positive.
+    because a GPU's product that is NaN is positive. KEPT: the codes are stored as they lie, in the layout of the tile.
     """
-    if E.cast == 1:  # the instruction saturates
-        return chosen(x, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
-    elif E.cast == 2:
-        return chosen(x, x.to(tl.float8e5).to(tl.uint8, bitcast=True))
+    if E.cast:  # the instruction saturates
+        codes = x.to(tl.float8e4nv if E.cast == 1 else tl.float8e5).to(tl.uint8, bitcast=True)
+        return codes if KEPT else chosen(x, codes)
     else:
         # the last place of a sum with this power is the gap of x's binade, in units of which it ends with |x| rounded
         x, magnitude, power = parts_of(x, E)
@@ -122,31 +120,39 @@ def chosen(x, codes):
 
 
 @triton.jit
-def encode_stochastic(x, words, E: tl.constexpr):
-    """Float32 tile and uint32 words -> codes as of `encode`, rounded stochastically: `numerics.encode_stochastic`."""
-    x, magnitude, power = parts_of(x, E)
-    inverse = ((127 + E.mantissa) << 23) - (power.to(tl.int32, bitcast=True) - (127 << 23))
-    in_gaps = magnitude * inverse.to(tl.float32, bitcast=True)
-    below = tl.floor(in_gaps)
-    up = is_below(words, (in_gaps - below) * 4294967296.0)  # exact
-    gaps = (below + tl.where(up, 8388609.0, 8388608.0)).to(tl.int32, bitcast=True)
+def encode_stochastic(x, words, E: tl.constexpr, POSITIVE: tl.constexpr = False, original=None):
+    """Float32 tile and uint32 words -> codes as of `encode`: `numerics.encode_stochastic`.
+
+    A power of two makes of the encoding's subnormal numbers those of float32, with the same bits lacking; so the bits
+    of the product, moved until codes are the highest but one, and words below them, add up to codes.
+
+    x: results of arithmetic, of which a GPU makes no negative NaN. POSITIVE: the code is not 0 where `original` is
+    positive.
+    """
+    LACKING: tl.constexpr = 23 - E.mantissa
+    NAN: tl.constexpr = ((1 << (E.bits - 1)) - 1) << LACKING  # 4 bits have none: the largest
+    magnitude = tl.minimum(tl.abs(x), E.max, propagate_nan=tl.PropagateNan.ALL) * 2.0 ** (-126 - E.lowest)
+    bits = tl.minimum(magnitude.to(tl.int32, bitcast=True), NAN)
+    if POSITIVE:
+        bits = tl.where(original > 0, tl.maximum(bits, 1 << LACKING), bits)
+    if INTERPRETED:
+        x = tl.where(x != x, 0.0, x)
+    code = with_sign(x, (bits << (32 - E.bits - LACKING)) + (words >> E.bits).to(tl.int32))
     if E.bits == 4:
-        return with_sign(x, (gaps << 28) + ((power.to(tl.int32, bitcast=True) - (127 << 23)) << 6))
+        return code
+    elif E.bits == 8:
+        return highest_bytes(code)
     else:
-        return assemble(x, gaps, power, E)
+        return (code >> 16).to(tl.int32)
 
 
 @triton.jit
-def is_below(words, bound):
-    """Uint32 < float32, exactly.
-
-    Words are rounded towards zero, to the largest float r <= word. If word < bound, r < bound. If r < bound, the next
-    float after r is at most bound, and larger than word.
-    """
+def highest_bytes(x):
+    """Of each uint32."""
     if INTERPRETED:
-        return words.to(tl.float64) < bound.to(tl.float64)
+        return (x >> 24).to(tl.uint8)
     else:
-        return tl.inline_asm_elementwise(TOWARDS_ZERO, "=f,r", [words], tl.float32, is_pure=True, pack=1) < bound
+        return tl.inline_asm_elementwise(HIGHEST_BYTES, "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -273,7 +279,9 @@ def rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torc
 @triton.jit
 def scales(amax, second, R: tl.constexpr):
     """Amaxes -> what is stored, and what values are multiplied by; `second`: amax of the whole tensor, if it counts."""
-    if R.kind == 0:
+    if R.kind == 0 and R.power_of_two and R.top >= 4:
+        return powers_of_two(amax, R)
+    elif R.kind == 0:
         multiplier = fp32_encode_scale(amax, R)
         return tl.div_rn(tl.zeros_like(amax) + 1.0, multiplier), multiplier
     elif R.kind == 1:
@@ -286,6 +294,25 @@ def scales(amax, second, R: tl.constexpr):
         product = decode(stored, encoding) * tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
         multiplier = tl.div_rn(tl.zeros_like(product) + 1.0, product)
         return stored, tl.where(multiplier < LARGEST_FLOAT32, multiplier, LARGEST_FLOAT32)  # as fmin: NaN is dropped
+
+
+@triton.jit
+def powers_of_two(amax, R: tl.constexpr):
+    """The same where scales are powers of two, without a division.
+
+    The difference of the bits of two floats, its fraction dropped, is the exponent of their quotient, rounded down. It
+    is so of subnormal amaxes too: that of so large a quotient, infinity.
+    """
+    if R.epsilon > 0:
+        amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
+    bits = amax.to(tl.int32, bitcast=True)
+    top = (tl.zeros_like(amax) + R.top).to(tl.int32, bitcast=True)
+    largest = (tl.zeros_like(amax) + R.largest).to(tl.int32, bitcast=True) & 0x7F800000
+    power = ((top - bits) & -0x800000) + (127 << 23)
+    power = tl.where(power.to(tl.uint32, bitcast=True) > 254 << 23, largest, power)
+    power = tl.where((bits > 0) & (bits < 0x7F800000), power, 127 << 23)  # of 0, infinity and NaN one
+    inverse = tl.maximum((254 << 23) - power, 0x400000)  # that of 2**127 is subnormal
+    return inverse.to(tl.float32, bitcast=True), power.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -323,15 +350,29 @@ def held(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
+def larger(a, b):
+    """The maximum, or NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def block_amax(
     x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    TOGETHER: tl.constexpr = 1,
+    TOGETHER: tl.constexpr = 1, FOURS: tl.constexpr = False,
 ):  # fmt: skip
-    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins."""
+    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins.
+
+    FOURS: a thread has four neighbours of a row.
+    """
     NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
     FAR: tl.constexpr = BLOCK_ROWS // NEAR
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    if BLOCK_COLS > 1:
+    if FOURS and BLOCK_COLS % 4 == 0 and not INTERPRETED:  # as floats, one instruction takes two and their magnitudes
+        fours = tl.reduce(tl.reshape(tl.abs(x), (ROWS, COLS // 4, 4)), 2, larger)
+        bits = tl.reshape(fours.to(tl.int32, bitcast=True), (ROWS, COLS // 4))
+        if BLOCK_COLS > 4:
+            bits = tl.max(tl.reshape(bits, (ROWS, COLS // BLOCK_COLS, BLOCK_COLS // 4)), 2)
+    elif BLOCK_COLS > 1:
         bits = tl.max(tl.reshape(bits, (ROWS, COLS // BLOCK_COLS, BLOCK_COLS)), 2)
     if BLOCK_ROWS > 1:
         shape: tl.constexpr = (TOGETHER // NEAR, NEAR, ROWS // TOGETHER // FAR, FAR, COLS // BLOCK_COLS)
@@ -388,101 +429,10 @@ def hadamard_signs(columns):
 def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Codes of 4 bits, as of `encode`, [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
     low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-    bytes = (low >> 4) + high  # no bits but the highest and few of the lowest are set
-    if INTERPRETED:
-        return (bytes >> 24).to(tl.uint8)
-    else:
-        return tl.inline_asm_elementwise(HIGHEST_BYTES, "=r,r,r,r,r", [bytes], tl.uint8, is_pure=True, pack=4)
+    return highest_bytes((high & 0xF0000000) | ((low >> 4) & 0x0FFFFFFF))
 
 
 @triton.jit
 def unpack(stored, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Bytes [ROWS, COLS / 2] -> codes of 4 bits [ROWS, COLS]."""
     return tl.reshape(tl.join(stored & 0xF, stored >> 4), (ROWS, COLS))
-
-
-# -------------------------------------------------------------------------------------------------------- random words
-
-
-@triton.jit
-def philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 of uint32 tiles: `numerics.philox`."""
-    for _ in tl.static_range(10):
-        product0 = c0.to(tl.uint64) * 0xD2511F53  # one instruction for both halves
-        product1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = product1.to(tl.uint32)
-        c3 = product0.to(tl.uint32)
-        k0 = k0 + 0x9E3779B9
-        k1 = k1 + 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def words_of_tile(
-    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr = 1,
-    INDEX: tl.constexpr = tl.int64,
-):  # fmt: skip
-    """Random words, uint32 [ROWS, COLS], of the tile at a global row and column: `numerics.random_words`.
-
-    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4. INDEX: a type
-    that holds the number of elements of that matrix.
-    """
-    width = words[4]
-    rows = (row + held(ROWS, TOGETHER)).to(INDEX)[:, None]
-    if BY_FOUR:
-        calls = rows * (width // 4) + (col // 4 + tl.arange(0, COLS // 4))[None, :]
-        return tl.reshape(_four_words(calls, words), (ROWS, COLS))
-    else:
-        return _one_word(rows * width + (col + tl.arange(0, COLS))[None, :], words)
-
-
-@triton.jit
-def words_of_turned_tile(
-    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr,
-    INDEX: tl.constexpr,
-):  # fmt: skip
-    """The same of a tile that is held as its transpose, uint32 [COLS, ROWS]."""
-    width = words[4]
-    if BY_FOUR:
-        tl.static_assert(TOGETHER % 4 == 0)
-        # calls in an order in which each thread makes those of its elements: of 4 neighbours of ROWS, in turn
-        LANES: tl.constexpr = 32 if ROWS > 128 else ROWS // 4
-        TIMES: tl.constexpr = ROWS // (4 * LANES)
-        FAR: tl.constexpr = COLS // TOGETHER
-        at = tl.arange(0, TOGETHER // 4 * TIMES * 4 * FAR)
-        four = at % FAR * (TOGETHER // 4) + at // (FAR * 4 * TIMES)
-        line = at // FAR % 4 + at // (FAR * 4) % TIMES * (4 * LANES)
-        lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
-        drawn = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
-        drawn = tl.reshape(drawn, (TOGETHER // 4, TIMES, 4, FAR, LANES, 4))
-        return tl.reshape(tl.permute(drawn, (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
-    else:
-        rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
-        return _one_word(rows + (col + held(COLS, TOGETHER))[:, None], words)
-
-
-@triton.jit
-def _philox_at(call, words):
-    k0, k1, draw, stream, _ = words
-    zero = tl.zeros_like(call).to(tl.uint32)
-    high = zero if call.dtype == tl.uint32 else (call >> 32).to(tl.uint32)
-    return philox(
-        call.to(tl.uint32), high, zero + draw.to(tl.uint32), zero + stream.to(tl.uint32), k0.to(tl.uint32),
-        k1.to(tl.uint32),
-    )  # fmt: skip
-
-
-@triton.jit
-def _four_words(call, words):
-    """Each call of Philox gives the words of four neighbours: one dim of 4 more, as two of 2."""
-    w0, w1, w2, w3 = _philox_at(call, words)
-    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
-
-
-@triton.jit
-def _one_word(element_index, words):
-    w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
-    which = element_index & 3
-    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))

@@ -233,7 +233,7 @@ def corrections_kernel(
     steps, rates, betas, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
     CORRECTION: tl.constexpr,
 ):  # fmt: skip
-    """Of each group: its step, lr and 1 - beta**step, by `optimizers.adam.power` in float64, into a step's table.
+    """Of each group: its step, lr and 1 / (1 - beta**step), as `Hyperparameters.corrections`, into a step's table.
 
     `steps`: int64 [groups]. `rates`: float32 [groups]. `betas`: float64 [groups, 2]. `corrected`: int64 [groups].
     """
@@ -247,5 +247,5 @@ def corrections_kernel(
         for bit in tl.static_range(32):
             power = tl.where(((step >> bit) & 1) != 0, power * base, power)
             base = base * base
-        correction = tl.where(tl.load(corrected + group) != 0, (1.0 - power).to(tl.float32), 1.0)
+        correction = tl.where(tl.load(corrected + group) != 0, (1.0 / (1.0 - power)).to(tl.float32), 1.0)
         tl.store(settings + group * SETTINGS + CORRECTION + which, correction)

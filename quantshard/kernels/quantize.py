@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels import random_words as rw
 from quantshard.numerics import Words
 
 
@@ -142,9 +143,9 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
         key = (k0, k1, number, stream, width)
         index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
         if H.turned:
-            drawn = ql.words_of_turned_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
+            drawn = rw.words_of_turned_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         else:
-            drawn = ql.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
+            drawn = rw.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         codes = ql.encode_stochastic(scaled, drawn, element)
     else:
         codes = ql.encode(scaled, element)

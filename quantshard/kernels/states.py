@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quantshard.kernels import language as ql
+from quantshard.kernels import random_words as rw
 
 ABSENT: Final = tl.constexpr(0)
 PLAIN: Final = tl.constexpr(1)
@@ -54,7 +55,7 @@ class Stored(NamedTuple):
 class How(NamedTuple):
     """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and how everything is stored.
 
-    `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `ql.words_of_tile`.
+    `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `rw.words_of_tile`.
     `high`: blocks are higher than a tile, so all chunks of a program are updated before one is quantized. `rereads`:
     their values are then read again from the float32 masters, a few microseconds old, to have the registers for another
     program beside this one; else they are kept.
@@ -273,17 +274,38 @@ def stored_scales(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def take_amaxes(x, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
-    """Make the grids of amaxes that a later pass needs the larger of themselves and those of this tile."""
-    if S.measures or S.measures_second:
+def no_amaxes(H: tl.constexpr):
+    """What `take_amaxes` begins with."""
+    ROWS: tl.constexpr = H.rows
+    COLS: tl.constexpr = H.cols // 4
+    return tl.zeros((ROWS, COLS), tl.int32)
+
+
+@triton.jit
+def take_amaxes(x, top, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
+    """Make the grids of amaxes that a later pass needs the larger of themselves and those of this tile.
+
+    Those of the whole tensor are left to `give_amaxes`: `top` is the largest so far, of each four neighbours, which a
+    thread has by itself; the new one is returned.
+    """
+    if S.measures and not (S.row_all and S.col_all):
         slot = slot_of(entry, role)
-        amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols).to(tl.int32, bitcast=True)
-        if S.measures:
-            at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
-            tl.atomic_max(pointer(slot.measured, tl.int32, False) + at, amax, mask=inside, sem="relaxed")
-        if S.measures_second:
-            whole = tl.max(tl.max(amax, 1), 0)
-            tl.atomic_max(pointer(slot.new_second, tl.int32, False), whole, sem="relaxed")
+        amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols, FOURS=H.aligned).to(tl.int32, bitcast=True)
+        at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
+        tl.atomic_max(pointer(slot.measured, tl.int32, False) + at, amax, mask=inside, sem="relaxed")
+    if S.measures_second or (S.measures and S.row_all and S.col_all):
+        top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, 4, FOURS=H.aligned).to(tl.int32, bitcast=True))
+    return top
+
+
+@triton.jit
+def give_amaxes(top, entry, role, S: tl.constexpr):
+    """Make the amaxes of whole tensors that a later pass needs the larger of themselves and those taken."""
+    slot = slot_of(entry, role)
+    if S.measures_second:
+        tl.atomic_max(pointer(slot.new_second, tl.int32, False), tl.max(tl.max(top, 1), 0), sem="relaxed")
+    if S.measures and S.row_all and S.col_all:
+        tl.atomic_max(pointer(slot.measured, tl.int32, False), tl.max(tl.max(top, 1), 0), sem="relaxed")
 
 
 @triton.jit
@@ -297,22 +319,36 @@ def multipliers(amax, slot, tile, area, S: tl.constexpr, H: tl.constexpr):
     stored, multiplier = ql.scales(amax, second, rule)
     if not S.given:
         dtype: tl.constexpr = tl.float32 if rule.kind == 0 else tl.uint8
-        tl.store(pointer(slot.scale, dtype, False) + at, stored, mask=inside)
+        if (
+            H.cols == S.cols
+        ):  # a warp has a whole row; its first thread stores, and no other warp must be told the scale
+            lane = tl.arange(0, 32)[None, :]
+            stored = tl.broadcast_to(stored, (H.rows // S.rows, 32))
+            tl.store(pointer(slot.scale, dtype, False) + (at + lane), stored, mask=inside & (lane == 0))
+        else:
+            tl.store(pointer(slot.scale, dtype, False) + at, stored, mask=inside)
     return multiplier
 
 
 @triton.jit
+def drawn(key, tile, S: tl.constexpr, H: tl.constexpr):
+    """Random words of a tile, uint32, if it is stored so that it needs them; `key`: see `rw.words_of_tile`."""
+    if S.stochastic and S.writes:
+        return rw.words_of_tile(tile.row, tile.col, key, H.rows, H.cols, H.by_four)
+    else:
+        return 0
+
+
+@triton.jit
 def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.constexpr):
-    """Quantize a tile and store it."""
+    """Quantize a tile and store it; `words`: see `drawn`."""
     element: tl.constexpr = S.rule.element
     scaled = x * ql.expand(multiplier, H.rows, H.cols, S.rows, S.cols)
     if S.stochastic:
-        drawn = ql.words_of_tile(tile.row, tile.col, words, H.rows, H.cols, H.by_four)
-        codes = ql.encode_stochastic(scaled, drawn, element)
+        codes = ql.encode_stochastic(scaled, words, element, S.keep_positive, x)
     else:
-        codes = ql.encode(scaled, element)
-    if S.keep_positive:
-        codes = tl.where((codes == 0) & (x > 0), 1, codes)
+        tl.static_assert(not S.keep_positive)
+        codes = ql.encode(scaled, element, H.aligned)
     if element.bits == 16:
         tl.store(
             pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, codes.to(tl.int16), mask=tile.valid
@@ -329,8 +365,7 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
 
 @triton.jit
 def write(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
-    """Write the new values of a state or weight, zero outside, as it is stored; take amaxes, if they are asked for."""
-    take_amaxes(x, entry, role, tile, area, S, H)
+    """Write the new values of a state or weight, zero outside, as it is stored; `words`: see `drawn`."""
     if S.writes:
         slot = slot_of(entry, role)
         if S.kind == PLAIN:
@@ -347,7 +382,7 @@ def write(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
                 pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, bits.to(tl.int16), mask=tile.valid
             )
         elif S.kind == SCALED:
-            amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols)
+            amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols, FOURS=H.aligned)
             multiplier = multipliers(amax, slot, tile, area, S, H)
             store_codes(x, multiplier, slot, tile, area, words, S, H)
 
@@ -357,8 +392,7 @@ def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
     """Float32 -> a plain tensor, as `numerics.rounded` and `FloatState.write` do."""
     if S.dtype == tl.bfloat16:
         if S.stochastic:
-            drawn = ql.words_of_tile(tile.row, tile.col, words, H.rows, H.cols, H.by_four)
-            bits = stochastic_bfloat16(x, drawn)
+            bits = stochastic_bfloat16(x, words)
         else:
             bits = nearest_bfloat16(x)
         if S.keep_positive:
@@ -366,8 +400,7 @@ def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
         tl.store(pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, bits, mask=tile.valid)
     elif S.dtype == tl.float16 and S.stochastic:
         element: tl.constexpr = S.rule.element
-        drawn = ql.words_of_tile(tile.row, tile.col, words, H.rows, H.cols, H.by_four)
-        codes = ql.encode_stochastic(x, drawn, element)
+        codes = ql.encode_stochastic(x, words, element)
         tl.store(
             pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, codes.to(tl.int16), mask=tile.valid
         )
@@ -386,5 +419,5 @@ def nearest_bfloat16(x):
 def stochastic_bfloat16(x, words):
     """Bits, int16, saturated: `numerics.rounded`. NaN stays one, whatever its bits."""
     bits = ql.saturate(x, 3.3895313892515355e38).to(tl.int32, bitcast=True)
-    up = (words >> 16).to(tl.int32) < (bits & 0xFFFF)
-    return tl.where(x != x, 0x7FC0, (bits >> 16) + up.to(tl.int32)).to(tl.int16)
+    carried = (bits + (words >> 16).to(tl.int32)) >> 16
+    return tl.where(x != x, 0x7FC0, carried).to(tl.int16)

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from quantshard import amax, backend, components, distribute, distributions, limits, numerics, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
-from quantshard.modules import compiled, context, functional, parallel, recompute
+from quantshard.modules import compiled, context, functional, operator_arguments, parallel, recompute
+from quantshard.modules.compiled import Traced
+from quantshard.modules.functional import Ready
 from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import OnMesh, Parallelism
 from quantshard.modules.recompute import Call
@@ -124,7 +126,7 @@ class QuantizedModule(OnMesh, Saved):
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._plain_states: dict[str, dict[str, Tensor]] = {}
-        self._handle = compiled.handle(self)
+        self._handle = operator_arguments.handle(self)
 
     # Birth -----------------------------------------------------------------------------------------------------------
 
@@ -298,7 +300,7 @@ class QuantizedModule(OnMesh, Saved):
         layer: Projection,
         *,
         with_bias: bool = True,
-        ready: functional.Ready | None = None,
+        ready: Ready | Traced | None = None,
         again: functional.Again | None = None,
     ) -> Sequence[Tensor]:
         """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force.
@@ -307,13 +309,8 @@ class QuantizedModule(OnMesh, Saved):
         what compiled code keeps is the compiler's to decide.
         """
         self._refuse_dtensor(x)
-        if torch.compiler.is_compiling():
-            if self.tp_size > 1:
-                raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
-            tensors = [getattr(self, weight) for weight in layer.weights]
-            biases = self._biases(layer, with_bias)
-            return compiled.linear(x, tensors, biases, self._handle, layer.weights, layer.prefix, self.training)
-        return functional.linear(x, ready or self._ready(layer, x.shape, x.device, with_bias=with_bias), again)
+        found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
+        return compiled.linear(x, found) if isinstance(found, Traced) else functional.linear(x, found, again)
 
     def _refuse_dtensor(self, x: Tensor) -> None:
         if isinstance(x, DTensor):
@@ -327,9 +324,14 @@ class QuantizedModule(OnMesh, Saved):
 
     def _ready(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
-    ) -> functional.Ready:
-        """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward."""
+    ) -> Ready | Traced:
+        """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward.
+
+        In a graph that is being traced it is told by names, and checked when its operator runs.
+        """
         tensors = [getattr(self, weight) for weight in layer.weights]
+        if torch.compiler.is_compiling():
+            return self._traced(layer, tensors, self._biases(layer, with_bias))
         quantized = any(components.quantized(tensor) is not None for tensor in tensors)
         call = recompute.call((id(self), ",".join(layer.weights)), quantized)
         checked = [self._operand(weight, call, device) for weight in layer.weights]
@@ -341,7 +343,13 @@ class QuantizedModule(OnMesh, Saved):
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         biases = self._biases(layer, with_bias)
-        return functional.Ready(checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
+        return Ready(checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
+
+    def _traced(self, layer: Projection, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Traced:
+        if self.tp_size > 1:
+            raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
+        setting = context.current_setting()
+        return Traced(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
@@ -440,7 +448,7 @@ class QuantizedModule(OnMesh, Saved):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle = compiled.handle(self)  # a copy is another module
+        self._handle = operator_arguments.handle(self)  # a copy is another module
 
 
 def _default_device() -> torch.device:

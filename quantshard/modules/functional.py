@@ -34,7 +34,7 @@ from quantshard.modules.linear_operands import (
 from quantshard.modules.parallel import TensorParallel
 from quantshard.modules.recompute import Call
 from quantshard.operands import Split
-from quantshard.recipe import TensorRole
+from quantshard.recipe import Gemm, Recipe, TensorRole
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
 
@@ -62,7 +62,7 @@ class Ready(NamedTuple):
 
         `rereads`: backward needs more of it than was kept.
         """
-        rebuild, x_tensors = _to_saved(kept)
+        rebuild, x_tensors = to_saved(kept)
         bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
         saved = Saved(
             self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads
@@ -91,17 +91,6 @@ class Saved:
     def needed(self, x: bool, tensors: Sequence[bool]) -> Needed:
         """From whether each of `Ready.tensors` needs a gradient."""
         return Needed(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
-
-    def filled(self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the outputs, zeros where one was not used; none if none was."""
-        first = next((grad for grad in grads if grad is not None), None)
-        if first is None:
-            return []
-        sizes = [weight.shape[0] for weight in tensors[: self.parts]]
-        return [
-            first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
-            for grad, size in zip(grads, sizes, strict=True)
-        ]
 
     def reread(self, make: Callable[[], Tensor | Source], needed: Needed) -> WgradOperand | None:
         """The input as wgrad reads it, from the input itself, which `make` gives; None if forward has kept it."""
@@ -145,20 +134,20 @@ def linear(x: Tensor, layer: Ready, again: Again | None = None) -> tuple[Tensor,
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         return _plain_linears(x, weights, biases, state.tp)
-    if again is not None and not can_reread(layer):
+    if again is not None and not can_reread(call.recipe):
         again = None
-    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input(layer), again, *layer.tensors)
+    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input(weights), again, *layer.tensors)
     return outputs
 
 
-def keeps_input(layer: Ready) -> bool:
-    """True if a backward to come reads the input."""
-    return torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
+def keeps_input(weights: Sequence[Tensor]) -> bool:
+    """True if a backward to come reads the input that these are multiplied with."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
 
 
-def can_reread(layer: Ready) -> bool:
-    """True if quantizing the input a second time gives the same codes: random words are drawn once."""
-    read = cells(layer.call.recipe, TensorRole.INPUT)
+def can_reread(recipe: Recipe) -> bool:
+    """True if quantizing an input a second time gives the same codes: random words are drawn once."""
+    read = cells(recipe, TensorRole.INPUT)
     return not any(cell is not None and cell.scaling.stochastic_rounding for cell in read)
 
 
@@ -247,6 +236,25 @@ class Needed(NamedTuple):
         return Wanted(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
 
 
+def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
+    """Gradients of several outputs [..., out_features], zeros for one that was not used; none if none was."""
+    first = next((grad for grad in grads if grad is not None), None)
+    if first is None:
+        return []
+    return [
+        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
+        for grad, size in zip(grads, out_features, strict=True)
+    ]
+
+
+class SavedLayer(NamedTuple):
+    """A layer in backward with the tensors that were saved for it, and which gradients it needs."""
+
+    saved: Saved
+    tensors: list[Tensor]
+    needed: Needed
+
+
 def forward(
     source: Tensor | Source,
     x_shape: Sequence[int],
@@ -268,7 +276,10 @@ def forward(
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = weight_operand(weight, part, call, state)
-        y = backend.matmul(read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias)
+        y = backend.matmul(
+            read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias,
+            fast=Gemm.FPROP in call.recipe.fast_gemms,
+        )  # fmt: skip
         y = _with_leading(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
@@ -312,7 +323,8 @@ def gradients(
         bias_dtype = bias_dtypes[part]
         if needed.x:
             w = weight_operand(weight, part, call, state)
-            dx = backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype)
+            fast = Gemm.DGRAD in call.recipe.fast_gemms
+            dx = backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast)
             total = dx if total is None else total.add_(dx)
             del dx  # wgrad needs the memory
         dw = db = None
@@ -320,6 +332,7 @@ def gradients(
             dw = backend.matmul(
                 found.second.operand, x_wgrad.operand, weight.dtype, poison=found.poison, precision=x_dtype,
                 transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,
+                fast=Gemm.WGRAD in call.recipe.fast_gemms,
             )  # fmt: skip
         if found.sums is not None and bias_dtype is not None:
             db = found.sums
@@ -332,8 +345,8 @@ def gradients(
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 
-def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """Split an operand into what is saved as tensors for backward and what is needed to put it together again."""
+def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Split an operand into what is needed to put it together again in backward, and the tensors that are saved."""
     others = (operand.transposed, operand.split, operand.cell, operand.words)
     if isinstance(operand.operand, Tensor):
         return (None, others), (operand.operand,)

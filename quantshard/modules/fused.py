@@ -6,12 +6,13 @@ What one of them hands to the next is quantized by the kernel that computes it, 
 written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
 wgrad of fc1 reads are made again from z, unless that took two reads. If recomputation is asked for, all codes are made
 again. The bits are those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel
-takes in its order.
+takes in its order. In a graph of torch.compile all of it is one operator, with the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from quantshard import compute, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules import functional
+from quantshard.modules import compiled, context, functional, operators
 from quantshard.modules.base import QuantizedModule
-from quantshard.modules.functional import Needed, Ready, Saved
+from quantshard.modules.compiled import Traced
+from quantshard.modules.functional import Needed, Ready, Saved, SavedLayer
 from quantshard.modules.linear_operands import Asked, Ways, WgradOperand, cells
 from quantshard.modules.norm import Normalization, Rule, parameters_of
-from quantshard.recipe import TensorRole
+from quantshard.modules.operator_arguments import Backward, Forward, Fused
+from quantshard.modules.operators import Gradients, Results
+from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
     from quantshard import sources
@@ -57,37 +61,65 @@ def front(module: QuantizedModule, normalization: Normalization, x: Tensor, resi
     return Front(x, residual, weight, bias, normalization)
 
 
-def fits(front: Front, *layers: Ready) -> bool:
+def fits(front: Front, *layers: Ready | Traced) -> bool:
     """True if `norm_linear` and `mlp` work on these."""
     x, residual, weight, bias, _ = front
-    if not compute.has_float_kernels(x, residual, weight, bias):
+    has_kernels = compute.has_float_kernels if isinstance(layers[0], Ready) else compute.kernels_read
+    if not has_kernels(x, residual, weight, bias):
         return False
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         return False
-    return all(_fits(layer, x.dtype) for layer in layers)
+    return all(_fits(layer, x.dtype) for layer in layers) and _alike(layers)
 
 
-def _fits(layer: Ready, dtype: torch.dtype) -> bool:
-    recipe, state = layer.call.recipe, layer.state
+def _fits(layer: Ready | Traced, dtype: torch.dtype) -> bool:
+    if isinstance(layer, Traced):
+        return _setting_fits(layer.setting, dtype)
     roles = (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
-    covered = all(sources.covers(dtype, *cells(recipe, role)) for role in roles)
-    return bool(recipe.table) and covered and all(state.split(role) is None for role in roles)
+    return _recipe_fits(layer.call.recipe, dtype) and all(layer.state.split(role) is None for role in roles)
 
 
-def norm_linear(front: Front, layer: Ready) -> tuple[list[Tensor], Tensor | None]:
+def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
+    roles = (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
+    return bool(recipe.table) and all(sources.covers(dtype, *cells(recipe, role)) for role in roles)
+
+
+@private_torch.constant_in_graphs
+def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
+    return _recipe_fits(context.setting(setting).recipe, dtype)
+
+
+def _alike(layers: Sequence[Ready | Traced]) -> bool:
+    """True unless they are traced and their weights differ: an operator takes all quantized or none, of one dtype."""
+    traced = [layer for layer in layers if isinstance(layer, Traced)]
+    stored = {layer.stored for layer in traced}
+    dtypes = {weight.dtype for layer in traced for weight in layer.weights}
+    return len(stored) <= 1 and len(dtypes) <= 1
+
+
+def norm_linear(front: Front, layer: Ready | Traced) -> tuple[Sequence[Tensor], Tensor | None]:
     """The outputs of a linear layer [..., out_features] behind a normalization; and x + residual, if that is there."""
-    *outputs, total = _NormLinear.apply(*front, layer, _keeps(layer, not _made_by_one_read(layer)), *layer.tensors)
+    if isinstance(layer, Traced):
+        return _traced("norm_linear", front, [layer], [_remakes_in_graph(layer.setting, False, True)])
+    keeps = Keeps.of(layer, _remakes(layer.call.recipe, False, True))
+    *outputs, total = _NormLinear.apply(*front, layer, keeps, *layer.tensors)
     return outputs, total
 
 
 def mlp(
-    front: Front, fc1: Ready, activation: str, fc2: Ready, recomputes: bool = False
+    front: Front, fc1: Ready | Traced, activation: str, fc2: Ready | Traced, recomputes: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The same of a normalization, two linear layers and an activation between them.
 
     `recomputes`: what wgrads read of the normalized rows and of the activation is made again in backward.
     """
-    keeps = (_keeps(fc1, not recomputes and not _made_by_one_read(fc1)), _keeps(fc2, not recomputes))
+    if isinstance(fc1, Traced) and isinstance(fc2, Traced):
+        remakes = [_remakes_in_graph(fc1.setting, recomputes, True), _remakes_in_graph(fc2.setting, recomputes, False)]
+        (out,), total = _traced("mlp", front, [fc1, fc2], remakes, activation)
+        return out, total
+    assert isinstance(fc1, Ready) and isinstance(fc2, Ready)
+    remakes = [_remakes(fc1.call.recipe, recomputes, True), _remakes(fc2.call.recipe, recomputes, False)]
+    keeps = (Keeps.of(fc1, remakes[0]), Keeps.of(fc2, remakes[1]))
     out, total = _MLP.apply(*front, fc1, activation, fc2, keeps, *fc1.tensors, *fc2.tensors)
     return out, total
 
@@ -98,63 +130,113 @@ class Keeps(NamedTuple):
     codes: bool
     rereads: bool
 
-
-def _keeps(layer: Ready, codes: bool) -> Keeps:
-    needed = functional.keeps_input(layer)
-    codes = codes or not functional.can_reread(layer)
-    return Keeps(needed and codes, needed and not codes)
-
-
-def _made_by_one_read(layer: Ready) -> bool:
-    """True if one read of the normalized rows makes these codes: that costs less than the memory until then."""
-    return all(cell is not None and Way(cell).is_local for cell in cells(layer.call.recipe, TensorRole.INPUT))
+    @staticmethod
+    def of(layer: Ready, remakes: bool) -> Keeps:
+        """For a layer whose codes backward could make again, if it needs them."""
+        needed = functional.keeps_input(layer.weights)
+        return Keeps(needed and not remakes, needed and remakes)
 
 
-def _again(layer: Saved, saved: Sequence[Any], rule: Rule, needed: Needed) -> WgradOperand | None:
-    """Those codes, if backward is to make them."""
-    z, weight, bias, *statistics = saved
-    rows, parameters = results.matrix(z), parameters_of(weight, bias, rule)
-    return layer.reread(lambda: Normalized(rows, norm_kernels.Statistics(*statistics), parameters), needed)
+def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
+    """True if backward makes codes again, of normalized rows or of an activation; `asked`: it is to, if it can.
+
+    Those of normalized rows that one read makes it always does: that costs less than the memory until then.
+    """
+    read = cells(recipe, TensorRole.INPUT)
+    by_one_read = all(cell is not None and Way(cell).is_local for cell in read)
+    return (asked or (normalized and by_one_read)) and functional.can_reread(recipe)
 
 
-def _enter(front: Front) -> tuple[Normalized, Tensor]:
-    """The normalized rows as a source, and z of the shape of x."""
-    weight, bias, rule = front.weight, front.bias, front.normalization.rule
-    x, residual = private_torch.plain(front.x), front.residual
-    other = None if residual is None else results.matrix(private_torch.plain(residual))
-    statistics, total = norm_kernels.norm_statistics(results.matrix(x), rule.eps, rule.centered, residual=other)
-    z = x if residual is None else total.view(x.shape)
-    return Normalized(total, statistics, parameters_of(weight, bias, rule)), z
+@private_torch.constant_in_graphs
+def _remakes_in_graph(setting: str, asked: bool, normalized: bool) -> bool:
+    return _remakes(context.setting(setting).recipe, asked, normalized)
 
 
-def _leave(ctx: Any, dy: Tensor | None, of_total: Tensor | None, saved: Sequence[Any]) -> list[Tensor | None]:
-    """Gradients of x, residual, weight, bias from that of the normalized rows and of z."""
-    z, weight, bias, *statistics = saved
-    needs = ctx.needs_input_grad
-    if dy is None:
-        return [of_total if needs[0] else None, of_total if needs[1] else None, None, None]
-    dx, dweight, dbias = norm_kernels.norm_backward(
-        results.matrix(dy), results.matrix(z), norm_kernels.Statistics(*statistics),
-        parameters_of(weight, bias, ctx.rule),
-        residual_gradient=None if of_total is None else results.matrix(private_torch.plain(of_total)),
-        for_parameters=needs[2] or needs[3],
-    )  # fmt: skip
-    dx = dx.view(z.shape)
-    return [
-        dx if needs[0] else None,
-        dx if needs[1] else None,
-        None if dweight is None or not needs[2] else dweight.to(weight.dtype),
-        None if dbias is None or bias is None or not needs[3] else dbias.to(bias.dtype),
-    ]
+def _traced(
+    step: str, front: Front, layers: Sequence[Traced], remakes: Sequence[bool], activation: str = ""
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """The same as an operator in a graph that is being traced."""
+    x, residual, weight, bias, norm = front
+    fused = Fused(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
+    found = compiled.call(step, x, layers, remakes, fused, residual)
+    return (found, None) if residual is None else (found[:-1], found[-1])
+
+
+# Forward and backward, run at once or as an operator -----------------------------------------------------------------
+
+
+class Entered(NamedTuple):
+    """A normalization in backward: z = x + residual, the parameters, and the statistics of the rows of z."""
+
+    z: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rstd: Tensor
+    mean: Tensor | None
+
+    @staticmethod
+    def of(front: Front) -> Entered:
+        """With z of the shape of x: x itself if there is no residual."""
+        x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
+        other = None if residual is None else results.matrix(private_torch.plain(residual))
+        statistics, total = norm_kernels.norm_statistics(results.matrix(x), rule.eps, rule.centered, residual=other)
+        return Entered(x if residual is None else total.view(x.shape), front.weight, front.bias, *statistics)
+
+    def normalized(self, rule: Rule) -> Normalized:
+        """The normalized rows as a source."""
+        parameters = parameters_of(self.weight, self.bias, rule)
+        return Normalized(results.matrix(self.z), norm_kernels.Statistics(self.rstd, self.mean), parameters)
+
+    def again(self, layer: Saved, rule: Rule, needed: Needed) -> WgradOperand | None:
+        """What wgrad of a layer reads of them, if backward is to make it."""
+        return layer.reread(lambda: self.normalized(rule), needed)
+
+    def gradients(
+        self, rule: Rule, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of z, weight and bias, from those of the normalized rows and of z; `needs`: of which."""
+        if dy is None:
+            return of_total if needs[0] else None, None, None
+        dz, dweight, dbias = norm_kernels.norm_backward(
+            results.matrix(dy), results.matrix(self.z), norm_kernels.Statistics(self.rstd, self.mean),
+            parameters_of(self.weight, self.bias, rule),
+            residual_gradient=None if of_total is None else results.matrix(private_torch.plain(of_total)),
+            for_parameters=needs[1] or needs[2],
+        )  # fmt: skip
+        return (
+            dz.view(self.z.shape) if needs[0] else None,
+            None if dweight is None or not needs[1] else dweight.to(self.weight.dtype),
+            None if dbias is None or self.bias is None or not needs[2] else dbias.to(self.bias.dtype),
+        )
 
 
 _FRONT = 4  # tensors of it that may need a gradient
-_FRONT_SAVED = 5  # z, weight, bias and two statistics
+_FRONT_SAVED = len(Entered._fields)
+
+
+def _front_needs(ctx: Any) -> list[bool]:
+    """Whether gradients of z, weight and bias are needed."""
+    x, residual, weight, bias = ctx.needs_input_grad[:_FRONT]
+    return [x or residual, weight, bias]
+
+
+def _of_front(ctx: Any, dz: Tensor | None, dweight: Tensor | None, dbias: Tensor | None) -> list[Tensor | None]:
+    """The gradients of x, residual, weight and bias."""
+    x, residual = ctx.needs_input_grad[:2]
+    return [dz if x else None, dz if residual else None, dweight, dbias]
 
 
 def _no_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+
+
+def _run_norm_linear(front: Front, layer: Ready, keeps: bool) -> tuple[list[Tensor], Entered, WgradOperand]:
+    """The outputs, and what backward needs."""
+    entered = Entered.of(front)
+    source = entered.normalized(front.normalization.rule)
+    outputs, kept = functional.forward(source, front.x.shape, *layer, keeps)
+    return outputs, entered, kept
 
 
 class _NormLinear(torch.autograd.Function):
@@ -171,27 +253,76 @@ class _NormLinear(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        source, z = _enter(Front(x, residual, weight, bias, normalization))
-        outputs, kept = functional.forward(source, x.shape, *layer, keeps.codes)
+        front = Front(x, residual, weight, bias, normalization)
+        outputs, entered, kept = _run_norm_linear(front, layer, keeps.codes)
         ctx.rule = normalization.rule
         ctx.layer, saved = layer.saved(kept, x.shape, x.dtype, keeps.rereads)
-        ctx.save_for_backward(z, weight, bias, *source.statistics, *saved)
-        return (*outputs, None if residual is None else z)
+        ctx.save_for_backward(*entered, *saved)
+        return (*outputs, None if residual is None else entered.z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         *of_outputs, of_total = grads
-        saved = ctx.saved_tensors
+        entered, saved = _split(ctx.saved_tensors, _FRONT_SAVED)
         layer: Saved = ctx.layer
-        given = layer.filled(of_outputs, saved[_FRONT_SAVED:])
+        given = functional.filled(of_outputs, [weight.shape[0] for weight in saved[: layer.parts]])
         dy: Tensor | None = None
         dtensors: list[Tensor | None] = [None] * layer.tensors
+        front, needs = Entered(*entered), _front_needs(ctx)
         if given:
-            needed = layer.needed(True, ctx.needs_input_grad[_FRONT + 3 :])
-            x_wgrad = _again(layer, saved[:_FRONT_SAVED], ctx.rule, needed)
-            dy, dtensors = layer.backward(given, saved[_FRONT_SAVED:], needed, x_wgrad)
-        return (*_leave(ctx, dy, of_total, saved[:_FRONT_SAVED]), None, None, None, *dtensors)
+            needed = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 3 :])
+            dy, dtensors = layer.backward(given, saved, needed, front.again(layer, ctx.rule, needed))
+        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, of_total, needs)), None, None, None, *dtensors)
+
+
+class Between(NamedTuple):
+    """The inputs [tokens, features] of an activation, `up` if it is gated: outputs of the layer in front of it."""
+
+    gate: Tensor
+    up: Tensor | None = None
+
+    def activated(self, activation: str) -> Activated:
+        """Its result as a source."""
+        return Activated(self.gate, activation, self.up)
+
+
+def _run_mlp(
+    front: Front, fc1: Ready, activation: str, fc2: Ready, keeps: Sequence[bool]
+) -> tuple[Tensor, Entered, Between, list[WgradOperand]]:
+    """The output, and what backward needs."""
+    entered = Entered.of(front)
+    source = entered.normalized(front.normalization.rule)
+    inner, kept1 = functional.forward(source, front.x.shape, *fc1, keeps[0])
+    between = Between(*[results.matrix(each) for each in inner])
+    (out,), kept2 = functional.forward(between.activated(activation), inner[0].shape, *fc2, keeps[1])
+    return out, entered, between, [kept1, kept2]
+
+
+def _mlp_gradients(
+    dout: Tensor,
+    front: Entered,
+    rule: Rule,
+    inner: list[Tensor],
+    activation: str,
+    layers: Sequence[SavedLayer],
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Of the normalized rows, and of weights and biases of both layers.
+
+    What is kept for an MLP is most of a block's memory: so the lists of the outputs of fc1 and of what fc2 saved are
+    emptied behind their last use.
+    """
+    fc1, fc2 = layers
+    hidden = fc2.saved.reread(partial(Between(*inner).activated, activation), fc2.needed)
+    dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
+    del hidden
+    fc2.tensors.clear()
+    ways = _through_activation(dh, Between(*inner), activation, fc1.saved, fc1.needed)
+    del dh
+    inner.clear()
+    x_wgrad = front.again(fc1.saved, rule, fc1.needed)
+    dy, of_fc1 = fc1.saved.gradients(ways, fc1.tensors, fc1.needed, x_wgrad)
+    return dy, of_fc1, of_fc2
 
 
 class _MLP(torch.autograd.Function):
@@ -210,17 +341,15 @@ class _MLP(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        source, z = _enter(Front(x, residual, weight, bias, normalization))
-        inner, kept1 = functional.forward(source, x.shape, *fc1, keeps[0].codes)
-        gate, *up = [results.matrix(each) for each in inner]
-        hidden = Activated(gate, activation, up[0] if up else None)
-        (out,), kept2 = functional.forward(hidden, inner[0].shape, *fc2, keeps[1].codes)
+        front = Front(x, residual, weight, bias, normalization)
+        out, entered, between, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps])
         ctx.rule, ctx.activation = normalization.rule, activation
-        ctx.fc1, saved1 = fc1.saved(kept1, x.shape, x.dtype, keeps[0].rereads)
-        ctx.fc2, saved2 = fc2.saved(kept2, inner[0].shape, x.dtype, keeps[1].rereads)
+        ctx.fc1, saved1 = fc1.saved(kept[0], x.shape, x.dtype, keeps[0].rereads)
+        hidden_shape = (*x.shape[:-1], between.gate.shape[-1])
+        ctx.fc2, saved2 = fc2.saved(kept[1], hidden_shape, x.dtype, keeps[1].rereads)
         ctx.inner = len(saved1)
-        ctx.save_for_backward(z, weight, bias, *source.statistics, gate, hidden.up, *saved1, *saved2)
-        return out, None if residual is None else z
+        ctx.save_for_backward(*entered, *between, *saved1, *saved2)
+        return out, None if residual is None else entered.z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -228,38 +357,32 @@ class _MLP(torch.autograd.Function):
         dout, of_total = grads
         fc1: Saved = ctx.fc1
         fc2: Saved = ctx.fc2
-        # what is kept for an MLP is most of a block's memory, so each part is let go of behind its last use
-        front, (gate, up), saved1, saved2 = _split(private_torch.take_saved(ctx), _FRONT_SAVED, 2, ctx.inner)
-        needs = ctx.needs_input_grad[_FRONT + 5 :]
+        front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), _FRONT_SAVED, 2, ctx.inner)
+        entered, needs, of_tensors = Entered(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 5 :]
         dy: Tensor | None = None
         of_fc1: list[Tensor | None] = [None] * fc1.tensors
         of_fc2: list[Tensor | None] = [None] * fc2.tensors
         if dout is not None:
-            needed = fc2.needed(True, needs[fc1.tensors :])
-            hidden = fc2.reread(lambda: Activated(gate, ctx.activation, up), needed)
-            dh, of_fc2 = fc2.backward([dout], saved2, needed, hidden)
-            del hidden, saved2
-            needed = fc1.needed(True, needs[: fc1.tensors])
-            ways = _through_activation(dh, gate, up, ctx.activation, fc1, needed)
-            del dh, gate, up
-            x_wgrad = _again(fc1, front, ctx.rule, needed)
-            dy, of_fc1 = fc1.gradients(ways, saved1, needed, x_wgrad)
-        return (*_leave(ctx, dy, of_total, front), *[None] * 5, *of_fc1, *of_fc2)
+            layers = (
+                SavedLayer(fc1, saved1, fc1.needed(any(needs), of_tensors[: fc1.tensors])),
+                SavedLayer(fc2, saved2, fc2.needed(True, of_tensors[fc1.tensors :])),
+            )
+            dy, of_fc1, of_fc2 = _mlp_gradients(dout, entered, ctx.rule, inner, ctx.activation, layers)
+        return (*_of_front(ctx, *entered.gradients(ctx.rule, dy, of_total, needs)), *[None] * 5, *of_fc1, *of_fc2)
 
 
-def _split(tensors: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
     parts, start = [], 0
     for size in (*sizes, len(tensors)):
-        parts.append(tensors[start : start + size])
+        parts.append(list(tensors[start : start + size]))
         start += size
     return parts
 
 
-def _through_activation(
-    dh: Tensor | None, gate: Tensor, up: Tensor | None, activation: str, fc1: Saved, needed: Needed
-) -> list[Ways]:
+def _through_activation(dh: Tensor | None, between: Between, activation: str, fc1: Saved, needed: Needed) -> list[Ways]:
     """Gradients of the outputs of fc1 as its GEMMs read them, from that of the activation's result."""
     assert dh is not None
+    gate, up = between
     parts = 1 if up is None else 2
     asked = [
         Asked(TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part)
@@ -281,3 +404,65 @@ def _activation_backward(
 ) -> tuple[results.Targets, results.Targets]:
     of_up = wanted[1] if up is not None else None
     return activation_kernels.activate_backward_and_quantize(dh, gate, activation, up, wanted[0], of_up)
+
+
+# As operators --------------------------------------------------------------------------------------------------------
+
+
+def _normalization(x: Tensor, fused: Fused) -> Normalization:
+    return Normalization(fused.normalization, x.shape[-1], fused.eps, fused.zero_centered_gamma)
+
+
+def _front_of(asked: Forward) -> Front:
+    x, fused = asked.x, asked.fused
+    assert fused.norm_weight is not None
+    return Front(x, asked.residual, fused.norm_weight, fused.norm_bias, _normalization(x, fused))
+
+
+def _results(
+    asked: Forward,
+    outputs: Sequence[Tensor],
+    entered: Entered,
+    inputs: Sequence[WgradOperand],
+    inner: Sequence[Tensor | None] = (),
+) -> Results:
+    total = [] if asked.residual is None else [entered.z]
+    made = [tensor for tensor in (entered.rstd, entered.mean, *inner) if tensor is not None]
+    return Results([*outputs, *total], inputs, made)
+
+
+def _entered_again(asked: Backward, others: list[Tensor]) -> tuple[Entered, Rule, list[Tensor]]:
+    """The normalization in backward, and what was saved besides."""
+    x, fused = asked.x, asked.fused
+    assert x is not None and fused.norm_weight is not None
+    rule, (rstd, *left) = _normalization(x, fused).rule, others
+    mean = left.pop(0) if rule.centered else None
+    return Entered(x, fused.norm_weight, fused.norm_bias, rstd, mean), rule, left
+
+
+def _norm_linear_forward(asked: Forward, ready: list[Ready]) -> Results:
+    outputs, entered, kept = _run_norm_linear(_front_of(asked), ready[0], asked.layers.keeps[0])
+    return _results(asked, outputs, entered, [kept])
+
+
+def _norm_linear_backward(asked: Backward, layers: list[SavedLayer], others: list[Tensor]) -> Gradients:
+    front, rule, _ = _entered_again(asked, others)
+    saved, tensors, needed = layers[0]
+    dy, dtensors = saved.backward(asked.grads, tensors, needed, front.again(saved, rule, needed))
+    return Gradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [dtensors])
+
+
+def _mlp_forward(asked: Forward, ready: list[Ready]) -> Results:
+    fc1, fc2 = ready
+    out, entered, between, kept = _run_mlp(_front_of(asked), fc1, asked.fused.activation, fc2, asked.layers.keeps)
+    return _results(asked, [out], entered, kept, between)
+
+
+def _mlp_backward(asked: Backward, layers: list[SavedLayer], others: list[Tensor]) -> Gradients:
+    front, rule, inner = _entered_again(asked, others)
+    dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, inner, asked.fused.activation, layers)
+    return Gradients(front.gradients(rule, dy, asked.of_total, asked.need_front), dtensors)
+
+
+operators.register("norm_linear", _norm_linear_forward, _norm_linear_backward)
+operators.register("mlp", _mlp_forward, _mlp_backward)

@@ -92,10 +92,9 @@ class LayerNormLinear(QuantizedModule):
         """
         unsupported.refuse("LayerNormLinear.forward", others)
         self._refuse_dtensor(inp)
-        front, layer, normed = fused.front(self, self.normalization, inp), None, None
-        if not torch.compiler.is_compiling():
-            layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
-        if layer and not self.return_layernorm_output and fused.fits(front, layer):
+        front, normed = fused.front(self, self.normalization, inp), None
+        layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
+        if not self.return_layernorm_output and fused.fits(front, layer):
             outputs: Sequence[Tensor] = fused.norm_linear(front, layer)[0]
         else:
             normed, _ = front.normalized()

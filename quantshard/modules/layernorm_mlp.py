@@ -152,8 +152,8 @@ class LayerNormMLP(QuantizedModule):
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
             it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
-            goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor under
-            `torch.compile`, which decides what to keep by itself.
+            goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor where
+            `torch.compile` puts activations into its graph, and decides itself what to keep: without kernels.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
@@ -228,13 +228,11 @@ class LayerNormMLP(QuantizedModule):
         """
         unsupported.refuse("LayerNormMLP.forward", others)
         self._refuse_dtensor(inp)
-        front, fc1, fc2 = fused.front(self, self.normalization, inp, residual), None, None
-        if not torch.compiler.is_compiling():
-            fc1 = self._ready(self._fc1, inp.shape, inp.device)
-            hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
-            fc2 = self._ready(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
-        normed = None
-        if fc1 and fc2 and not self.return_layernorm_output and fused.fits(front, fc1, fc2):
+        front, normed = fused.front(self, self.normalization, inp, residual), None
+        fc1 = self._ready(self._fc1, inp.shape, inp.device)
+        hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
+        fc2 = self._ready(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
+        if not self.return_layernorm_output and fused.fits(front, fc1, fc2):
             out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation)
         else:
             normed, total = front.normalized()

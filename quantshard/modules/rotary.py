@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from quantshard import compute, kernels, private_torch
+from quantshard import compute, kernels
 from quantshard.errors import ConfigurationError
 from quantshard.modules import unsupported
 
@@ -170,9 +170,9 @@ def _table(t: Tensor, freqs: Tensor, layout: Layout) -> Table:
 
 
 def _has_kernel(t: Tensor, table: Table) -> bool:
-    """Kernels take angles for constants, one for each position and feature."""
+    """Kernels take angles for constants, one for each position and feature; they run as operators, so in graphs too."""
     by_position = table.cos.numel() == max(table.cos.shape[:2]) * table.cos.shape[-1]
-    return by_position and compute.has_float_kernels(t) and not table.cos.requires_grad
+    return by_position and compute.kernels_read(t) and not table.cos.requires_grad
 
 
 def _rotate(t: Tensor, table: Table, layout: Layout) -> Tensor:
@@ -184,20 +184,47 @@ def _rotate(t: Tensor, table: Table, layout: Layout) -> Tensor:
     return turned if rotated == t.shape[-1] else torch.cat((turned, t[..., rotated:]), dim=-1)
 
 
+torch.library.define(
+    "quantshard::rotate",
+    "(Tensor t, Tensor cos, Tensor sin, str tensor_format, bool interleaved, bool backward, int turned) -> Tensor",
+)
+torch.library.define(
+    "quantshard::rotate_back",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str tensor_format, bool interleaved) -> Tensor",
+)
+
+
+@torch.library.impl("quantshard::rotate", "default")
 def _launch(
-    t: Tensor, table: Table, layout: Layout, backward: bool, out: Tensor | None = None, turned: int | None = None
+    t: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool, backward: bool, turned: int
 ) -> Tensor:
-    cos, sin = (part.reshape(-1, part.shape[-1]) for part in table)
-    return rotary_kernel.rotate(
-        private_torch.plain(t),
-        cos,
-        sin,
-        layout.tensor_format,
-        interleaved=layout.interleaved,
-        backward=backward,
-        out=out,
-        turned=turned,
-    )
+    """The first `turned` heads of t rotated, and the others as they are."""
+    cos, sin = (part.reshape(-1, part.shape[-1]) for part in (cos, sin))
+    return rotary_kernel.rotate(t, cos, sin, tensor_format, interleaved=interleaved, backward=backward, turned=turned)
+
+
+@torch.library.register_fake("quantshard::rotate")
+def _(t: Tensor, *others: Any) -> Tensor:
+    return t.new_empty(t.shape)
+
+
+@torch.library.impl("quantshard::rotate_back", "default")
+def _launch_back(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool
+) -> Tensor:
+    """The gradient of a projection from those of its queries and keys, which are rotated, and values."""
+    cos, sin = (part.reshape(-1, part.shape[-1]) for part in (cos, sin))
+    out = _back_shapes(dq, dk, dv)
+    into_q, into_k, into_v = out.split([grad.shape[-2] for grad in (dq, dk, dv)], dim=-2)
+    for grad, into in ((dq, into_q), (dk, into_k)):
+        rotary_kernel.rotate(grad, cos, sin, tensor_format, interleaved=interleaved, backward=True, out=into)
+    into_v.copy_(dv)
+    return out
+
+
+@torch.library.register_fake("quantshard::rotate_back")
+def _back_shapes(dq: Tensor, dk: Tensor, dv: Tensor, *others: Any) -> Tensor:
+    return dq.new_empty((*dq.shape[:-2], dq.shape[-2] + dk.shape[-2] + dv.shape[-2], dq.shape[-1]))
 
 
 class _KernelRotate(torch.autograd.Function):
@@ -207,7 +234,8 @@ class _KernelRotate(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, layout: Layout, backward: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.layout, ctx.backward = layout, backward
-        return _launch(t, Table(cos, sin), layout, backward)
+        out: Tensor = torch.ops.quantshard.rotate(t, cos, sin, *layout, backward, t.shape[-2])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -222,23 +250,19 @@ class _KernelRotateProjection(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
-        out = _launch(qkv, Table(cos, sin), layout, False, turned=heads + groups)
+        out = torch.ops.quantshard.rotate(qkv, cos, sin, *layout, False, heads + groups)
         q, k, v = out.split((heads, groups, groups), dim=-2)
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         dq, dk, dv = grads
-        table = Table(*ctx.saved_tensors)
+        cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            dq, dk = (_KernelRotate.apply(grad, *table, ctx.layout, True) for grad in (dq, dk))
-            return torch.cat((dq, dk, dv), dim=-2), None, None, None, None, None
-        sizes = [grad.shape[-2] for grad in grads]
-        out = torch.empty((*dq.shape[:-2], sum(sizes), dq.shape[-1]), dtype=dq.dtype, device=dq.device)
-        into_q, into_k, into_v = out.split(sizes, dim=-2)
-        _launch(dq, table, ctx.layout, True, into_q)
-        _launch(dk, table, ctx.layout, True, into_k)
-        into_v.copy_(dv)
+            dq, dk = (_KernelRotate.apply(grad, cos, sin, ctx.layout, True) for grad in (dq, dk))
+            out = torch.cat((dq, dk, dv), dim=-2)
+        else:
+            out = torch.ops.quantshard.rotate_back(dq, dk, dv, cos, sin, *ctx.layout)
         return out, None, None, None, None, None
 
 

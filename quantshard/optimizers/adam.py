@@ -31,10 +31,13 @@ class Hyperparameters:
 
     @cached_property
     def corrections(self) -> tuple[Tensor, Tensor]:
-        """1 - beta**step for both betas, or ones: float32 scalars on the device of `step`."""
+        """1 / (1 - beta**step) for both betas, or ones: float32 scalars on the device of `step`."""
         powers = (power(_float32(beta), self.step) for beta in (self.beta1, self.beta2))
-        first, second = (torch.as_tensor(1.0 - p, dtype=torch.float32) for p in powers)
-        return (first, second) if self.bias_correction else (torch.ones_like(first), torch.ones_like(second))
+        first, second = (torch.as_tensor(1.0 - p, dtype=torch.float64) for p in powers)
+        ones = torch.ones_like(first)
+        if not self.bias_correction:
+            return ones.float(), ones.float()
+        return (ones / first).float(), (ones / second).float()
 
 
 class Updated(NamedTuple):
@@ -49,12 +52,14 @@ def adam(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: H
     """One Adam step in float32; the arguments are not changed.
 
         m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
-        w = w - lr (m / c1 / (sqrt(v / c2) + eps) + wd w),   c = 1 - b^step
+        w = w - lr (m c1 / (sqrt(v c2) + eps) + wd w),   c = 1 / (1 - b^step)
 
     Kingma and Ba, 2015; decoupled weight decay: Loshchilov and Hutter, 2019. The order of operations is
-    TransformerEngine's (common/multi_tensor/adam.cu), whose b are float32, in 1 - b and c too. Only operations that
-    IEEE 754 rounds correctly are used, so every device and every shard gets the same bits: not `torch.sqrt`, which on
-    CPUs is sometimes an ulp off, and no division by a Python number, which on GPUs multiplies by its inverse.
+    TransformerEngine's (common/multi_tensor/adam.cu), whose b are float32, in 1 - b and c too; but where it divides
+    each element by 1 - b^step, here it is multiplied by the inverse, from float64: two divisions fewer an element. Only
+    operations that IEEE 754 rounds correctly are used, so every device and every shard gets the same bits: not
+    `torch.sqrt`, which on CPUs is sometimes an ulp off, and no division by a Python number, which on GPUs multiplies by
+    its inverse.
     """
     grad = grad.float()
     if not h.decoupled and h.weight_decay != 0:
@@ -63,7 +68,7 @@ def adam(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: H
     exp_avg = beta1 * exp_avg + (1.0 - beta1) * grad
     exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
     correction1, correction2 = (correction.to(master.device) for correction in h.corrections)
-    update = (exp_avg / correction1) / (numerics.sqrt(exp_avg_sq / correction2) + h.eps)
+    update = (exp_avg * correction1) / (numerics.sqrt(exp_avg_sq * correction2) + h.eps)
     if h.decoupled and h.weight_decay != 0:
         update = update + h.weight_decay * master
     return Updated(master - h.lr * update, exp_avg, exp_avg_sq)

@@ -40,14 +40,23 @@ class Place:
 
 
 class Draw(NamedTuple):
-    """Names the random words of one state in one step: the optimizer's seed, the step and the number of the state."""
+    """Names the random words of one state in one step: the optimizer's seed, the step and the number of the state.
+
+    `turned`: the 16 highest and lowest bits of each word change places. So two states can share a stream: what decides
+    are the highest bits.
+    """
 
     seed: int
     step: int | Tensor
     stream: int
+    turned: bool = False
 
     def words(self, place: Place, device: torch.device) -> Tensor:
         """Int64 in [0, 2**32), of the place's shape: one for each element of the global tensor, in row-major order."""
+        words = self._words(place, device)
+        return words >> 16 | (words & 0xFFFF) << 16 if self.turned else words
+
+    def _words(self, place: Place, device: torch.device) -> Tensor:
         if len(place.shape) == 2:
             rectangle = (place.global_shape, place.origin, place.shape)
             return numerics.random_words(self.seed, self.step, self.stream, *rectangle, device=device)  # type: ignore[arg-type]
@@ -77,11 +86,10 @@ def rounded(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
 
 
 def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
-    """The low 16 bits are the fraction of the way to the next bfloat16: up if 16 random bits are below it. Exact.
+    """The low 16 bits are the fraction of the way to the next bfloat16: up if they and 16 random bits carry. Exact.
 
     A NaN stays some NaN: those of GPUs have all bits set, which a step up would turn into a zero.
     """
     bits = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max).view(torch.int32)
-    up = (words >> 16) < (bits & 0xFFFF)
-    high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + up)
+    high = torch.where(values.isnan(), 0x7FC0, (bits + (words >> 16)) >> 16)
     return high.to(torch.int16).view(torch.bfloat16)

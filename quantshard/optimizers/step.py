@@ -65,8 +65,13 @@ class Work:
     def _draws(self) -> dict[str, Draw]:
         if self.seed is None:
             return {}
-        step, stream = self.hyperparameters.step, self.stream
-        return {role: Draw(self.seed, step, stream + ROLES.index(role)) for role in rounded_roles(self.targets)}
+        return {role: self._draw(self.seed, role) for role in rounded_roles(self.targets)}
+
+    def _draw(self, seed: int, role: str) -> Draw:
+        """The moments share their words, which take a good part of a step's time."""
+        turned = role == EXP_AVG_SQ
+        stream = self.stream + ROLES.index(EXP_AVG if turned else role)
+        return Draw(seed, self.hyperparameters.step, stream, turned)
 
     def _new_values(self) -> dict[str, Tensor]:
         master = self.source.read()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
+from quantshard import compute
 from tests.distributed.models import RECIPES, Case, batch, bits, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
 
@@ -70,6 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear layers, gathered once": {"reshard": False},
     "autocast inside": {"inside": True},
     "with an MLP": {"blocks": True},
+    "with an MLP on kernels": {"blocks": True},
 }
 """What is compiled. Inductor sums the norm of the MLP in another order, so it is given the linear layers only."""
 
@@ -97,6 +100,7 @@ def cells(backend: str) -> Cells:
         ("autocast inside", 2): ["delayed"],
         ("with an MLP", 1): ["mxfp8 two copies"],
         ("with an MLP", 3): ["delayed"],
+        ("with an MLP on kernels", 2): ["delayed", "nvfp4"],
     }
 
 
@@ -111,7 +115,8 @@ def compared(ranks: int, backend: str, label: str, recipe: str) -> str:
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of Dynamo and inductor themselves
     options = dict(SETTINGS[label])
     case = Case(recipe, (ranks,), init="direct", reshard=options.pop("reshard", True), shapes=SHAPES)
-    return "equal" if run(case, backend, **options) == run(case, None, **options) else "DIFFER"
+    with compute.kernels_only_on("cpu") if "kernels" in label else nullcontext():
+        return "equal" if run(case, backend, **options) == run(case, None, **options) else "DIFFER"
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,10 @@ class Case:
         for role, thing in self.things().items():
             if low and role in ("master", "weight"):
                 continue
-            stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index(role)
+            turned = role == "exp_avg_sq"  # the words of the first moment, halves exchanged
+            stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index("exp_avg" if turned else role)
             words = self.words(SEED, h.step, stream)
+            words = words >> 16 | (words & 0xFFFF) << 16 if turned else words
             if role == "weight":
                 words = None if self.master is not None else words
                 if self.master is None and thing.storage is not None:

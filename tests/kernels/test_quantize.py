@@ -223,17 +223,16 @@ def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
             assert same(found.codes, expected[copy.codes.name])
 
 
-def test_a_word_as_large_as_the_fraction_rounds_down() -> None:
-    """Values that lie word / 2**32 of the way to the smallest code: up is word < fraction, which no such word is."""
+def test_a_word_rounds_up_where_it_and_the_fraction_are_one() -> None:
+    """Of the way to the smallest code, 2**-9, E4M3 has 20 bits: with those of the word exactly 1, and 2**-20 less."""
     shape, copy = (32, 256), FORMATS["fp8_e4m3"].copies[Copy.ROWWISE]
     words = numerics.random_words(KEY, DRAW, 3, shape)
-    x = (words.double() * 2.0 ** -(32 + 9)).float()
-    exact = x.double() * 2.0 ** (32 + 9) == words
-    assert exact.sum() > 10
     request = Request(copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True))
-    codes = quantize(x.to(DEVICE), request)[0].codes.cpu()
-    assert not codes[exact].any()
-    assert same(codes, numerics.quantize_codes(x, copy, {copy.scale.name: torch.ones(1, 1)}, words=words))
+    for less in (0, 1):
+        x = ((1 << 20) - (words >> 12) - less).float() * 2.0**-29
+        codes = quantize(x.to(DEVICE), request)[0].codes.cpu()
+        assert (codes == 1 - less).all()
+        assert same(codes, numerics.quantize_codes(x, copy, {copy.scale.name: torch.ones(1, 1)}, words=words))
 
 
 def test_bytes_are_transposed() -> None:

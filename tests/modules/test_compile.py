@@ -1,7 +1,8 @@
 """torch.compile of every module, with the whole function in one graph: the bits of the uncompiled run.
 
 With aot_eager everything is compared bit for bit. Inductor fuses norms and activations and sums in another order, so
-there bits are compared for linear layers alone, and whole modules within a bound of their dtype.
+there bits are compared for linear layers alone, and whole modules within a bound of their dtype. No kernels run here;
+where they do is in tests/kernels/test_compiled.py.
 """
 
 from __future__ import annotations

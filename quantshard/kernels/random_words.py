@@ -1,0 +1,92 @@
+"""Random words of tiles: Philox, counted by the element of the global tensor, as `numerics.random_words`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantshard.kernels import language as ql
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 of uint32 tiles: `numerics.philox`."""
+    for _ in tl.static_range(10):
+        product0 = c0.to(tl.uint64) * 0xD2511F53  # one instruction for both halves
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = product1.to(tl.uint32)
+        c3 = product0.to(tl.uint32)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def words_of_tile(
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr = 1,
+    INDEX: tl.constexpr = tl.int64,
+):  # fmt: skip
+    """Random words, uint32 [ROWS, COLS], of the tile at a global row and column: `numerics.random_words`.
+
+    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4. INDEX: a type
+    that holds the number of elements of that matrix.
+    """
+    width = words[4]
+    rows = (row + ql.held(ROWS, TOGETHER)).to(INDEX)[:, None]
+    if BY_FOUR:
+        calls = rows * (width // 4) + (col // 4 + tl.arange(0, COLS // 4))[None, :]
+        return tl.reshape(_four_words(calls, words), (ROWS, COLS))
+    else:
+        return _one_word(rows * width + (col + tl.arange(0, COLS))[None, :], words)
+
+
+@triton.jit
+def words_of_turned_tile(
+    row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """The same of a tile that is held as its transpose, uint32 [COLS, ROWS]."""
+    width = words[4]
+    if BY_FOUR:
+        tl.static_assert(TOGETHER % 4 == 0)
+        # calls in an order in which each thread makes those of its elements: of 4 neighbours of ROWS, in turn
+        LANES: tl.constexpr = 32 if ROWS > 128 else ROWS // 4
+        TIMES: tl.constexpr = ROWS // (4 * LANES)
+        FAR: tl.constexpr = COLS // TOGETHER
+        at = tl.arange(0, TOGETHER // 4 * TIMES * 4 * FAR)
+        four = at % FAR * (TOGETHER // 4) + at // (FAR * 4 * TIMES)
+        line = at // FAR % 4 + at // (FAR * 4) % TIMES * (4 * LANES)
+        lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
+        drawn = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
+        drawn = tl.reshape(drawn, (TOGETHER // 4, TIMES, 4, FAR, LANES, 4))
+        return tl.reshape(tl.permute(drawn, (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
+    else:
+        rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
+        return _one_word(rows + (col + ql.held(COLS, TOGETHER))[:, None], words)
+
+
+@triton.jit
+def _philox_at(call, words):
+    k0, k1, draw, stream, _ = words
+    zero = tl.zeros_like(call).to(tl.uint32)
+    high = zero if call.dtype == tl.uint32 else (call >> 32).to(tl.uint32)
+    return philox(
+        call.to(tl.uint32), high, zero + draw.to(tl.uint32), zero + stream.to(tl.uint32), k0.to(tl.uint32),
+        k1.to(tl.uint32),
+    )  # fmt: skip
+
+
+@triton.jit
+def _four_words(call, words):
+    """Each call of Philox gives the words of four neighbours: one dim of 4 more, as two of 2."""
+    w0, w1, w2, w3 = _philox_at(call, words)
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit
+def _one_word(element_index, words):
+    w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
+    which = element_index & 3
+    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))

@@ -1,0 +1,345 @@
+"""torch.compile where kernels run: a normalization and the layers behind it are one operator, with the bits of eager.
+
+So is a rotation. What is left of an MLP for Inductor is no more than an addition, so it is held to the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import quantshard as qs
+from quantshard.modules import context, fused, rotary
+from quantshard.tensor import QuantizedTensor
+from tests.distributed.models import RECIPES
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # NumPy's, in the interpreter
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),  # Dynamo's
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZE, FFN, TOKENS = 24, 40, 5
+STEPS = 3
+BY_NAME = {**RECIPES, "delayed": "delayed"}
+"""Recipes as torch 2.11 compiles an autocast: by a name, but for one."""
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Layer(nn.Module):
+    """A transformer layer with rotary embedding; forward makes the angles."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rotary = qs.RotaryPositionEmbedding(6)
+        self.layer = qs.TransformerLayer(
+            SIZE, FFN, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", activation="swiglu",
+            attention_backend="math", **options,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, rotary_pos_emb=self.rotary(x.shape[0], device=DEVICE))
+
+
+FUSED_QKV: dict[str, Any] = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "bias": False}
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "norm and linear": lambda **o: qs.LayerNormLinear(SIZE, FFN, bias=False, normalization="RMSNorm", **o),
+    "norm and three linears": lambda **o: qs.LayerNormLinear(
+        SIZE, FFN, parameters_split={"a": 20, "b": 12, "c": 8}, separate_outputs=True, **o
+    ),
+    "mlp": lambda **o: qs.LayerNormMLP(SIZE, FFN, zero_centered_gamma=True, **o),
+    "gated mlp": lambda **o: qs.LayerNormMLP(SIZE, FFN, bias=False, activation="swiglu", eps=1e-3, **o),
+    "recomputing mlp": lambda **o: qs.LayerNormMLP(SIZE, FFN, recompute_activation=True, return_bias=True, **o),
+    "layer": lambda **o: Layer(**o),
+    "layer with fused projections": lambda **o: Layer(**o, **FUSED_QKV),
+}
+
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> list[str]:
+    """A list that grows with the names of fused forwards as they run, eagerly or in an operator."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    names: list[str] = []
+    for name in ("_run_mlp", "_run_norm_linear"):
+        real = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *a, real=real, name=name: names.append(name) or real(*a))
+    return names
+
+
+def build(name: str, recipe: Any, stored: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(3)
+    with qs.quantized_model_init(enabled=stored, recipe=recipe):
+        return MODULES[name](params_dtype=dtype, device="cpu").to(DEVICE)
+
+
+def data(seed: int, dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS) -> Tensor:
+    values = torch.randn(tokens, 2, SIZE, generator=torch.Generator().manual_seed(seed))
+    return values.to(DEVICE, dtype).requires_grad_()
+
+
+def aot_eager(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="inductor")
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def trained(
+    module: nn.Module, recipe: Any, compiler: Compiler | None, inside: bool = False, steps: int = STEPS
+) -> dict[str, Tensor]:
+    """Outputs and all gradients of some steps, an evaluation, and the state at the end."""
+
+    def within(x: Tensor) -> Any:
+        with qs.autocast(recipe=recipe):
+            return module(x)
+
+    function: Callable[[Tensor], Any] = within if inside else module
+    call = function if compiler is None else compiler(function)
+    found: dict[str, Tensor] = {}
+
+    def run(x: Tensor, name: str) -> list[Tensor]:
+        with qs.autocast(enabled=False) if inside else qs.autocast(recipe=recipe):
+            out = call(x)
+        outputs = list(out) if isinstance(out, tuple | list) else [out]
+        found.update((f"{name}.{index}", y.detach()) for index, y in enumerate(outputs))
+        return outputs
+
+    dtype = next(module.parameters()).dtype
+    for step in range(steps):
+        x = data(step, dtype)
+        outputs = run(x, f"y{step}")
+        # an output that nobody uses, at times
+        sum(y.float().sin().sum() for y in outputs[step == 1 and len(outputs) > 1 :]).backward()
+        grads = {"x": x.grad, **{name: param.grad for name, param in module.named_parameters()}}
+        found |= {f"d{name}{step}": grad for name, grad in grads.items() if grad is not None}
+        module.zero_grad()
+    assert compiler is None or graphs() == 1
+    module.eval()
+    with torch.no_grad():
+        run(data(9, dtype), "evaluated")
+    assert not context.forward_amaxes and not context.backward_amaxes
+    return found | {name: t.clone() for name, t in module.state_dict().items()}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def cells() -> list[tuple[str, str, bool, bool]]:
+    """(Module, recipe, weights stored quantized, autocast inside): every module with delayed scaling, which keeps most
+    between steps, the gated MLP with every recipe, and a layer with some."""
+    found = [(name, "delayed", turn % 3 != 2, turn % 2 == 0) for turn, name in enumerate(MODULES)]
+    found += [("gated mlp", recipe, turn % 3 != 1, turn % 2 == 1) for turn, recipe in enumerate(RECIPES)]
+    found += [("layer with fused projections", recipe, True, False) for recipe in ("current", "block", "mxfp8")]
+    found += [("mlp", "current", False, True), ("norm and three linears", "nvfp4", False, False)]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("name", "recipe", "stored", "inside"), cells())
+def test_bits(name: str, recipe: str, stored: bool, inside: bool, used: list[str]) -> None:
+    asked = BY_NAME[recipe] if inside else RECIPES[recipe]
+    if inside and not isinstance(asked, str) and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 compiles an autocast by a recipe's name only")
+    eager = trained(build(name, asked, stored), asked, None, inside)
+    forwards = len(used)
+    assert forwards and forwards % (STEPS + 1) == 0
+    compiled = trained(build(name, asked, stored), asked, aot_eager, inside)
+    assert used[forwards:] == used[:forwards]
+    assert not differing(eager, compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"])
+def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
+    eager = trained(build("gated mlp", recipe), recipe, None, steps=2)
+    forwards = len(used)
+    assert not differing(eager, trained(build("gated mlp", recipe), recipe, inductor, steps=2))
+    assert len(used) == 2 * forwards > 0
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_of_what_gradients_are_needed(recipe: str, used: list[str]) -> None:
+    """Frozen weights, frozen parameters of the normalization, and an input without a gradient; in float32 too."""
+    for frozen in ("fc1", "fc2", "layer_norm", "weight"):
+        found = []
+        for compiler in (None, aot_eager):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            module = build("mlp", RECIPES[recipe], dtype=torch.float32 if frozen == "fc2" else torch.bfloat16)
+            for key, param in module.named_parameters():
+                param.requires_grad_(frozen not in key)
+            found.append(trained(module, RECIPES[recipe], compiler, steps=1))
+        assert not differing(*found), frozen
+    of_weights = []
+    for compiler in (None, aot_eager):
+        module = build("gated mlp", RECIPES[recipe])
+        with qs.autocast(recipe=RECIPES[recipe]):
+            y = (module if compiler is None else compiler(module))(data(0).detach())
+        y.float().square().sum().backward()
+        of_weights.append({name: param.grad for name, param in module.named_parameters()})
+    assert not differing(*of_weights)
+
+
+def test_one_graph_for_many_numbers_of_tokens(used: list[str]) -> None:
+    module = build("gated mlp", "nvfp4")
+    again, results = copy.deepcopy(module), []
+    function = aot_eager(module, dynamic=True)
+    for tokens in (21, 16, 9):
+        for call in (function, again):
+            x = data(tokens, tokens=tokens)
+            with qs.autocast(recipe="nvfp4"):
+                y = call(x)
+            y.float().sum().backward()
+            results.append((y, x.grad))
+    assert all(map(torch.equal, results[0] + results[2] + results[4], results[1] + results[3] + results[5]))
+    assert graphs() == 1 and len(used) == 6
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+def test_layers_that_differ_in_a_number_are_compiled_one_by_one(used: list[str]) -> None:
+    """A float of a module that is another in the next call becomes a symbol to Dynamo; an operator asks its value."""
+    with qs.quantized_model_init(recipe="current"):
+        options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": DEVICE, "bias": False}
+        layers = [qs.LayerNormMLP(SIZE, FFN, eps, **options) for eps in (1e-1, 1e-2, 1e-3)]
+    again = copy.deepcopy(layers)
+    for layer in layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    found = []
+    for model in (layers, again):
+        y = data(0)
+        with qs.autocast(recipe="current"):
+            for layer in model:
+                y = layer(y)
+        y.float().sum().backward()
+        parameters = nn.ModuleList(model).named_parameters()
+        found.append({"y": y, **{name: param.grad for name, param in parameters}})
+    assert not differing(*found)
+    assert used == ["_run_mlp"] * 6
+
+
+@pytest.mark.parametrize("how", ["quantized", "float32"])
+def test_weights_that_differ(how: str, used: list[str]) -> None:
+    """An operator takes components or plain weights, of one dtype; so the steps run one by one."""
+    found = []
+    for compiler in (None, aot_eager):
+        module = build("gated mlp", "block", stored=False)
+        stored = how == "quantized"
+        module.fc2_weight = build("gated mlp", "block", stored, torch.bfloat16 if stored else torch.float32).fc2_weight
+        found.append(trained(module, "block", compiler, steps=1))
+    assert not differing(*found)
+    assert len(used) == 2, "the eager ones"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
+    """A compiled MLP keeps the bytes of an eager one, but for scalars and alignment."""
+    tokens, kept = 512, []
+    for compiler in (None, aot_eager):
+        module = build("gated mlp", RECIPES[recipe])
+        module.recompute_activation = recomputes  # type: ignore[assignment]
+        own = {part.untyped_storage().data_ptr() for part in module.state_dict().values()}
+        seen: dict[int, int] = {}
+
+        def pack(t: Tensor, own: set[int] = own, seen: dict[int, int] = seen) -> Tensor:
+            if not isinstance(t, QuantizedTensor) and t.untyped_storage().data_ptr() not in own:
+                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        x = data(0, tokens=tokens)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qs.autocast(recipe=RECIPES[recipe]):
+            (module if compiler is None else compiler(module))(x)
+        kept.append(sum(seen.values()))
+    assert 2 * tokens * 2 * FFN < kept[1] <= kept[0] + 1024, kept  # on a GPU eager keeps rows that a product filled up
+
+
+# Activation recomputation
+
+
+@pytest.mark.parametrize(("recipe", "reentrant"), [("delayed", False), ("delayed", True), ("nvfp4", False)])
+def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool, used: list[str]) -> None:
+    def run(recompute: bool) -> dict[str, Tensor]:
+        module = build("gated mlp", recipe)
+
+        def function(x: Tensor) -> Tensor:
+            with qs.autocast(recipe=recipe):
+                return module(x)
+
+        compiled = aot_eager(function)
+        for step in range(2):
+            x = data(step)
+            y = qs.checkpoint(compiled, x, use_reentrant=reentrant) if recompute else function(x)
+            y.float().square().sum().backward()
+        found = {"y": y.detach(), "dx": x.grad, **{f"d{name}": p.grad for name, p in module.named_parameters()}}
+        return found | module.state_dict()
+
+    plain = run(False)
+    assert not differing(plain, run(True))
+    assert len(used) == 2 + 4
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
+def test_checkpointing_inside_a_compiled_function(recipe: str) -> None:
+    def run(compiler: Compiler | None) -> dict[str, Tensor]:
+        module = build("mlp", recipe)
+
+        def function(x: Tensor) -> Tensor:
+            with qs.autocast(recipe=recipe):
+                return checkpoint(module, x, use_reentrant=False)
+
+        x = data(0)
+        y = (function if compiler is None else compiler(function))(x)
+        y.float().square().sum().backward()
+        return {"y": y.detach(), "dx": x.grad, **{name: param.grad for name, param in module.named_parameters()}}
+
+    if recipe == "delayed":
+        with pytest.raises(Exception, match="does not keep; compile the checkpointed function"):
+            run(aot_eager)
+    else:
+        assert not differing(run(aot_eager), run(None))
+
+
+@pytest.mark.parametrize("compiler", [aot_eager, pytest.param(inductor, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("tensor_format", "interleaved"), [("sbhd", False), ("bshd", False), ("bshd", True)])
+def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel, forward and backward, of queries alone or of a projection, whose gradient is joined in place."""
+    angles = qs.RotaryPositionEmbedding(6, interleaved=interleaved)(5, device=DEVICE)
+    layout = rotary.Layout(tensor_format, interleaved)
+    ran: list[str] = []
+    real = rotary.rotary_kernel.rotate
+
+    def rotate(*args: Any, **options: Any) -> Tensor:
+        ran.append("join" if "out" in options else "rotate")
+        return real(*args, **options)
+
+    monkeypatch.setattr(rotary.rotary_kernel, "rotate", rotate)
+    for function in (
+        lambda t: rotary.apply_rotary_pos_emb(t, angles, tensor_format, interleaved=interleaved),
+        lambda t: rotary.rotate_projection(t, 4, 2, angles, layout),
+    ):
+        found = []
+        for call in (function, compiler(function)):
+            ran.clear()
+            shape = (5, 2, 8, 6) if tensor_format == "sbhd" else (2, 5, 8, 6)
+            t = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+            t.requires_grad_()
+            out = call(t)
+            outputs = out if isinstance(out, tuple) else (out,)
+            sum((y * (index + 1)).square().sum() for index, y in enumerate(outputs)).backward()
+            found.append([*outputs, t.grad])
+            assert ran == {1: ["rotate", "rotate"], 3: ["rotate", "join", "join"]}[len(outputs)]
+        assert all(map(torch.equal, *found))
