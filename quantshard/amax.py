@@ -253,6 +253,14 @@ def history_amax(history: Tensor, most_recent: bool) -> Tensor:
     return history[-1].clone() if most_recent else history.max()
 
 
+def history_amaxes(histories: Sequence[Tensor], most_recent: bool) -> Tensor:
+    """`history_amax` of n histories on one device, float32 [n]: together where kernels run."""
+    found = compute.past_amaxes(histories, most_recent)
+    if found is not None:
+        return found
+    return torch.stack([history_amax(history, most_recent) for history in histories])
+
+
 def record_amax_(history: Tensor, amax: Tensor) -> None:
     """Append an amax to a history [len], newest last. Zero, infinite and NaN amaxes are not recorded."""
     record_amaxes_([history], amax.view(1))
@@ -291,12 +299,26 @@ class PendingAmaxes:
 
     def note(self, identity: int, history: Tensor, amax: Tensor, group: Groups) -> None:
         """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
-        amax = amax.detach().view(1)
-        tied = 0  # modules that share a weight share its identity, and are told apart by their order
+        self.note_all([identity], [history], amax.view(1), group)
+
+    def note_all(self, identities: Sequence[int], histories: Sequence[Tensor], amaxes: Tensor, group: Groups) -> None:
+        """The same for amaxes [n] and n different histories, in a few launches."""
+        later, earlier = [], []
+        for identity, history, amax in zip(identities, histories, amaxes.detach().clone().split(1), strict=True):
+            key = self._key(identity, history)
+            if key in self._pending:
+                later.append(amax)
+                earlier.append(self._pending[key][1])
+            self._pending[key] = (history, amax, group)
+        if later:
+            torch.ops.aten._foreach_maximum_(later, earlier)
+
+    def _key(self, identity: int, history: Tensor) -> tuple[int, int]:
+        """Modules that share a weight share its identity, and are told apart by their order."""
+        tied = 0
         while (seen := self._pending.get((identity, tied))) is not None and seen[0] is not history:
             tied += 1
-        merged = amax.clone() if seen is None else torch.maximum(seen[1], amax)
-        self._pending[identity, tied] = (history, merged, group)
+        return identity, tied
 
     def flush(self) -> None:
         """Reduce all of them, one collective per group, and append each to its history.
@@ -381,6 +403,7 @@ __all__ = [
     "check_equal_on_ranks",
     "collective_device",
     "history_amax",
+    "history_amaxes",
     "record_amax_",
     "record_amaxes_",
     "requantize_",

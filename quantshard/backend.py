@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from quantshard import compute
 from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
 from quantshard.operands import Operand
-from quantshard.recipe import Cell, Recipe
+from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.sharding import ceil_div
 from quantshard.storage import QuantizedStorage
 
@@ -353,6 +353,43 @@ def _values(operand: Operand, wanted: Copy, dtype: torch.dtype = torch.float32) 
         return operand.to(dtype)
     which = wanted if wanted in operand.cell.format.copies else Copy.ROWWISE
     return operand.dequantize(which, dtype)
+
+
+# Many experts at once ------------------------------------------------------------------------------------------------
+
+LARGEST_GROUPED: Final = 1 << 35
+"""Multiplications of one expert's fprop, in the mean over experts, above which experts go one by one: then products are
+faster by PyTorch's kernels of FP8, by more than what it takes to launch them. That is, on an H200 and its host, more
+than a millisecond an expert and step, and 350 beside 1200 TFLOP/s (benchmarks/experts.py)."""
+
+
+def block_together(recipe: Recipe) -> int | None:
+    """How many elements along the summed dim are under one scale in a recipe by which experts are multiplied at once: 0
+    for one scale of each expert's input, weight or gradient. None for another recipe.
+
+    Such a recipe has one format for a role, of 8 bits, rounded to nearest: all of a tensor under one scale, or squares
+    of 32 or 128 of a weight and so many elements of a row of an activation or gradient.
+    """
+    cells = [{cell for (role, _), cell in recipe.table.items() if role is of} for of in TensorRole]
+    if any(len(found) != 1 or not _is_plain(*found) for found in cells):
+        return None
+    weight, *others = ((*cell.format.copies[Copy.ROWWISE].block, bool(cell.scaling.history)) for (cell,) in cells)
+    if {weight[:2], *(other[:2] for other in others)} == {(ALL, ALL)}:
+        return 0
+    block = weight[0]
+    fits = block in (32, 128) and weight == (block, block, False) and set(others) == {(1, block, False)}
+    return block if fits else None
+
+
+def _is_plain(cell: Cell) -> bool:
+    scaling, copies = cell.scaling, cell.format.copies
+    nearest = not (scaling.stochastic_rounding or scaling.random_hadamard)
+    return nearest and len(copies) == 1 and copies[Copy.ROWWISE].codes.encoding in (E4M3, E5M2)
+
+
+def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
+    """Whether `rows` of that many experts are multiplied faster at once, with weights of this shape."""
+    return experts > 1 and rows * shape[0] * shape[1] <= experts * LARGEST_GROUPED and shape[0] * shape[1] < 1 << 31
 
 
 # What is said of them ------------------------------------------------------------------------------------------------

@@ -150,7 +150,19 @@ def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
 
 def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
     """Append amaxes [n] to n histories by a kernel; False, and nothing done, where none runs."""
-    if not has_kernels(amaxes) or any(h.device != amaxes.device or not h.is_contiguous() for h in histories):
+    if not has_kernels(amaxes) or not _lie_on(histories, amaxes.device):
         return False
     history_kernel.record(histories, amaxes.contiguous())
     return True
+
+
+def past_amaxes(histories: Sequence[Tensor], most_recent: bool) -> Tensor | None:
+    """`amax.history_amaxes` by a kernel; None where none runs."""
+    device = histories[0].device
+    if not has_kernels(histories[0]) or not _lie_on(histories, device):
+        return None
+    return history_kernel.pasts(histories, most_recent)
+
+
+def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
+    return all(history.device == device and history.is_contiguous() for history in histories)

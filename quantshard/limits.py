@@ -60,6 +60,11 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "it is not one of quantshard's modules",
         "build it from quantshard.Linear, or leave it so on purpose, as heads and routers often are",
     ),
+    "one by one": Limit(
+        "experts are quantized and multiplied one after another, in some dozen launches each",
+        "kernels for all of them read codes of 8 bits, rounded to nearest, with one scale or one for 32 or 128 values",
+        "use delayed, current, block or mxfp8 scaling, or leave it so where experts are few and large",
+    ),
     "late history": Limit(
         "an amax history was made in this forward, so a new process has no entry to load it into",
         "the module was built for another recipe",

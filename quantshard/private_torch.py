@@ -112,6 +112,17 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """A parameter by its name, or None where there is none. As an attribute it takes ten times as long, which counts in
+    a layer of many experts."""
+    return module._parameters.get(name)
+
+
+def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
+    """The same of a buffer."""
+    return module._buffers.get(name)
+
+
 def constant_in_graphs(function: Any) -> Any:
     """Let torch.compile call a function while it traces, and take its result for a constant.
 

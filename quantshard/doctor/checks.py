@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernels, numerics, recipe
+from quantshard import backend, kernels, numerics, recipe
 from quantshard.backend import Native
 from quantshard.doctor import gemms
 from quantshard.doctor.results import NotHere, Result, found
@@ -21,7 +21,7 @@ from quantshard.formats import ALL, FORMATS, Copy, Format, Scaling
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
 
 if kernels.USABLE:
-    from quantshard.doctor import cases, fused, steps
+    from quantshard.doctor import cases, experts, fused, steps
 
 Shape = tuple[int, int]
 
@@ -130,6 +130,13 @@ def kernel_checks() -> Iterator[Check]:
         name = "rotary embedding" + (", interleaved" if interleaved else "")
         yield Check(f"{name}, forward and backward", partial(_rotary, interleaved=interleaved))
     yield from _over_tensors()
+    for name in recipe_names():
+        if backend.block_together(recipe.resolve(name)) is not None:
+            yield Check(f"experts at once, {name}", partial(_experts, recipe=name), f"{OTHER_BITS}, or {TOO_FAR}")
+
+
+def _experts(shape: Shape, device: torch.device, recipe: str) -> bool:
+    return experts.are_right(recipe, shape, device)
 
 
 def _sixteen_bits(shape: Shape, device: torch.device) -> bool:

@@ -1,6 +1,7 @@
-"""Amax histories of delayed scaling, all of a pass in one launch: `amax.record_amaxes_`.
+"""Amax histories of delayed scaling, all of a pass in one launch: `amax.record_amaxes_`, `amax.history_amaxes`.
 
 history = history[1:] + [amax]         if 0 < amax < infinity, else as it was
+past    = max(history)                 or its newest
 """
 
 from __future__ import annotations
@@ -35,6 +36,24 @@ def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
     append(history, length, tl.load(amaxes_ptr + tl.program_id(0)), LENGTH)
 
 
+@triton.jit
+def past(history, length, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    """`amax.history_amax` of a history of this length; LENGTH: a power of two."""
+    if MOST_RECENT:
+        return tl.load(history + length - 1)
+    else:
+        at = tl.arange(0, LENGTH)
+        recorded = tl.load(history + at, mask=at < length, other=0.0)
+        return tl.max(recorded.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def past_kernel(table, amaxes_ptr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    row = table + tl.program_id(0) * 2
+    history = tl.load(row).to(tl.pointer_type(tl.float32))
+    tl.store(amaxes_ptr + tl.program_id(0), past(history, tl.load(row + 1), MOST_RECENT, LENGTH))
+
+
 _CAPTURED: list[Tensor] = []
 """Tables that CUDA graphs hold the addresses of."""
 
@@ -46,11 +65,24 @@ def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
 
 def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
     """Append amaxes [n], float32, to n different histories, float32 and contiguous, on the device of the amaxes."""
-    assert all(history.is_contiguous() for history in histories), "histories are contiguous"
-    rows = tuple((history.data_ptr(), history.numel()) for history in histories)
-    longest = triton.next_power_of_2(max(length for _, length in rows))
-    table = _table(rows, amaxes.device)
-    if amaxes.is_cuda and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)
+    table, longest = _described(histories, amaxes.device)
     with ql.on(amaxes.device):
-        record_kernel[(len(rows),)](table, amaxes, longest, num_warps=4)
+        record_kernel[(len(histories),)](table, amaxes, longest, num_warps=4)
+
+
+def pasts(histories: Sequence[Tensor], most_recent: bool) -> Tensor:
+    """The amax that each of n histories, as in `record`, stands for: float32 [n]."""
+    table, longest = _described(histories, histories[0].device)
+    amaxes = torch.empty(len(histories), dtype=torch.float32, device=histories[0].device)
+    with ql.on(amaxes.device):
+        past_kernel[(len(histories),)](table, amaxes, most_recent, longest, num_warps=1)
+    return amaxes
+
+
+def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
+    """Addresses and lengths, int64 [n, 2] on the device, and a power of two that is no less than a length."""
+    rows = tuple((history.data_ptr(), history.numel()) for history in histories)
+    table = _table(rows, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(table)
+    return table, triton.next_power_of_2(max(length for _, length in rows))

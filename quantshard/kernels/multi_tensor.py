@@ -7,9 +7,10 @@ Each takes a table on the device, int64, one row for each tensor, with addresses
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.history import append
+from quantshard.kernels.history import append, past
 
 TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: tl.float32,
@@ -33,7 +34,10 @@ TILES_PER_PROGRAM: Final = 4
 
 def rows_of(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A table on the device: int64 [rows, columns]. The copy does not wait for the device."""
-    host = torch.tensor(table, dtype=torch.int64)
+    numbers = array("q", chain.from_iterable(table))  # by way of which it takes a fifth of the time
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    host = torch.frombuffer(numbers, dtype=torch.int64).view(len(table), -1)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -197,22 +201,9 @@ def scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constex
 def past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """Before a step: the amax that each history stands for; 0 if none is recorded."""
     row = table + tl.program_id(0) * 6
-    past, _, _ = history_of(row, MOST_RECENT, LENGTH)
-    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), past)
-
-
-@triton.jit
-def history_of(row, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    """`amax.history_amax`, and the address and length of the history."""
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    length = tl.load(row + 2)
-    if MOST_RECENT:
-        past = tl.load(history + length - 1)
-    else:
-        at = tl.arange(0, LENGTH)
-        recorded = tl.load(history + at, mask=at < length, other=0.0)
-        past = tl.max(recorded.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
-    return past, history, length
+    amax = past(history, tl.load(row + 2), MOST_RECENT, LENGTH)
+    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), amax)
 
 
 @triton.jit
@@ -227,11 +218,13 @@ def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.
     row = table + tl.program_id(0) * 6
     if tl.load(gradients + tl.load(row) * STRIDE) == 0:
         return
-    past, history, length = history_of(row, MOST_RECENT, LENGTH)
+    history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    length = tl.load(row + 2)
+    known = past(history, length, MOST_RECENT, LENGTH)
     amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
-    used = tl.where(past > 0, past, amax)
+    used = tl.where(known > 0, known, amax)
     tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
-    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(past > 0, 0.0, 1.0))
+    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(known > 0, 0.0, 1.0))
     append(history, length, amax, LENGTH)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -75,12 +76,12 @@ class Projection:
     mode: str | None = None
     suffix: str = ""
 
-    @property
+    @cached_property
     def weights(self) -> tuple[str, ...]:
         """Names of the weights."""
         return tuple(f"{part}weight{self.suffix}" for part in self.parts)
 
-    @property
+    @cached_property
     def biases(self) -> tuple[str, ...]:
         """Names of the biases."""
         return tuple(f"{part}bias{self.suffix}" for part in self.parts)
@@ -372,21 +373,27 @@ class QuantizedModule(OnMesh, Saved):
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
         for name, length in self._history_lengths(recipe).items():
-            existing = getattr(self, prefix + name, None)
-            if existing is not None and existing.numel() != length:
-                raise RecipeMismatchError(
-                    f"{type(self).__name__}.{prefix + name} holds {existing.numel()} past amaxes, but autocast's "
-                    f"recipe {recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
-                )
-            if existing is None:
-                if self.training and context.is_strict():
-                    self._refuse_fallbacks(prefix + name, ("late history",))
-                self._warn_of_late_history(prefix + name)
-                device = private_torch.local_tensor(self.get_parameter(weights[0])).device
-                self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=device))
+            self._history(prefix + name, length, weights[0], recipe)
         seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
         states = [self._state_for(weight, recipe) for weight in weights]
         return LinearState(states, seen, seen_backward, record=self.training)
+
+    def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
+        """A history of the length that `recipe` needs, made here if it is missing."""
+        found = private_torch.registered_buffer(self, name)
+        if found is None:
+            if self.training and context.is_strict():
+                self._refuse_fallbacks(name, ("late history",))
+            self._warn_of_late_history(name)
+            device = private_torch.local_tensor(self.get_parameter(weight)).device
+            found = torch.zeros(length, dtype=torch.float32, device=device)
+            self.register_buffer(name, found)
+        if found.numel() != length:
+            raise RecipeMismatchError(
+                f"{type(self).__name__}.{name} holds {found.numel()} past amaxes, but autocast's recipe "
+                f"{recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
+            )
+        return found
 
     def _state_for(self, weight: str, recipe: Recipe) -> dict[str, Tensor]:
         """`weight_state`, with the amax history that the recipe needs."""
@@ -431,7 +438,7 @@ class QuantizedModule(OnMesh, Saved):
                 "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
                 "call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
-        if isinstance(local, QuantizedTensor) and recipe.table and local._storage.cell != recipe.weight:
+        if isinstance(local, QuantizedTensor) and local._storage.cell != recipe.weight and recipe.table:
             wanted = "high precision" if recipe.weight is None else str(recipe.weight)
             raise RecipeMismatchError(
                 f"{type(self).__name__}.{name} is stored as {local._storage.cell}, but autocast's recipe "

@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from quantshard import amax, private_torch
+from quantshard import amax, backend, compute, private_torch
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError
-from quantshard.modules import experts, functional, unsupported
-from quantshard.modules.base import InitMethod, QuantizedModule
+from quantshard.modules import experts, functional, grouped, recompute, unsupported
+from quantshard.modules.base import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
 from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import Parallelism
-from quantshard.recipe import Recipe
+from quantshard.recipe import Recipe, TensorRole
+from quantshard.tensor import QuantizedTensor
 
+ROLES: Final = {INPUT_HISTORY: TensorRole.INPUT, GRAD_OUTPUT_HISTORY: TensorRole.GRAD_OUTPUT}
 _OF_EXPERT = re.compile(r"(?:weight|bias|gemm)(\d+)(?:_|$)")
 
 
@@ -98,9 +101,14 @@ class GroupedLinear(QuantizedModule):
     def _note_spread(self) -> None:
         """Tell optimizers that other ranks hold other experts; `fully_shard` puts parameters of its own in their place,
         whose mesh tells them."""
-        if self.ep_mesh is not None and self.ep_mesh.size() > 1:
+        if (spread := self._spread_axis) is not None:
             for param in self.parameters(recurse=False):
-                amax.spread_over(param, self.ep_mesh.get_group())
+                amax.spread_over(param, spread.get_group())
+
+    @property
+    def _spread_axis(self) -> DeviceMesh | None:
+        """The axis that other ranks hold other experts on."""
+        return self.ep_mesh if self.ep_mesh is not None and self.ep_mesh.size() > 1 else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -128,15 +136,70 @@ class GroupedLinear(QuantizedModule):
         """
         unsupported.refuse("GroupedLinear.forward", others)
         tokens = inp.reshape(-1, inp.shape[-1])
-        parts = tokens.split(self._checked_splits(m_splits, tokens.shape[0]))
-        outputs = [
-            self._project(part, layer, with_bias=not self.return_bias)[0]
-            for part, layer in zip(parts, self._layers, strict=True)
-        ]
-        out = functional.shaped_as(torch.cat(outputs), inp)
+        splits = self._checked_splits(m_splits, tokens.shape[0])
+        together = self._together(tokens, splits)
+        out = self._one_by_one(tokens, splits) if together is None else grouped.linear(tokens, together)
+        out = functional.shaped_as(out, inp)
         if not self.return_bias:
             return out
         return out, [self._joined_bias(layer) for layer in self._layers] if self.use_bias else None
+
+    def _one_by_one(self, tokens: Tensor, splits: Sequence[int]) -> Tensor:
+        outputs = [
+            self._project(part, layer, with_bias=not self.return_bias)[0]
+            for part, layer in zip(tokens.split(splits), self._layers, strict=True)
+        ]
+        return torch.cat(outputs)
+
+    def _together(self, tokens: Tensor, splits: Sequence[int]) -> grouped.Layer | None:
+        """All experts as one layer, where kernels quantize and multiply them at once and that is faster; else None."""
+        if not self._may_be_together(tokens):
+            return None
+        weights = [private_torch.registered_parameter(self, layer.weights[0]) for layer in self._layers]
+        if not isinstance(weights[0], QuantizedTensor):
+            return None
+        call = recompute.call((id(self), "experts"), True)
+        block = backend.block_together(call.recipe)
+        if block is None:
+            if call.strict:
+                self._refuse_fallbacks(self._layers[0].weights[0], self.joint_fallbacks(call.recipe, tokens.device))
+            return None
+        added = [] if self.return_bias else [layer.biases[0] for layer in self._layers]
+        biases = [bias for name in added if (bias := private_torch.registered_parameter(self, name)) is not None]
+        if not grouped.are_readable(weights, biases, call.recipe.weight, tokens):
+            return None
+        if call.strict:
+            for layer in self._layers:
+                self._operand(layer.weights[0], call, tokens.device)
+        histories = self._histories(call.recipe)
+        spread = self._spread_axis if histories else None
+        group = call.group if spread is None else private_torch.other_axes(spread)
+        return grouped.Layer(weights, biases, splits, block, call, histories, self.training, group)
+
+    def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
+        """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
+        if recipe is None or not recipe.table or len(self._layers) == 1 or not compute.kernels_on(device):
+            return ()
+        return ("one by one",) if backend.block_together(recipe) is None else ()
+
+    def _may_be_together(self, tokens: Tensor) -> bool:
+        """What is compiled or captured goes one by one: a graph would have to keep the table of rows."""
+        if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
+            return False
+        if tokens.shape[1] != self.in_features or not compute.has_float_kernels(tokens):
+            return False
+        shape = (self.out_features, self.in_features)
+        captured = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+        return backend.is_faster_together(tokens.shape[0], len(self._layers), shape) and not captured
+
+    def _histories(self, recipe: Recipe) -> dict[TensorRole, list[Tensor]]:
+        """The amax histories of all experts that the recipe needs."""
+        found = {}
+        for name, length in self._history_lengths(recipe).items():
+            found[ROLES[name]] = [
+                self._history(layer.prefix + name, length, layer.weights[0], recipe) for layer in self._layers
+            ]
+        return found
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: int) -> list[int]:
         if isinstance(m_splits, Tensor):
@@ -158,14 +221,13 @@ class GroupedLinear(QuantizedModule):
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         state = super()._linear_state(weights, recipe, prefix)
-        if self.ep_mesh is None or self.ep_mesh.size() == 1:
+        spread = self._spread_axis
+        if spread is None:
             return state
         # an expert's tokens are those of the whole axis, on whichever of its ranks it stands
-        axes = [mesh.get_group() for mesh in (self.ep_mesh, self.tp_mesh) if mesh is not None]
+        axes = [mesh.get_group() for mesh in (spread, self.tp_mesh) if mesh is not None]
         state = replace(state, data_group=tuple(axes))
-        if not self._history_lengths(recipe):
-            return state
-        return replace(state, amax_group=private_torch.other_axes(self.ep_mesh))
+        return replace(state, amax_group=private_torch.other_axes(spread)) if self._history_lengths(recipe) else state
 
     def is_held_elsewhere(self, key: str) -> bool:
         """True for a key of a state dict, without this module's prefix, of an expert that another rank holds."""

@@ -321,9 +321,21 @@ class _Words:
         return lambda shape: self.of(stream)(sharding.whole(shape))
 
 
-def _identity(state: LinearState, role: TensorRole, part: int) -> int:
-    """A number for one history that is equal on all ranks: they agree on the weights' keys."""
-    return int(state.weights[part][KEY]) * len(TensorRole) + list(TensorRole).index(role)
+def note_amaxes(
+    role: TensorRole, keys: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Tensor, group: Groups
+) -> None:
+    """Note amaxes [n] of tensors of one role for their histories, to be reduced over `group` and recorded later.
+
+    `keys`: of the weights that they belong to. With the role these tell histories apart: ranks agree on them.
+    """
+    backward = role is TensorRole.GRAD_OUTPUT
+    if backward:
+        context.flush_after_backward()
+    roles = list(TensorRole)
+    number = roles.index(role)
+    identities = [key * len(roles) + number for key in torch.cat(list(keys)).tolist()]
+    pending = context.backward_amaxes if backward else context.forward_amaxes
+    pending.note_all(identities, histories, amaxes, group)
 
 
 @dataclass
@@ -355,15 +367,12 @@ class _Delayed:
             call.amaxes[role, part] = amax
 
         def note(seen: Tensor) -> None:
-            backward = role is TensorRole.GRAD_OUTPUT
-            pending = context.backward_amaxes if backward else context.forward_amaxes
-            if backward:
-                context.flush_after_backward()
             group = call.group if state.amax_group is None else state.amax_group
             if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
                 group = including(group, state.tp.group)
             # all output gradients have one history: of the largest of their amaxes
-            pending.note(_identity(state, role, 0 if backward else part), history, seen, group)
+            of = 0 if role is TensorRole.GRAD_OUTPUT else part
+            note_amaxes(role, [state.weights[of][KEY]], [history], seen.view(1), group)
 
         return _Delayed(amax, known is None and state.record, note)
 

@@ -175,8 +175,10 @@ def gemm_of(
     if param.ndim != 2 or "Embedding" in kind.__name__ or (ours and leaf not in getattr(module, "_weights", ())):
         return Gemm()
     device = _device(param)
+    describe: Any = getattr(module, "joint_fallbacks", None)
+    joint = () if describe is None else describe(chosen, device)
     if storage is not None:
-        return Gemm(*backend.gemm_path(storage.cell, device), backend.fallbacks(storage, chosen, device))
+        return Gemm(*backend.gemm_path(storage.cell, device), (*backend.fallbacks(storage, chosen, device), *joint))
     if not ours:
         path, reason = backend.gemm_path(None, device)
         taken = ("not ours",) if chosen is not None and chosen.table else ()
@@ -185,7 +187,7 @@ def gemm_of(
     path, reason = backend.gemm_path(cell, device)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
-    return Gemm(path, reason, backend.fallbacks(None, chosen, device))
+    return Gemm(path, reason, (*backend.fallbacks(None, chosen, device), *joint))
 
 
 def fallbacks_of(gemm: Gemm, shared: Shared, moments_note: str) -> tuple[str, ...]:

@@ -1,11 +1,14 @@
 """FusedAdam in kernels on several ranks: the bits of one rank in plain PyTorch, where ranks share blocks too.
 
+Experts at once, spread over ranks: the bits of one process.
+
 Triton's interpreter runs the kernels in each rank; on GPUs `test_gpu.py` compares the two. No dimension divides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from quantshard.errors import RankMismatchError
+from quantshard.modules import grouped
 from quantshard.optimizers import FusedAdam
+from tests.distributed import experts as experts_case
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import Case, build, cut_like, message_of
@@ -36,6 +41,8 @@ CASES: list[Case] = [
 ]
 
 SIZES = (18, 11)
+STEPS, LAYERS = 3, 2
+"""Of `experts.trained`."""
 
 
 def step(model: nn.Module, optimizer: FusedAdam, number: int, changed: Callable[[int, Tensor], Tensor | None]) -> None:
@@ -77,6 +84,41 @@ def test_the_bits_of_one_rank_without_kernels() -> None:
     for ranks, cases in ((1, CASES[:2]), (3, CASES)):
         for found in run_ranks(ranks, run, cases, True):
             assert [case for case, a, b in zip(cases, found, expected, strict=False) if a != b] == []
+
+
+def experts(cases: list[experts_case.Case]) -> tuple[list[dict[str, str]], int]:
+    """Bits of three steps on kernels, and how many layers computed all experts at once."""
+    found, calls, real = [], 0, grouped.linear
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return real(*args)
+
+    grouped.linear = counted
+    try:
+        for case in cases:
+            with prepared_once(), kernels_on("cpu"):
+                found.append(experts_case.trained(case))
+    finally:
+        grouped.linear = real
+    return found, calls
+
+
+def test_experts_at_once_have_the_bits_of_one_process() -> None:
+    """Spread over ranks; sharded and recomputed; and data parallel: scales, histories, outputs and gradients."""
+    recipes, ways = ("delayed", "block"), ({}, {"sharded": True, "recompute": True})
+    spread = [experts_case.Case(recipe, 1, 2, **way) for way in ways for recipe in recipes]
+    both = [experts_case.Case("delayed", 2, 2, sharded=True)]
+    for ranks, wanted_ranks, cases, times in ((2, 1, spread, LAYERS + 2 * LAYERS), (4, 2, both, LAYERS)):
+        alone = [experts_case.Case(case.recipe, case.dp, 1) for case in cases[: len(recipes)]]
+        [(wanted, calls), *_] = run_ranks(wanted_ranks, experts, alone)
+        assert calls == len(alone) * STEPS * LAYERS
+        [(found, calls), *_] = run_ranks(ranks, experts, cases)
+        assert calls == len(alone) * STEPS * times
+        for index, (case, bits_found) in enumerate(zip(cases, found, strict=True)):
+            expected = wanted[index % len(alone)]
+            assert [name for name in expected if bits_found.get(name) != expected[name]] == [], case
 
 
 def refused() -> tuple[str, bool]:

@@ -37,8 +37,20 @@ triton.runtime.driver.set_active(Hopper())
 torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
-from quantshard.formats import ALL, FORMATS, Copy, Scaling  # noqa: E402
-from quantshard.kernels import activation, amax, dequantize, norm, quantize, results, rotary, transpose  # noqa: E402
+from quantshard.formats import ALL, E4M3, E5M2, FORMATS, Copy, Scaling  # noqa: E402
+from quantshard.kernels import (  # noqa: E402  # noqa: E402
+    activation,
+    amax,
+    dequantize,
+    grouped,
+    grouped_matmul,
+    language,
+    norm,
+    quantize,
+    results,
+    rotary,
+    transpose,
+)
 from quantshard.kernels.quantize import Request, Where, Words  # noqa: E402
 from quantshard.kernels.results import Outputs  # noqa: E402
 
@@ -171,6 +183,57 @@ def rotated(interleaved: bool) -> Any:
     )  # fmt: skip
 
 
+def experts_quantized(block: int) -> Any:
+    x, table, scales = (
+        torch.empty(ROWS, COLS, dtype=torch.bfloat16),
+        torch.empty(8, 4, dtype=torch.int64),
+        torch.ones(8),
+    )
+    if not block:
+        element = language.element(E4M3, torch.device("cuda"))
+        return grouped.quantize_kernel.warmup(
+            x, COLS, COLS, table, scales, torch.empty(ROWS, COLS, dtype=torch.uint8), None, scales, element,
+            grouped.MANY_ROWS, grouped.COLS, grid=(1,), num_warps=grouped.WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    one = request("fp8_1x128" if block == 128 else "mxfp8_1x32")
+    tile = quantize.tile(one, one)
+    first = quantize.target((ROWS, COLS), x.dtype, x.device, one, tile)
+    second = quantize.target((COLS, ROWS), x.dtype, x.device, one, tile, held_turned=True)
+    return grouped.quantize_blocks_kernel.warmup(
+        x, COLS, table, first.where, first.out, second.where, second.out, scales, H=first.how, T=second.how,
+        ROWS=grouped.MANY_ROWS, grid=(1,), num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def experts_multiplied(block: int, launch: Any, turned: bool) -> Any:
+    codes, table = torch.empty(ROWS, COLS, dtype=torch.uint8), torch.empty(8, 4, dtype=torch.int64)
+    scales = torch.empty(ROWS, 32, dtype=torch.uint8 if block == 32 else torch.float32)
+    element = language.element(E4M3, torch.device("cuda"))
+    return grouped_matmul.rows_kernel.warmup(
+        codes, scales, None, table, table, 8, torch.empty(ROWS, COLS, dtype=torch.bfloat16), COLS, COLS,
+        TURNED=turned, ALIGNED=True, BIAS=None, SCALE=grouped_matmul.scale_type(scales), BLOCK=block, A=element,
+        B=element, ROWS=launch.rows, COLS=launch.cols, SUMMED=launch.summed, grid=(1,), num_warps=launch.warps,
+        num_stages=launch.stages,
+    )  # fmt: skip
+
+
+def experts_weights(block: int) -> Any:
+    codes, table = torch.empty(ROWS, COLS, dtype=torch.uint8), torch.empty(8, 4, dtype=torch.int64)
+    scales = torch.empty(ROWS, 32, dtype=torch.uint8 if block == 32 else torch.float32)
+    out, device = torch.empty(8, COLS, COLS, dtype=torch.bfloat16), torch.device("cuda")
+    launch = grouped_matmul.WEIGHTS_LAUNCH[block]
+    shared = {
+        "A": language.element(E4M3 if block else E5M2, device), "B": language.element(E4M3, device),
+        "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed, "grid": (1,), "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }  # fmt: skip
+    if block:
+        return grouped_matmul.weights_by_blocks_kernel.warmup(
+            codes, codes, scales, scales, scales, table, out, COLS, COLS, ROWS, BLOCK=block, **shared
+        )
+    return grouped_matmul.weights_kernel.warmup(codes, codes, scales, scales, table, out, COLS, COLS, **shared)
+
+
 KERNELS = {
     "per tensor, transpose, next amax": lambda: quantized(request("fp8_e4m3", turned=True), next_amax=True),
     "per tensor, E5M2": lambda: quantized(request("fp8_e5m2")),
@@ -204,6 +267,18 @@ KERNELS = {
     "norm, backward, LayerNorm, 16384": lambda: normalized_backward(16384, True),
     "rotary": lambda: rotated(False),
     "rotary, interleaved": lambda: rotated(True),
+    "experts, per tensor": lambda: experts_quantized(0),
+    "experts, 1x128 both ways": lambda: experts_quantized(128),
+    "experts, MXFP8 both ways": lambda: experts_quantized(32),
+    "product of few rows": lambda: experts_multiplied(0, grouped_matmul.FEW_ROWS_LAUNCH, True),
+    "product of many rows": lambda: experts_multiplied(0, grouped_matmul.ROWS_LAUNCH[0], True),
+    "product of many rows, dgrad": lambda: experts_multiplied(0, grouped_matmul.ROWS_LAUNCH[0], False),
+    "product by 1x128": lambda: experts_multiplied(128, grouped_matmul.ROWS_LAUNCH[128], True),
+    "product by 1x128, dgrad": lambda: experts_multiplied(128, grouped_matmul.ROWS_LAUNCH[128], False),
+    "product by MXFP8": lambda: experts_multiplied(32, grouped_matmul.ROWS_LAUNCH[32], True),
+    "weight gradients": lambda: experts_weights(0),
+    "weight gradients by 1x128": lambda: experts_weights(128),
+    "weight gradients by MXFP8": lambda: experts_weights(32),
 }
 
 if __name__ == "__main__":

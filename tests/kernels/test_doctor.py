@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard.doctor import checks, fused, steps
+from quantshard.doctor import checks, experts, fused, steps
 from quantshard.formats import FORMATS
+from quantshard.modules import grouped
 from quantshard.optimizers import on_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -82,6 +83,14 @@ CASES = {
                  checks.cases, "quantize", codes_off),
     "amax": (lambda: right(checks.cases.amaxes, FORMATS["fp8_e4m3"]),
              checks.cases.amax, "block_amax", lambda out, *a: out * 2),
+    "experts' codes": (lambda: experts.are_right("delayed", SHAPE, DEVICE), grouped.grouped_kernel, "quantize",
+                       lambda out, *a: out ^ 1),
+    "experts' blocks": (lambda: experts.are_right("mxfp8", SHAPE, DEVICE), grouped.grouped_kernel, "quantize_blocks",
+                        lambda out, *a: (out[0].codes.bitwise_xor_(1), out)[1]),
+    "experts' outputs": (lambda: experts.are_right("current", SHAPE, DEVICE), experts.grouped_matmul,
+                         "rows_times_weights", lambda out, *a: -out),
+    "experts' weights": (lambda: experts.are_right("block", SHAPE, DEVICE), experts.grouped_matmul,
+                         "weight_gradients", lambda out, *a: out * 1.02),
     "scales": (lambda: right(checks.cases.scales_of, FORMATS["fp8_e4m3"]),
                checks.cases.scales, "scales", lambda out, *a: (out[0], out[1] * 2)),
 }  # fmt: skip

@@ -18,7 +18,7 @@ CHOSEN = [
     "MXFP8, both directions", "NVFP4", "NVFP4, both directions, random",
     "amax", "dequantize MXFP8", "dequantize NVFP4", "transpose", "activation, per tensor",
     "activation, backward MXFP8", "norm, per tensor", "norm, statistics, 4096", "norm, backward, RMSNorm, 4096",
-    "rotary",
+    "rotary", "experts, per tensor",
 ]  # fmt: skip
 """Of each file some; the program without arguments compiles all."""
 

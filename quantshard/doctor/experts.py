@@ -1,0 +1,104 @@
+"""Kernels of many experts at once: codes and scales beside the oracle's for each expert, products beside float64.
+
+Products of codes are exact, and tensor cores lose at most 2**-13 of each in a sum; then it is rounded once. Imported
+only where `kernels.USABLE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quantshard import backend, compute, operands
+from quantshard import recipe as recipes
+from quantshard.doctor.cases import same
+from quantshard.kernels import grouped_matmul
+from quantshard.kernels.grouped import Segments
+from quantshard.kernels.grouped_matmul import Codes
+from quantshard.modules.grouped import Layer
+from quantshard.modules.linear_operands import cells
+from quantshard.modules.recompute import Call
+from quantshard.recipe import TensorRole
+from quantshard.storage import QuantizedStorage
+from quantshard.tensor import quantize
+
+Shape = tuple[int, int]
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
+SUMS = 2.0**-13
+PAST = 3.0
+"""The amax that delayed scaling remembers."""
+
+
+def are_right(name: str, shape: Shape, device: torch.device) -> bool:
+    """Three experts, one of them without rows, by a recipe: of `shape`, how many rows and in_features there are."""
+    rows, features = shape
+    counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + 3
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(rows, size, generator=generator).bfloat16().to(device) for size in (features, outputs))
+    layer = _layer(recipes.resolve(name), counts, (outputs, features), device)
+    segments, values = layer.segments(device), [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
+    (a, a_turned), (b, b_turned) = (
+        layer.quantized(of, role, segments, True) for of, role in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT))
+    )
+    ones, others = (_oracle(layer, of, role) for of, role in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
+    right = [_same(found, segments, of) for found, of in ((a, ones), (b, others))]
+    held, dtype = layer.operands(layer.weights), torch.bfloat16
+    y = grouped_matmul.rows_times_weights(a, held, segments, dtype, turned=True)
+    dx = grouped_matmul.rows_times_weights(b, held, segments, dtype, turned=False)
+    dw = grouped_matmul.weight_gradients(b_turned, a_turned, segments, dtype)
+    right.append(_close(y, [(p, w.t()) for (p, _), w in zip(_values(ones), values, strict=True)], torch.cat))
+    right.append(_close(dx, [(p, w) for (p, _), w in zip(_values(others), values, strict=True)], torch.cat))
+    pairs = zip(_values(others), _values(ones), strict=True)
+    right.append(_close(dw, [(turned, other.t()) for (_, turned), (_, other) in pairs], torch.stack))
+    return all(right)
+
+
+def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> Layer:
+    """With weights of random numbers, and histories that remember one amax."""
+    cell, block = recipe.weight, backend.block_together(recipe)
+    assert cell is not None and block is not None
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator).to(device) for _ in counts]
+    weights = [quantize(value, cell, dtype=torch.bfloat16) for value in values]
+    past = [torch.full((2,), PAST, device=device) for _ in counts]
+    return Layer(
+        weights, (), counts, block, Call(recipe, None, False), dict.fromkeys(TensorRole, past), False, None
+    )  # fmt: skip
+
+
+Oracles = Sequence[tuple[QuantizedStorage, QuantizedStorage]]
+
+
+def _oracle(layer: Layer, values: Tensor, role: TensorRole) -> Oracles:
+    """Of each expert's rows and their transpose."""
+    first, second = cells(layer.call.recipe, role)
+    assert first is not None and second is not None
+    past = torch.full((), PAST, device=values.device) if first.scaling.history else None
+    with compute.kernels_only_on():
+        return [
+            (operands.quantize(part, first, amax=past), operands.quantize(part.t(), second, amax=past))
+            for part in values.split(list(layer.counts))
+        ]
+
+
+def _same(found: Codes, segments: Segments, expected: Oracles) -> bool:
+    """Codes and scales of the rows."""
+    right = True
+    for (expert, first, end, _), (wanted, _) in zip(segments.spans.tolist(), expected, strict=True):
+        codes, scales = wanted.components.values()
+        here = found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
+        right &= same(found.codes[first:end], codes) and same(here, scales)
+    return right
+
+
+def _values(expected: Oracles) -> list[tuple[Tensor, Tensor]]:
+    return [(one.dequantize().double(), other.dequantize().double()) for one, other in expected]
+
+
+def _close(found: Tensor, pairs: Pairs, join: Callable[[list[Tensor]], Tensor]) -> bool:
+    exact = join([a @ b for a, b in pairs])
+    room = SUMS * join([a.abs() @ b.abs() for a, b in pairs]) + torch.finfo(found.dtype).eps * exact.abs() + 1e-30
+    return found.shape == exact.shape and bool(((found.double() - exact).abs() <= room).all())

@@ -1,0 +1,287 @@
+"""GroupedLinear on kernels: what all experts compute at once has the bits of one by one, products aside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quantshard as qs
+from quantshard import backend
+from quantshard.errors import FallbackError, UnsupportedOperationError
+from quantshard.recipe import Recipe, resolve
+from tests.distributed.models import RECIPES
+
+pytest.importorskip("triton")
+
+from quantshard.kernels import language
+from quantshard.modules import grouped
+
+pytestmark = [
+    pytest.mark.usefixtures("kernels_on_cpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),  # Dynamo's
+]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+IN, OUT = 33, 40  # divide by nothing
+AT_ONCE: dict[str, Recipe] = {
+    "delayed": resolve(RECIPES["delayed"]),
+    "most recent": qs.recipe.DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=1),
+    "current": resolve("current"),
+    "block": resolve("block"),
+    "block, scales of any value": qs.recipe.Float8BlockScaling(use_f32_scales=True),
+    "mxfp8": resolve("mxfp8"),
+    "E4M3 alone": qs.recipe.Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True),
+}
+SPLITS = {
+    "one expert is empty": [7, 0, 1, 4],
+    "one token": [0, 1, 0, 0],
+    "more than a tile": [3, 70, 0, 9],
+    "no token": [0, 0, 0, 0],
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many experts each call computed at once."""
+    found: list[int] = []
+    real = grouped.linear
+    monkeypatch.setattr(grouped, "linear", lambda x, layer: found.append(len(layer.weights)) or real(x, layer))
+    return found
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
+    """Calls a function with experts computed one by one."""
+
+    def run(function: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "LARGEST_GROUPED", -1)
+            return function()
+
+    return run
+
+
+def experts(recipe: Recipe, count: int = 4, **options: Any) -> qs.GroupedLinear:
+    torch.manual_seed(3)
+    with qs.quantized_model_init(recipe=recipe):
+        return qs.GroupedLinear(count, IN, OUT, params_dtype=torch.bfloat16, device="cpu", **options).to(DEVICE)
+
+
+def values(step: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step)).bfloat16().to(DEVICE)
+
+
+def stepped(layer: qs.GroupedLinear, recipe: Recipe, splits: Sequence[int], step: int) -> list[Tensor]:
+    """The output, and gradients of the input and of the parameters."""
+    x = values(step, sum(splits), IN).requires_grad_()
+    with qs.autocast(recipe=recipe):
+        y = layer(x, splits)
+    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), values(10 + step, sum(splits), OUT))]
+
+
+def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Roundings of float32 sums, or, on a GPU, of what FP8 tensor cores keep of them."""
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert (a.float() - b.float()).norm() <= (2.0**-7 if ON_GPU else 2.0**-9) * b.float().norm()
+
+
+@pytest.mark.parametrize("recipe", AT_ONCE)
+@pytest.mark.parametrize("splits", SPLITS)
+def test_experts_at_once_are_those_one_by_one(splits: str, recipe: str, calls: list[int], apart: Callable) -> None:
+    """Histories to the bit, so scales of delayed scaling too; outputs and gradients within the roundings of sums."""
+    rule, rows = AT_ONCE[recipe], SPLITS[splits]
+    together, other = experts(rule), experts(rule)
+    for step in range(3):
+        close(stepped(together, rule, rows, step), apart(lambda step=step: stepped(other, rule, rows, step)))
+    assert calls == [4, 4, 4]
+    pairs = zip(together.state_dict().items(), other.state_dict().items(), strict=True)
+    assert all(name == of and torch.equal(value, same) for (name, value), (of, same) in pairs)
+
+
+class Ops(TorchDispatchMode):
+    """Counts operations; views launch nothing, nor does a look at the key of a weight, which is on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten._local_scalar_dense.default:
+            self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_launches_do_not_grow_with_experts(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, launches = AT_ONCE[recipe], [0]
+    real = language.on
+
+    def counted(device: torch.device) -> Any:
+        launches[0] += 1
+        return real(device)
+
+    monkeypatch.setattr(language, "on", counted)
+    found = []
+    for count in (2, 5):
+        layer = experts(rule, count)
+        for step in range(2):
+            launches[0] = 0
+            with Ops() as ops:
+                stepped(layer, rule, [2] * count, step)
+        found.append((launches[0], dict(ops.seen)))
+    assert found[0] == found[1] and found[0][0] <= 13
+
+
+def test_parts_of_a_layer_may_need_no_gradient(calls: list[int], apart: Callable) -> None:
+    rule, rows = AT_ONCE["current"], SPLITS["one expert is empty"]
+    layer, x, dy = experts(rule), values(0, 12, IN), values(1, 12, OUT)
+
+    def gradients() -> list[Tensor]:
+        with qs.autocast(recipe=rule):
+            y = layer(x, rows)
+        return [y.detach(), *torch.autograd.grad(y, [p for p in layer.parameters() if p.requires_grad], dy)]
+
+    close(gradients(), apart(gradients))
+    for frozen in (layer.weight1, layer.bias0):
+        frozen.requires_grad_(False)
+    close(gradients(), apart(gradients))
+    for weight in (layer.weight0, layer.weight2, layer.weight3):
+        weight.requires_grad_(False)
+    close(gradients(), apart(gradients))
+    with torch.no_grad(), qs.autocast(recipe=rule):
+        close([layer(x, rows)], [apart(lambda: layer(x, rows))])
+    assert calls == [4, 4, 4, 4]
+
+
+def test_ways_to_call_at_once(calls: list[int]) -> None:
+    rule, x = AT_ONCE["current"], values(0, 3, 4, IN)
+    with qs.autocast(recipe=rule):
+        wanted = experts(rule)(x.view(12, IN), [7, 0, 1, 4])
+        assert torch.equal(experts(rule)(x, torch.tensor([7, 0, 1, 4])), wanted.view(3, 4, OUT))
+        out, biases = experts(rule, return_bias=True)(x, [7, 0, 1, 4])
+        assert torch.equal(out, experts(rule, bias=False)(x, [7, 0, 1, 4]))
+        assert [bias.shape for bias in biases] == [(OUT,)] * 4
+    assert calls == [4] * 4
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_a_gradient_that_is_not_finite_poisons_its_expert_alone(recipe: str) -> None:
+    rule, rows = AT_ONCE[recipe], [7, 0, 1, 4]
+    layer = experts(rule, bias=False)
+    x, dy = values(0, 12, IN).requires_grad_(), values(1, 12, OUT)
+    dy[3, 5] = torch.inf
+    with qs.autocast(recipe=rule):
+        y = layer(x, rows)
+    dx, *dws = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+    assert dx[:7].isnan().all() and dx[7:].isfinite().all()
+    assert dws[0].isnan().all() and all(dw.isfinite().all() for dw in dws[1:])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_recomputation_at_once_gives_the_same_bits(recipe: str, reentrant: bool, calls: list[int]) -> None:
+    rule = AT_ONCE[recipe]
+    kept, again = experts(rule), experts(rule)
+    for step in range(2):
+        a, b = (values(step, 12, IN).requires_grad_() for _ in range(2))
+        with qs.autocast(recipe=rule):
+            y = kept(a, [7, 0, 1, 4])
+            z = qs.checkpoint(again, b, [7, 0, 1, 4], use_reentrant=reentrant)
+        y.float().square().sum().backward()
+        z.float().square().sum().backward()
+        assert torch.equal(y, z) and torch.equal(a.grad, b.grad)
+    assert calls == [4] * 6
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(kept.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(kept.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_amaxes_of_two_calls_in_one_autocast_are_merged(apart: Callable) -> None:
+    rule = AT_ONCE["delayed"]
+    together, other = experts(rule), experts(rule)
+
+    def twice(layer: qs.GroupedLinear) -> None:
+        with qs.autocast(recipe=rule):
+            y = layer(values(0, 12, IN), [7, 0, 1, 4]).sum() + layer(3 * values(1, 12, IN), [0, 2, 9, 1]).square().sum()
+        y.backward()
+
+    twice(together)
+    apart(lambda: twice(other))
+    assert all(torch.equal(*pair) for pair in zip(together.buffers(), other.buffers(), strict=True))
+
+
+def test_gradients_of_weights_are_parts_of_one_tensor() -> None:
+    """Autograd takes them as they are: a copy of each would be a launch and twice the memory."""
+    layer = experts(AT_ONCE["current"])
+    with qs.autocast(recipe=AT_ONCE["current"]):
+        layer(values(0, 12, IN), [7, 0, 1, 4]).sum().backward()
+    assert (
+        len({param.grad.untyped_storage().data_ptr() for name, param in layer.named_parameters() if "weight" in name})
+        == 1
+    )
+
+
+@pytest.mark.parametrize("options", [{"params_dtype": torch.float64}, {"params_dtype": torch.float16}])
+def test_what_kernels_do_not_read_goes_one_by_one(options: dict[str, Any], calls: list[int]) -> None:
+    rule = AT_ONCE["current"]
+    with qs.quantized_model_init(recipe=rule):
+        layer = qs.GroupedLinear(2, IN, OUT, device=DEVICE, **options)
+    with qs.autocast(recipe=rule):
+        y = layer(values(0, 12, IN), [7, 5])
+    assert calls == [2] * (options["params_dtype"] is torch.float16) and y.dtype is torch.bfloat16
+
+
+def test_second_derivatives_are_refused() -> None:
+    rule = AT_ONCE["current"]
+    x = values(0, 12, IN).requires_grad_()
+    with qs.autocast(recipe=rule):
+        y = experts(rule)(x, [7, 0, 1, 4])
+    with pytest.raises(UnsupportedOperationError, match="create_graph=True"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_strict_and_explain_tell_of_experts_one_by_one(monkeypatch: pytest.MonkeyPatch, apart: Callable) -> None:
+    """Where they could be computed at once, but for the recipe."""
+    monkeypatch.setattr(backend, "gemm_path", lambda cell, device: ("native", "tried"))
+    two_copies = resolve(RECIPES["mxfp8 two copies"])
+
+    def strictly(rule: Recipe, count: int = 4) -> None:
+        with qs.autocast(recipe=rule, strict=True):
+            experts(rule, count)(values(0, 12, IN), [12, *[0] * (count - 1)])
+
+    with pytest.raises(FallbackError, match=r"GroupedLinear.weight0: experts are quantized .* one after another"):
+        strictly(two_copies)
+    apart(lambda: strictly(two_copies))  # large ones
+    strictly(two_copies, 1)
+    strictly(AT_ONCE["block"])
+    rows = {name: qs.explain(experts(rule), recipe=rule).rows for name, rule in (("two", two_copies), *AT_ONCE.items())}
+    assert all(row.fallbacks == ("one by one",) for row in rows.pop("two") if "weight" in row.name)
+    assert not any(row.fallbacks for of in rows.values() for row in of)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8 two copies", "nvfp4", "bf16"])
+def test_other_recipes_go_one_by_one(recipe: str, calls: list[int]) -> None:
+    rule = resolve(RECIPES.get(recipe, recipe))
+    stepped(experts(rule), rule, [7, 0, 1, 4], 0)
+    assert not calls
+
+
+def test_what_goes_one_by_one(calls: list[int], apart: Callable) -> None:
+    """Large experts, one expert, weights in high precision, and none quantizing."""
+    rule = AT_ONCE["current"]
+    apart(lambda: stepped(experts(rule), rule, [7, 0, 1, 4], 0))
+    stepped(experts(rule, 1), rule, [7], 0)
+    stepped(experts(rule), resolve("bf16"), [7, 0, 1, 4], 0)
+    torch.manual_seed(3)
+    plain = qs.GroupedLinear(2, IN, OUT, params_dtype=torch.bfloat16, device=DEVICE)
+    stepped(plain, rule, [7, 2], 0)
+    assert not calls
+    assert backend.is_faster_together(128 * 128, 128, (2048, 768))
+    assert not backend.is_faster_together(8 * 2048, 8, (14336, 4096))
