@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 ROWS, COLS = 4096, 4096
@@ -37,9 +38,12 @@ triton.runtime.driver.set_active(Hopper())
 torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
+from quantshard import sharding  # noqa: E402
+from quantshard import storage as storages  # noqa: E402
 from quantshard.formats import ALL, E4M3, E5M2, FORMATS, Copy, Scaling  # noqa: E402
-from quantshard.kernels import (  # noqa: E402  # noqa: E402
+from quantshard.kernels import (  # noqa: E402
     activation,
+    adam,
     amax,
     dequantize,
     grouped,
@@ -51,8 +55,11 @@ from quantshard.kernels import (  # noqa: E402  # noqa: E402
     rotary,
     transpose,
 )
+from quantshard.kernels.adam_parameters import Parameter, Plain, Rectangle, Scaled, Way, how_of, way_of  # noqa: E402
+from quantshard.kernels.adam_plan import launch_options  # noqa: E402
 from quantshard.kernels.quantize import Request, Where, Words  # noqa: E402
 from quantshard.kernels.results import Outputs  # noqa: E402
+from quantshard.recipe import FP8_STATE, Cell, resolve  # noqa: E402
 
 
 def widest(ptx: str, access: str) -> int:
@@ -75,7 +82,7 @@ def became(kernel: Any) -> dict[str, Any]:
         "bytes of a load": widest(ptx, "ld"),
         "bytes of a store": widest(ptx, "st"),
         "casts": ptx.count("cvt.rn.satfinite"),
-        # but for that of `language.encode`, whose product is exact
+        # but for that of `language.encode`, whose product is exact, and those that are written out in PTX
         "fused multiply-adds": len(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, (?!0f4A800006)", ptx)),
         "approximate divisions": len(re.findall(r"div\.(full|approx)", ptx)),
     }
@@ -234,6 +241,26 @@ def experts_weights(block: int) -> Any:
     return grouped_matmul.weights_kernel.warmup(codes, codes, scales, scales, table, out, COLS, COLS, **shared)
 
 
+def stepped(recipe: str, moments: bool) -> Any:
+    """A step of Adam with float32 masters, and float32 moments or such of 8 bits."""
+    shard = sharding.whole((ROWS, COLS))
+
+    def stored(cell: Cell, history: torch.Tensor | None = None) -> Scaled:
+        return Scaled(cell.format, cell.scaling, shard, storages.empty(cell, shard, "cpu").components, history)
+
+    cell = resolve(recipe).weight
+    assert cell is not None
+    weight = stored(cell, torch.zeros(16) if cell.scaling.history else None)
+    plain = Plain(torch.empty(ROWS, COLS))
+    state = stored(FP8_STATE) if moments else plain
+    p = Parameter(weight, state, state, plain, Rectangle((ROWS, COLS), (0, 0), (ROWS, COLS)))
+    once = way_of(p) is Way.ONCE
+    how, table = how_of(p, True, not once or weight.history is not None, True, once), torch.empty(8, dtype=torch.int64)
+    return adam.adam_kernel.warmup(
+        table, table.int(), table, table, table.float(), None, tl.bfloat16, 2, how, grid=(1,), **launch_options(how)
+    )
+
+
 KERNELS = {
     "per tensor, transpose, next amax": lambda: quantized(request("fp8_e4m3", turned=True), next_amax=True),
     "per tensor, E5M2": lambda: quantized(request("fp8_e5m2")),
@@ -265,6 +292,11 @@ KERNELS = {
     "norm, backward, RMSNorm, 16384": lambda: normalized_backward(16384, False),
     "norm, backward, LayerNorm, 8192": lambda: normalized_backward(8192, True),
     "norm, backward, LayerNorm, 16384": lambda: normalized_backward(16384, True),
+    "Adam, delayed": lambda: stepped("delayed", False),
+    "Adam, block": lambda: stepped("block", False),
+    "Adam, MXFP8": lambda: stepped("mxfp8", False),
+    "Adam, delayed, FP8 moments": lambda: stepped("delayed", True),
+    "Adam, MXFP8, FP8 moments": lambda: stepped("mxfp8", True),
     "rotary": lambda: rotated(False),
     "rotary, interleaved": lambda: rotated(True),
     "experts, per tensor": lambda: experts_quantized(0),
