@@ -68,9 +68,16 @@ class MMParams:
     use_split_accumulator: bool = True
 
 
-def _fast(fprop: MMParams, dgrad: MMParams, wgrad: MMParams) -> frozenset[Gemm]:
-    params = {Gemm.FPROP: fprop, Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
-    return frozenset(gemm for gemm, how in params.items() if not how.use_split_accumulator)
+def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
+    """GEMMs that such a recipe lets sum as `MMParams` has it."""
+    params = [recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad]
+    for gemm, how in zip(Gemm, params, strict=True):
+        if not isinstance(how, MMParams):
+            raise ConfigurationError(
+                f"{type(recipe).__name__}(fp8_gemm_{gemm.value}={how!r}): give a "
+                "recipe.MMParams(use_split_accumulator=...)"
+            )
+    return frozenset(gemm for gemm, how in zip(Gemm, params, strict=True) if not how.use_split_accumulator)
 
 
 _HISTORY_MARK = "+hist"
@@ -249,15 +256,16 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
 
     def __post_init__(self) -> None:
         _check_element_formats("DelayedScaling", self.fp8_format)
         _refuse("DelayedScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+        _fast(self)  # or raise
         if not self.reduce_amax:
             raise ConfigurationError(
                 "DelayedScaling(reduce_amax=False) is not supported: amax histories would differ between ranks, and a "
@@ -286,7 +294,7 @@ class DelayedScaling(Recipe):
 
     @property
     def fast_gemms(self) -> frozenset[Gemm]:
-        return _fast(self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        return _fast(self)
 
 
 @dataclass(frozen=True)
@@ -298,15 +306,16 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: str = ElementFormats.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
 
     def __post_init__(self) -> None:
         _check_element_formats("Float8CurrentScaling", self.fp8_format)
         _refuse("Float8CurrentScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+        _fast(self)  # or raise
 
     @property
     def name(self) -> str:
@@ -320,7 +329,7 @@ class Float8CurrentScaling(Recipe):
 
     @property
     def fast_gemms(self) -> frozenset[Gemm]:
-        return _fast(self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        return _fast(self)
 
 
 @dataclass(frozen=True)

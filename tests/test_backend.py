@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import backend, formats, operands, sharding
+from quantshard.errors import ConfigurationError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Copy
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, unpack
@@ -249,6 +251,13 @@ def test_which_products_may_sum_fast(
     y.backward(torch.randn_like(y))
     turned = [True, False, True] if recipe == "rowwise" else [True] * 3  # dgrad of rowwise weights reads values
     assert seen == [flag and dtype == torch.bfloat16 for flag, native in zip(fast, turned, strict=True) if native]
+
+
+@pytest.mark.parametrize("wrong", [False, None, "fast"])
+def test_what_is_no_mmparams_is_refused(wrong: Any) -> None:
+    for recipe in (DelayedScaling, Float8CurrentScaling):
+        with pytest.raises(ConfigurationError, match=r"fp8_gemm_wgrad=.*MMParams"):
+            recipe(fp8_gemm_wgrad=wrong)
 
 
 def test_the_transposed_copy_serves_wgrad(capability: tuple[int, int]) -> None:

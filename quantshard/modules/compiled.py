@@ -72,7 +72,7 @@ def call(
     """
     first, needed = layers[0], [functional.keeps_input(layer.weights) for layer in layers]
     weights = [weight for layer in layers for weight in layer.weights]
-    name = f"{step}_recording" if context.is_delayed(first.setting) else step
+    name = f"{step}_recording" if context.counts_calls(first.setting) else step
     found: list[Tensor] = getattr(torch.ops.quantshard, name)(
         x, weights, [], "", weights[0].dtype,
         first.module, ";".join(",".join(layer.names) for layer in layers), ";".join(layer.prefix for layer in layers),

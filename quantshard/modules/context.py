@@ -14,7 +14,7 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.amax import PendingAmaxes, world
 from quantshard.errors import ConfigurationError
-from quantshard.recipe import HighPrecision, Recipe, resolve
+from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,15 @@ def quantizes(name: str) -> bool:
 def is_delayed(name: str) -> bool:
     """True if the setting of that name scales by past amaxes."""
     return any(cell.scaling.history for cell in _settings[name].recipe.table.values())
+
+
+@private_torch.constant_in_graphs
+def counts_calls(name: str) -> bool:
+    """True if each forward under the setting of that name counts: it notes amaxes, or draws random words."""
+    cells = _settings[name].recipe.table.items()
+    return is_delayed(name) or any(
+        role is TensorRole.INPUT and cell.scaling.stochastic_rounding for (role, _), cell in cells
+    )
 
 
 def setting(name: str) -> Setting:

@@ -164,7 +164,7 @@ class Backward(NamedTuple):
     `grads`: of the outputs of the last layer. `x`: what is normalized, x + residual if there is a residual; or the
     input of the first layer, where that is kept in high precision. `saved`: what forward has returned for backward.
     `of_total`: the gradient of x + residual. Which gradients are needed: `need_front`, of x and of the normalization's
-    weight and bias; `need_weights`, `need_biases`, for each weight.
+    weight and bias; `need_weights`, `need_biases`, for each weight. `bias_dtypes`: their names, with commas.
     """
 
     grads: Sequence[Tensor]
@@ -178,11 +178,17 @@ class Backward(NamedTuple):
     need_front: Sequence[bool]
     need_weights: Sequence[bool]
     need_biases: Sequence[bool]
-    bias_dtype: torch.dtype
+    bias_dtypes: str
 
     @staticmethod
     def of(arguments: Sequence[Any]) -> Backward:
         return Backward(*_grouped(arguments))
+
+    @property
+    def dtypes_of_biases(self) -> list[torch.dtype | None]:
+        """For each weight, None where it has no bias."""
+        names = iter(self.bias_dtypes.split(","))
+        return [getattr(torch, next(names)) if adds else None for adds in self.layers.biased]
 
     @property
     def reads_gradient_of_x(self) -> bool:
@@ -208,7 +214,7 @@ _SHARED = (
 FORWARD = f"(Tensor x, {_SHARED}, Tensor? residual, Tensor[] biases) -> Tensor[]"
 BACKWARD = (
     f"(Tensor[] grads, {_SHARED}, Tensor? x, Tensor[] saved, Tensor? of_total, SymInt[] x_shape, bool[] need_front, "
-    "bool[] need_weights, bool[] need_biases, ScalarType bias_dtype) -> Tensor[]"
+    "bool[] need_weights, bool[] need_biases, str bias_dtypes) -> Tensor[]"
 )
 PLACES = {argument.split()[-1]: place for place, argument in enumerate(FORWARD.partition(")")[0].split(", "))}
 """Name of an argument of forward -> its index."""

@@ -6,7 +6,8 @@ names: so the module goes in as a handle, the setting of autocast by its name, a
 What backward needs it returns behind its results. Of each step that `register` makes known there are three:
 
     NAME             forward; it may run again in backward where a compiled function checkpoints
-    NAME_recording   the same under delayed scaling, which notes amaxes: never twice, nor out of order
+    NAME_recording   the same where it notes amaxes, as under delayed scaling, or draws random words: never twice, nor
+                     once for two calls, nor out of order
     NAME_backward    backward, which notes amaxes and takes random draws: likewise
 """
 
@@ -114,7 +115,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(layers.module, fused.norm_weight, fused.norm_bias, *saved)
     ctx.dtype, ctx.layers, ctx.fused, ctx.x_shape = weights.dtype, layers[1:], fused[2:], asked.x.shape
     ctx.parts, ctx.is_added = len(weights.plain), is_added
-    ctx.bias_dtype = biases[0].dtype if biases else weights.dtype
+    ctx.bias_dtypes = ",".join(str(bias.dtype).removeprefix("torch.") for bias in biases)
     ctx.set_materialize_grads(False)  # of what is kept for backward there are none
 
 
@@ -132,7 +133,7 @@ def _gradients(step: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ..
     if of_outputs:
         found = getattr(torch.ops.quantshard, f"{step}_backward")(
             of_outputs, weights, [], "", ctx.dtype, *layers, norm_weight, norm_bias, *ctx.fused, x, saved, of_total,
-            ctx.x_shape, need_front, need["plain"], need_biases, ctx.bias_dtype,
+            ctx.x_shape, need_front, need["plain"], need_biases, ctx.bias_dtypes,
         )  # fmt: skip
     left = iter(found)
     of_x, of_norm_weight, of_norm_bias = (next(left, None) if needed else None for needed in need_front)
@@ -171,7 +172,7 @@ def _saved(asked: Backward) -> tuple[list[SavedLayer], list[Tensor]]:
     """The layers, and what forward saved besides for them."""
     layers, like, left = asked.layers, asked.grads[0], iter(asked.saved)
     module, states = layers.states()
-    now, biased = context.setting(layers.setting), layers.by_layer(layers.biased)
+    now, bias_dtypes = context.setting(layers.setting), layers.by_layer(asked.dtypes_of_biases)
     need_weights, need_biases = layers.by_layer(asked.need_weights), layers.by_layer(asked.need_biases)
     found = []
     for index, weights in enumerate(layers.weights_of(module, asked.weights)):
@@ -185,7 +186,7 @@ def _saved(asked: Backward) -> tuple[list[SavedLayer], list[Tensor]]:
         call.amaxes.update((key, next(left)) for key in layers.amaxes(asked.weights, index))
         rebuild, tensors = functional.to_saved(x_wgrad)
         saved = Saved(
-            call, states[index], rebuild, len(weights), [asked.bias_dtype if adds else None for adds in biased[index]],
+            call, states[index], rebuild, len(weights), bias_dtypes[index],
             layers.input_shape(asked.x_shape, index), like.dtype, layers.remakes[index],
         )  # fmt: skip
         needed = Needed(index > 0 or asked.reads_gradient_of_x, need_weights[index], need_biases[index])
@@ -206,8 +207,8 @@ def _backward_shapes(*arguments: Any) -> list[Tensor]:
     shapes = list(zip(layers.out_features, in_features, strict=True))
     for shape, needed in zip(shapes, asked.need_weights, strict=True):
         found += [like.new_empty(shape, dtype=asked.weights.dtype)] if needed else []
-    for (features, _), needed in zip(shapes, asked.need_biases, strict=True):
-        found += [like.new_empty((features,), dtype=asked.bias_dtype)] if needed else []
+    for (features, _), dtype, needed in zip(shapes, asked.dtypes_of_biases, asked.need_biases, strict=True):
+        found += [like.new_empty((features,), dtype=dtype)] if needed else []
     return found
 
 

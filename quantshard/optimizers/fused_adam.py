@@ -144,6 +144,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its states are allocated at once. A collective call where parameters are sharded."""
+        _check_betas(param_group.get("betas", self.defaults["betas"]))
         super().add_param_group(param_group)
         if hasattr(self, "_states"):  # not from the base class's constructor
             self._adopt(self.param_groups[-1])
@@ -430,3 +431,12 @@ class FusedAdam(torch.optim.Optimizer):
         if self._last_bad is not None:
             self._last_bad.check_missing()
             self._last_bad.check_skipped(self.param_groups, self._max_skipped_in_a_row)
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    for beta in betas:
+        if not 0 <= beta or torch.tensor(beta, dtype=torch.float32) >= 1:
+            raise ConfigurationError(
+                f"FusedAdam(betas={betas}): each must be 0 or more and, in float32, less than 1; with 1 the bias "
+                "correction divides by zero"
+            )

@@ -90,6 +90,7 @@ def exact_matmul(
     bias: Tensor | None = None,
     poison: Tensor | None = None,
     precision: torch.dtype | None = None,
+    fast: bool = False,
 ) -> Tensor:
     """`backend.matmul` in float64."""
     left = _double(a, backend.Copy.COLUMNWISE if transpose_a else backend.Copy.ROWWISE)

@@ -244,6 +244,20 @@ def test_weights_that_differ(how: str, used: list[str]) -> None:
     assert len(used) == 2, "the eager ones"
 
 
+@pytest.mark.parametrize("name", ["mlp", "norm and three linears"])
+def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
+    """Each has a gradient of its own dtype, which is not rounded to that of another."""
+    found = []
+    for compiler in (None, aot_eager):
+        module = build(name, "current")
+        biases = [parameter for parameter in module.named_parameters() if "norm" not in parameter[0]]
+        last, bias = [parameter for parameter in biases if parameter[0].endswith("bias")][-1]
+        setattr(module, last, nn.Parameter(bias.detach().float()))
+        found.append(trained(module, "current", compiler, steps=1))
+    assert not differing(*found)
+    assert len(used) == 4 and len({*used}) == 1, "both of them, in training and evaluation"
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:

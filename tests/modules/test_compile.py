@@ -22,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
 from quantshard.errors import UnsupportedOperationError
+from quantshard.formats import FP8_E4M3, Scaling
 from quantshard.modules import context
+from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from tests.distributed.models import RECIPES
 
 # Dynamo itself makes an instance of every autograd.Function that it traces
@@ -194,6 +196,26 @@ def test_bits_outside_of_autocast(recipe: str) -> None:
     inside = recipe == "nvfp4"
     compiled = steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, aot_eager)
     assert_equal(compiled, steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, None))
+
+
+def test_a_second_call_draws_words_of_its_own() -> None:
+    """Of one input: a partitioner would make one call of two, where a call leaves nothing behind."""
+    cell, rounded = Cell(FP8_E4M3), Cell(FP8_E4M3, Scaling(stochastic_rounding=True))
+    table = dict.fromkeys(resolve("current").table, cell)
+    recipe = TableRecipe(
+        "rounded inputs", table | {(TensorRole.INPUT, gemm): rounded for gemm in (Gemm.FPROP, Gemm.WGRAD)}
+    )
+    found = []
+    for compiler in (None, aot_eager):
+        module, x = build("Linear", recipe), data()
+        skip_objects(recipe, inside=False)
+        twice = lambda x, module=module: (module(x), module(x))  # noqa: E731
+        with qs.autocast(recipe=recipe):
+            one, other = (twice if compiler is None else compiler(twice))(x)
+        assert not torch.equal(one, other)
+        (one.sum() + 2 * other.sum()).backward()
+        found.append([one, other, x.grad, *module.state_dict().values()])
+    assert_equal(*found)
 
 
 @pytest.mark.slow

@@ -160,6 +160,17 @@ def test_masters_keep_what_codes_cannot(cell):
     )
 
 
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (1.0, 0.9), (0.9, 1 - 1e-12), (-0.1, 0.9), (0.9, float("nan"))])
+def test_betas_that_would_divide_by_zero_are_refused(betas):
+    param = nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigurationError, match="less than 1"):
+        FusedAdam([param], betas=betas)
+    optimizer = FusedAdam([param], betas=(0.0, 0.9))
+    with pytest.raises(ConfigurationError, match="less than 1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "betas": betas})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_betas_and_eps_are_used():
     param, twin = (nn.Parameter(random(6, 6)) for _ in range(2))
     optimizer = FusedAdam([param], lr=LR, betas=(0.5, 0.75), eps=0.25)
