@@ -31,6 +31,10 @@ What differs on purpose:
   call `grad_scaler.step(optimizer)`.
 - States of fewer than 32 bits are rounded stochastically, by seed and global index. A BF16 parameter with a remainder
   is the master rounded to nearest, ties away from zero; the remainder is `master_param_low`, uint8 [..., 2].
+- FP8 GEMMs sum in float32. TransformerEngine's of the forward do not, under delayed and current scaling: that is
+  `fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=False)` here.
+- FP8 moments have scales that are powers of two, and Adam multiplies by 1 / (1 - beta**step) where
+  TransformerEngine divides by 1 - beta**step.
 - A stored weight under delayed scaling is first quantized with its own amax, not with scale 1.
 - Changing the dtype of a quantized parameter (`.to(torch.float32)`) changes its nominal dtype and no code;
   `dequantize()` gives values.
