@@ -101,6 +101,7 @@ def cells(backend: str) -> Cells:
         ("with an MLP", 1): ["mxfp8 two copies"],
         ("with an MLP", 3): ["delayed"],
         ("with an MLP on kernels", 2): ["delayed", "nvfp4"],
+        ("with an MLP on kernels", 3): ["mxfp8"],
     }
 
 

@@ -155,3 +155,14 @@ def mixed() -> dict[str, str]:
 def test_ranks_of_which_one_has_no_kernels_for_its_gradients() -> None:
     [expected] = run_ranks(1, mixed)
     assert run_ranks(3, mixed) == [expected] * 3
+
+
+def test_experts_at_once_on_three_ranks() -> None:
+    """A third of a gradient rounds, so only the first outputs are those of one process; the rest is that of the same
+    ranks, sharded and recomputed or not."""
+    cases = [experts_case.Case("delayed", 1, 3, experts=6, **way) for way in ({}, {"sharded": True, "recompute": True})]
+    [([alone], _)] = run_ranks(1, experts, [experts_case.Case("delayed", 1, 1, experts=6)])
+    [([plain, sharded], calls), *_] = run_ranks(3, experts, cases)
+    assert calls == STEPS * (LAYERS + 2 * LAYERS)
+    assert plain == sharded and len(plain) == len(alone)
+    assert plain["0 y"] == alone["0 y"]
