@@ -55,17 +55,6 @@ of some on an H200."""
 
 
 @triton.jit
-def exact(codes, E: tl.constexpr):
-    """Codes of FP8 -> float16."""
-    if E.cast == 1:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif E.cast == 2:
-        return codes.to(tl.float8e5, bitcast=True).to(tl.float16)
-    else:
-        return ql.decode(codes, E).to(tl.float16)
-
-
-@triton.jit
 def scale_at(ptr, there):
     """Scales, decoded if they are stored as E8M0."""
     stored = tl.load(ptr, mask=there, other=0)
@@ -103,7 +92,7 @@ def rows_kernel(
         left = tl.load(a, mask=(i < end)[:, None] & inside[None, :], other=0)
         right = tl.load(b, mask=inside[:, None] & (j < cols)[None, :], other=0)
         if BLOCK == 0:
-            total = tl.dot(exact(left, A), exact(right, B), total)
+            total = tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16), total)
         else:
             step = start // BLOCK
             row_scales = scale_at(a_scales + i * tl.cdiv(summed, BLOCK) + step, i < end)
@@ -112,7 +101,11 @@ def rows_kernel(
             else:
                 at = j // BLOCK + step * tl.cdiv(cols, BLOCK)
             col_scales = scale_at(grid + at, j < cols)
-            total += tl.dot(exact(left, A), exact(right, B)) * row_scales[:, None] * col_scales[None, :]
+            total += (
+                tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16))
+                * row_scales[:, None]
+                * col_scales[None, :]
+            )
         a += SUMMED
         b += SUMMED * (1 if TURNED else cols)
     if BLOCK == 0:
@@ -145,7 +138,7 @@ def weights_kernel(
         inside = (k < count - start)[:, None]
         left = tl.load(a, mask=inside & (i < rows)[None, :], other=0)
         right = tl.load(b, mask=inside & (j < cols)[None, :], other=0)
-        total = tl.dot(tl.trans(exact(left, A)), exact(right, B), total)
+        total = tl.dot(tl.trans(ql.decode(left, A, tl.float16)), ql.decode(right, B, tl.float16), total)
         a += SUMMED * rows
         b += SUMMED * cols
     total = total * tl.load(a_scales + expert) * tl.load(b_scales + expert)
@@ -175,7 +168,11 @@ def weights_by_blocks_kernel(
         right = tl.load(b, mask=(j < cols)[None, :], other=0)
         row_scales = scale_at(a_scale + start // BLOCK, i < rows)
         col_scales = scale_at(b_scale + start // BLOCK, j < cols)
-        total += tl.dot(exact(left, A), exact(right, B)) * row_scales[:, None] * col_scales[None, :]
+        total += (
+            tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16))
+            * row_scales[:, None]
+            * col_scales[None, :]
+        )
         a += SUMMED
         b += SUMMED
     total = total * tl.load(poison + expert)

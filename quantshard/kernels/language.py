@@ -201,12 +201,12 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def decode(codes, E: tl.constexpr):
-    """Codes, uint8, one for each element -> float32, exactly: `numerics.decode`."""
+def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
+    """Codes, uint8, one for each element -> float32, or float16 for codes of 8 bits, exactly: `numerics.decode`."""
     if E.cast == 1:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return codes.to(tl.float8e4nv, bitcast=True).to(TO)
     elif E.cast == 2:
-        return codes.to(tl.float8e5, bitcast=True).to(tl.float32)
+        return codes.to(tl.float8e5, bitcast=True).to(TO)
     else:
         code = codes.to(tl.int32)
         sign = (code << (32 - E.bits)) & -0x80000000
@@ -220,7 +220,7 @@ def decode(codes, E: tl.constexpr):
                 infinite = (0x7F800000 | sign).to(tl.float32, bitcast=True)
                 value = tl.where(magnitude == 0x7C, infinite, value)
                 value = tl.where(magnitude > 0x7C, float("nan"), value)
-        return value
+        return value.to(TO)
 
 
 # -------------------------------------------------------------------------------------------------------------- scales

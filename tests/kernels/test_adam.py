@@ -11,11 +11,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from quantshard import formats, numerics, recipe, sharding
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.formats import Scaling
 from quantshard.kernels import multi_tensor
+from quantshard.kernels.adam import quotient_by_root
 from quantshard.kernels.adam_parameters import Low, Parameter, Plain, Rectangle, Scaled, Way, way_of
 from quantshard.kernels.adam_plan import Plan
 from quantshard.optimizers import rounding
@@ -47,6 +51,29 @@ CELLS = {
 }
 
 HYPER = Hyperparameters(3, 0.01, 0.9, 0.999, 1e-8, 0.1, True, True)
+
+
+@triton.jit
+def quotient_kernel(a, b, c, written, asked, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    x, y = tl.load(a + at), tl.load(b + at)
+    tl.store(written + at, quotient_by_root(x, y, c))
+    tl.store(asked + at, tl.div_rn(x, tl.sqrt_rn(y) + c))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter does not run what is written out in PTX")
+@pytest.mark.parametrize("c", [0.0, 1e-8, 1.0, 3e20, -1e-3])
+def test_root_and_quotient_have_the_bits_of_the_instructions(c):
+    """Of any bits; and of fours that all lie where one check lets them through."""
+    size, generator = 1 << 24, torch.Generator(DEVICE).manual_seed(0)
+    for low, high in ((0, 1 << 31), ((127 - 59) << 23, (127 + 59) << 23)):
+        drawn = torch.randint(low, high, (2, size), generator=generator, device=DEVICE).to(torch.int32)
+        a, b = drawn.view(torch.float32)
+        a[::2] *= -1
+        written, asked = torch.empty_like(a), torch.empty_like(a)
+        quotient_kernel[(size // 1024,)](a, b, c, written, asked, 1024, enable_fp_fusion=False)
+        same = (written.view(torch.int32) == asked.view(torch.int32)) | (written.isnan() & asked.isnan())
+        assert bool(same.all()), (c, a[~same][:3], b[~same][:3])
 
 
 def settings(**changes):

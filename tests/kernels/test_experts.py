@@ -16,6 +16,7 @@ from quantshard import backend
 from quantshard.errors import FallbackError, UnsupportedOperationError
 from quantshard.recipe import Recipe, resolve
 from tests.distributed.models import RECIPES
+from tests.modules.test_grouped_linear import is_equal_when_recomputed
 
 pytest.importorskip("triton")
 
@@ -189,18 +190,8 @@ def test_a_gradient_that_is_not_finite_poisons_its_expert_alone(recipe: str) -> 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 def test_recomputation_at_once_gives_the_same_bits(recipe: str, reentrant: bool, calls: list[int]) -> None:
     rule = AT_ONCE[recipe]
-    kept, again = experts(rule), experts(rule)
-    for step in range(2):
-        a, b = (values(step, 12, IN).requires_grad_() for _ in range(2))
-        with qs.autocast(recipe=rule):
-            y = kept(a, [7, 0, 1, 4])
-            z = qs.checkpoint(again, b, [7, 0, 1, 4], use_reentrant=reentrant)
-        y.float().square().sum().backward()
-        z.float().square().sum().backward()
-        assert torch.equal(y, z) and torch.equal(a.grad, b.grad)
+    is_equal_when_recomputed(experts(rule), experts(rule), rule, reentrant, lambda step: values(step, 12, IN))
     assert calls == [4] * 6
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(kept.parameters(), again.parameters(), strict=True))
-    assert all(torch.equal(*pair) for pair in zip(kept.state_dict().values(), again.state_dict().values(), strict=True))
 
 
 def test_amaxes_of_two_calls_in_one_autocast_are_merged(apart: Callable) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,10 +97,15 @@ def test_an_amax_of_no_tokens_is_not_recorded() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_recomputation_gives_the_same_bits(recipe: str, reentrant: bool) -> None:
     rule = ALL_RECIPES[recipe]
-    kept, again = grouped(rule), grouped(rule)
+    is_equal_when_recomputed(grouped(rule), grouped(rule), rule, reentrant, lambda step: values(step, 12, IN))
+
+
+def is_equal_when_recomputed(
+    kept: qs.GroupedLinear, again: qs.GroupedLinear, rule: Any, reentrant: bool, data: Callable[[int], Tensor]
+) -> None:
+    """Two equal layers, one of them under activation recomputation: outputs, gradients and states of two steps."""
     for step in range(2):
-        x = values(step, 12, IN)
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        a, b = (data(step).requires_grad_() for _ in range(2))
         with qs.autocast(recipe=rule):
             y = kept(a, [7, 0, 1, 4])
             z = qs.checkpoint(again, b, [7, 0, 1, 4], use_reentrant=reentrant)
