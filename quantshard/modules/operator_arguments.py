@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantshard import private_torch, sharding
+from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context
 from quantshard.modules.linear_operands import LinearState, WgradOperand, cells, keeps_transposed
@@ -94,7 +95,12 @@ class Layers(NamedTuple):
 
     def states(self) -> tuple[Owner, list[LinearState]]:
         """The module, and the state of each layer."""
-        module, recipe = _modules[int(self.module)], context.setting(self.setting).recipe
+        module, recipe = _modules.get(int(self.module)), context.setting(self.setting).recipe
+        if module is None:
+            raise UnsupportedOperationError(
+                f"the module of the compiled layer of {self.weights!r} was deleted before backward ran; keep a "
+                "reference to it until then"
+            )
         named = zip(self.names, self.prefixes.split(";"), strict=True)
         states = [module._linear_state(names, recipe, prefix) for names, prefix in named]
         return module, [replace(state, record=self.record) for state in states]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -196,6 +197,18 @@ def test_bits_outside_of_autocast(recipe: str) -> None:
     inside = recipe == "nvfp4"
     compiled = steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, aot_eager)
     assert_equal(compiled, steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, None))
+
+
+def test_a_module_that_is_gone_before_backward_is_told() -> None:
+    module = build("Linear", "current")
+    compiled = aot_eager(module)
+    with qs.autocast(recipe="current"):
+        loss = compiled(data()).sum()
+    del module, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(UnsupportedOperationError, match=r"'weight'.*deleted before backward"):
+        loss.backward()
 
 
 def test_a_second_call_draws_words_of_its_own() -> None:
