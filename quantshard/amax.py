@@ -152,7 +152,7 @@ class FlatMax:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
         reduced = flat.view(torch.float32)[:numel].split([tensor.numel() for tensor in tensors])
         views = [part.view(tensor.shape) for tensor, part in zip(tensors, reduced, strict=True)]
-        torch.ops.aten._foreach_copy_(tensors, views)  # a few launches for all of them
+        torch.ops.aten._foreach_copy_.default(tensors, views)  # a few launches for all of them
 
 
 def _members(group: Groups) -> tuple[dist.ProcessGroup, ...]:
@@ -311,7 +311,7 @@ class PendingAmaxes:
                 earlier.append(self._pending[key][1])
             self._pending[key] = (history, amax, group)
         if later:
-            torch.ops.aten._foreach_maximum_(later, earlier)
+            torch.ops.aten._foreach_maximum_.List(later, earlier)
 
     def _key(self, identity: int, history: Tensor) -> tuple[int, int]:
         """Modules that share a weight share its identity, and are told apart by their order."""

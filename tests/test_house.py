@@ -256,6 +256,23 @@ def full_name(node: ast.AST, aliases: dict[str, str]) -> str:
     return aliases.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
+def operations_are_called_by_overload(tree: Tree) -> list[str]:
+    """A packet of overloads tries one after the other, and where one does not fit some versions of torch make an error
+    message that nobody sees of the values of its tensors: the host then waits for the device at every call."""
+    found = []
+    for path, source in tree.items():
+        aliases: dict[str, str] = {}
+        for node in ast.walk(parsed := parse(source)):
+            aliases |= torch_aliases(path, node, aliases)
+        for node in ast.walk(parsed):
+            name = full_name(node.func, aliases) if isinstance(node, ast.Call) else ""
+            if name.startswith("torch.ops.aten.") and name.count(".") == 3:
+                found.append(
+                    f"{at(path, node)}: {name}() names no overload; call {name}.default(), or the one that fits"
+                )
+    return found
+
+
 def private_uses(path: str, node: ast.AST, aliases: dict[str, str], own: set[str]) -> list[str]:
     """The private names that `node` itself uses."""
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -328,6 +345,11 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"tensor.py": "import torch\nfsdp = torch.distributed.fsdp\nfsdp._init()"}, 1),
         ({"tensor.py": "param._spec"}, 1),
         ({"tensor.py": "getattr(param, '_spec')"}, 1),
+    ],
+    operations_are_called_by_overload: [
+        ({"ops.py": "import torch\naten = torch.ops.aten\naten.add.Tensor(x, y), rule(aten.mul)"}, 0),
+        ({"ops.py": "import torch\naten = torch.ops.aten\ndef f():\n    aten.add(x, y)"}, 1),
+        ({"ops.py": "import torch\ntorch.ops.aten._foreach_maximum_(x, y)"}, 1),
     ],
 }
 

@@ -183,7 +183,7 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_leading(y: Tensor, shape: Sequence[int], split: Split | None = None) -> Tensor:
-    out: Tensor = torch.ops.aten._unsafe_view(y, [*_leading(shape, split), y.shape[-1]])
+    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*_leading(shape, split), y.shape[-1]])
     return out
 
 

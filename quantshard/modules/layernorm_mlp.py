@@ -46,7 +46,7 @@ def _qgelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 _CURVES = {
     "gelu": Curve(
         lambda x: F.gelu(x, approximate="tanh"),  # TransformerEngine's gelu is the tanh form
-        lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+        lambda dy, x: torch.ops.aten.gelu_backward.default(dy, x, approximate="tanh"),
     ),
     "relu": Curve(F.relu, lambda dy, x: dy * (x > 0)),
     "silu": Curve(F.silu, torch.ops.aten.silu_backward),
