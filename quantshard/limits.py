@@ -124,9 +124,10 @@ REFUSALS: Final[dict[str, Limit]] = {
         "leave it out of the compiled function (torch.compiler.disable)",
     ),
     "captured draws": Limit(
-        "stochastic rounding of activations or gradients is not captured in a CUDA graph",
+        "what draws random words is not captured in a CUDA graph before quantshard.capturable_(model)",
         "the draws are counted on the host, so every replay would round with the same random words",
-        "capture a recipe without it (NVFP4BlockScaling(disable_stochastic_rounding=True)), or do not capture",
+        "call quantshard.capturable_(model), run a step, then capture; or use a recipe without stochastic rounding "
+        "(NVFP4BlockScaling(disable_stochastic_rounding=True))",
     ),
     "second derivative": Limit(
         "create_graph=True through a quantized layer is not supported",

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import compute, numerics
+from quantshard import compute, limits, numerics
 from quantshard.compute import RandomWords
+from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Role
 from quantshard.numerics import Words
 from quantshard.recipe import Cell
@@ -90,9 +91,9 @@ class QuantizedStorage:
         return replace(self.map(torch.clone), state=state, gathered=False, fetch=None, source=None)
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
-        """An independent copy on another device (None: the same one). Key and draws stay on the CPU."""
+        """An independent copy on another device (None: the same one). What is counted on the CPU stays there."""
         state = {
-            name: value.to(device, copy=True) if name == AMAX_HISTORY else value.clone()
+            name: value.to(device, copy=True) if name == AMAX_HISTORY or not value.is_cpu else value.clone()
             for name, value in self.state.items()
         }
         moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
@@ -230,13 +231,34 @@ def random_key() -> Tensor:
     return torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu")
 
 
+def counts_on_host(state: dict[str, Tensor]) -> bool:
+    """True if a parameter's draws are counted on the host, as they are unless `modules.capturable_` was called."""
+    return state[DRAWS].is_cpu
+
+
+def next_draw(state: dict[str, Tensor]) -> int | Tensor:
+    """The number of a parameter's next draw, which is counted with that: an int64 scalar if counted on a GPU.
+
+    Raises:
+        UnsupportedOperationError: it is counted on the host, and a CUDA graph is being captured.
+    """
+    draws = state[DRAWS]
+    if not counts_on_host(state):
+        number: int | Tensor = draws.view(()).clone()
+    elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedOperationError(limits.refusal("captured draws", "stochastic rounding"))
+    else:
+        number = int(draws)
+    draws.add_(1)
+    return number
+
+
 def rounding_words(storage: QuantizedStorage) -> Words:
     """Random words for the stochastic rounding of a weight's new values, by global index.
 
     It is one draw of the weight's counter, so every rank that holds a piece must take it in the same step.
     """
-    draw = int(storage.state[DRAWS])
-    storage.state[DRAWS].add_(1)
+    draw = next_draw(storage.state)
     shard = storage.shard
     key = int(storage.state[KEY])
     return Words(key, draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)

@@ -1,6 +1,7 @@
 """Modules: drop-in layers whose weights may be low-precision numbers."""
 
 from quantshard.modules.attention import DotProductAttention, MultiheadAttention
+from quantshard.modules.capture import capturable_
 from quantshard.modules.context import autocast, quantized_model_init
 from quantshard.modules.experts import Dispatch, dispatch_tokens
 from quantshard.modules.grouped_linear import GroupedLinear
@@ -26,6 +27,7 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "capturable_",
     "checkpoint",
     "dispatch_tokens",
     "quantized_model_init",

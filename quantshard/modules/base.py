@@ -290,6 +290,9 @@ class QuantizedModule(OnMesh, Saved):
                 moved = self.get_buffer(name)
                 if moved.dtype != buffer.dtype:
                     self.register_buffer(name, buffer.to(moved.device))
+        for name, state in self._plain_states.items():
+            if not storages.counts_on_host(state):
+                state[DRAWS] = state[DRAWS].to(private_torch.local_tensor(self.get_parameter(name)).device)
         return self
 
     # Use -------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import compute, kernels, limits, operands, private_torch, sharding
+from quantshard import compute, kernels, operands, private_torch, sharding
 from quantshard.amax import Groups, history_amax, including
-from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context, parallel
 from quantshard.modules.parallel import TensorParallel
@@ -27,11 +26,11 @@ from quantshard.sharding import Shard
 from quantshard.storage import (
     AMAX_HISTORY,
     DGRAD_STREAM,
-    DRAWS,
     KEY,
     STREAMS_PER_RANK,
     WGRAD_STREAM,
     QuantizedStorage,
+    next_draw,
 )
 from quantshard.tensor import QuantizedTensor
 
@@ -293,7 +292,8 @@ class _Words:
     """
 
     def __init__(self, weight: dict[str, Tensor], group: Groups) -> None:
-        self.weight, self.group, self.draw = weight, group, -1
+        self.weight, self.group = weight, group
+        self.draw: int | Tensor | None = None
 
     @staticmethod
     def of_layer(state: LinearState, part: int) -> _Words:
@@ -304,12 +304,8 @@ class _Words:
         """Words of one of the uses of a gradient, for any rectangle of it."""
 
         def words(shard: Shard) -> Words:
-            if self.draw < 0:
-                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                    raise UnsupportedOperationError(limits.refusal("captured draws", "a linear layer"))
-                draws = self.weight[DRAWS]
-                self.draw = int(draws)
-                draws.add_(1)
+            if self.draw is None:
+                self.draw = next_draw(self.weight)
             base = parallel.stream_base(self.group) * STREAMS_PER_RANK
             key = int(self.weight[KEY])
             return Words(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)

@@ -17,9 +17,9 @@ STEPS, TOKENS, HIDDEN = 20, 96, 64
 class Training:
     """A transformer layer, its optimizer, and the tensors that a captured step reads and writes."""
 
-    def __init__(self, recipe: str, lr: float) -> None:
+    def __init__(self, recipe: str, lr: float, quantized: bool = True) -> None:
         torch.manual_seed(5)
-        with qs.quantized_model_init(recipe=RECIPES[recipe]):
+        with qs.quantized_model_init(quantized, recipe=RECIPES[recipe]):
             self.model = qs.TransformerLayer(
                 HIDDEN, 160, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm",
                 activation="swiglu", params_dtype=torch.bfloat16, device="cuda", attention_backend="math",
@@ -55,10 +55,12 @@ def captured(training: Training) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "nvfp4"])
-def test_twenty_replays_are_twenty_steps(recipe: str) -> None:
-    """1 process: losses, weights, states and amax histories, bit for bit. NVFP4 counts its draws on the host."""
-    eager, replayed = Training(recipe, 1e-3), Training(recipe, 1e-3)
+@pytest.mark.parametrize("quantized", [True, False], ids=["quantized weights", "plain weights"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_twenty_replays_are_twenty_steps(recipe: str, quantized: bool) -> None:
+    """1 process: losses, weights, states, amax histories and draws, bit for bit."""
+    eager, replayed = (Training(recipe, 1e-3, quantized) for _ in range(2))
+    qs.capturable_(replayed.model)
     first = [training.take(0, training.step) for training in (eager, replayed)]  # a graph needs a step before it
     assert torch.equal(*first)
     graph = captured(replayed)
@@ -79,3 +81,23 @@ def test_the_captured_step_learns() -> None:
     training.take(1, graph.replay)
     assert bits(training.model, training.optimizer) != before
     assert isinstance(training.model, nn.Module)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_counts_go_where_the_model_goes(quantized: bool) -> None:
+    """1 process: a model counted on its GPU goes on on a CPU, by the words of one that never was on a GPU."""
+    x = torch.randn(21, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(3)
+        with qs.quantized_model_init(quantized, "nvfp4"):
+            layer = qs.Linear(40, 33, params_dtype=torch.bfloat16, device="cpu").to(device)
+        qs.capturable_(layer)
+        for where in (device, "cpu"):
+            layer.to(where).zero_grad()
+            with qs.autocast(recipe="nvfp4"):
+                layer(x.to(where)).float().sin().sum().backward()
+        found.append({name: p.grad for name, p in layer.named_parameters()} | dict(layer.state_dict()))
+    on_cpu, moved = found
+    assert on_cpu["weight_draws"].item() == 2
+    assert all(value.device.type == "cpu" and torch.equal(value, on_cpu[name]) for name, value in moved.items())
