@@ -26,6 +26,11 @@ ROUND_TWO = tl.constexpr("{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0,
 HIGHEST_BYTES = tl.constexpr(
     "{.reg .b32 p, q; prmt.b32 p, $1, $2, 0x0073; prmt.b32 q, $3, $4, 0x0073; prmt.b32 $0, p, q, 0x5410;}"
 )
+CAST_TO_E4M3 = tl.constexpr(
+    "{.reg .b16 p, q; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.rn.satfinite.e4m3x2.f32 q, $4, $3; "
+    "mov.b32 $0, {p, q};}"
+)
+CAST_TO_E5M2 = tl.constexpr(CAST_TO_E4M3.value.replace("e4m3", "e5m2"))
 
 CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
 """Encodings that a GPU converts to in one instruction, by the number under which `encode` knows them."""
@@ -87,15 +92,17 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def encode(x, E: tl.constexpr, KEPT: tl.constexpr = False):
+def encode(x, E: tl.constexpr):
     """Float32 tile of products -> codes, one for each element, rounded to nearest even: `numerics.encode`.
 
-    Codes are uint8 or int32; those of 4 bits are the highest bits of a uint32, for `pack`. These are right for NaN
-    because a GPU's product that is NaN is positive. KEPT: the codes are stored as they lie, in the layout of the tile.
+    Codes are int32; those of 4 bits are the highest bits of a uint32, for `pack`. These are right for NaN because a
+    GPU's product that is NaN is positive.
     """
-    if E.cast:  # the instruction saturates
-        codes = x.to(tl.float8e4nv if E.cast == 1 else tl.float8e5).to(tl.uint8, bitcast=True)
-        return codes if KEPT else chosen(x, codes)
+    if E.cast:  # the instruction saturates; four codes at once, or the compiler picks pairs of them apart
+        CAST: tl.constexpr = CAST_TO_E4M3 if E.cast == 1 else CAST_TO_E5M2
+        codes = tl.inline_asm_elementwise(CAST, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
+        # widened, or what codes are made of would go into the layout of each store: more bytes, and twice the work
+        return codes.to(tl.int32) & 0xFF
     else:
         # the last place of a sum with this power is the gap of x's binade, in units of which it ends with |x| rounded
         x, magnitude, power = parts_of(x, E)
@@ -107,16 +114,6 @@ def encode(x, E: tl.constexpr, KEPT: tl.constexpr = False):
         else:
             gaps = tl.fma(power, 8388608.0 * 0.5**E.mantissa, magnitude).to(tl.int32, bitcast=True)
             return assemble(x, gaps, power, E)
-
-
-@triton.jit
-def chosen(x, codes):
-    """Codes of FP8, but 0x7F where x is NaN.
-
-    Without the choice, which the instruction makes too, Triton 3.6 gives wrong bytes: where it puts words together from
-    the pairs that the instruction makes, to change a layout, its assembler loses some of them (seen on an H200).
-    """
-    return tl.where(x != x, 0x7F, codes.to(tl.int32))
 
 
 @triton.jit

@@ -348,7 +348,7 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
         codes = ql.encode_stochastic(scaled, words, element, S.keep_positive, x)
     else:
         tl.static_assert(not S.keep_positive)
-        codes = ql.encode(scaled, element, H.aligned)
+        codes = ql.encode(scaled, element)
     if element.bits == 16:
         tl.store(
             pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, codes.to(tl.int16), mask=tile.valid

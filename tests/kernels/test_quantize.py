@@ -252,7 +252,7 @@ def test_amax_of_transformed_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16"])
 def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
-    """Whole tiles, which a GPU reads and writes by 16 bytes: there an assembler has lost bytes (`language.chosen`)."""
+    """Whole tiles, which a GPU reads and writes by 16 bytes: there an assembler has lost bytes."""
     fmt = FORMATS[name]
     copy, x = fmt.copies[Copy.ROWWISE], torch.randn(256, 256, device=DEVICE, dtype=dtype)
     expected = numerics.quantize(x, fmt)
