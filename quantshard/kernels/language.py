@@ -378,6 +378,40 @@ def block_amax(
 
 
 @triton.jit
+def line_amax(
+    x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    TOGETHER: tl.constexpr = 1,
+):  # fmt: skip
+    """`block_amax` of bfloat16 values, held in that or in float32, two at once; a block is of one row or one column.
+
+    (Of square blocks Triton 3.6 compiles it without end.)
+    """
+    tl.static_assert(BLOCK_ROWS == 1 or BLOCK_COLS == 1)
+    low, high = tl.split(tl.reshape(x, (ROWS, COLS // 2, 2)))
+    if x.dtype == tl.bfloat16:
+        pairs = low.to(tl.uint16, bitcast=True).to(tl.uint32) | high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    else:
+        pairs = low.to(tl.uint32, bitcast=True) >> 16 | high.to(tl.uint32, bitcast=True) & 0xFFFF0000
+    pairs &= 0x7FFF7FFF
+    if BLOCK_COLS > 1:
+        pairs = tl.reduce(tl.reshape(pairs, (ROWS, COLS // BLOCK_COLS, BLOCK_COLS // 2)), 2, _larger_pair)
+        bits = tl.maximum(pairs & 0xFFFF, pairs >> 16) << 16
+    else:
+        NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
+        FAR: tl.constexpr = BLOCK_ROWS // NEAR
+        shape: tl.constexpr = (TOGETHER // NEAR, NEAR, ROWS // TOGETHER // FAR, FAR, COLS // 2)
+        pairs = tl.reduce(tl.reduce(tl.reshape(pairs, shape), 1, _larger_pair), 2, _larger_pair)
+        bits = tl.join(pairs << 16, pairs & 0xFFFF0000)
+    return tl.reshape(bits, (ROWS // BLOCK_ROWS, COLS // BLOCK_COLS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _larger_pair(a, b):
+    """Of two bfloat16 each; NaN wins."""
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
 def expand(
     grid, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     TOGETHER: tl.constexpr = 1,

@@ -120,12 +120,12 @@ def emit(
             bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
             tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
         x = _transformed(values, dtype, H)
-        amax = _amaxes(x, out, H)
+        amax = _amaxes(values, x, out, dtype, H)
         if T is None or T.hadamard:
             _emit(x, amax, row, col, where, out, words, H)
     if T is not None:
         y = _transformed(values, dtype, T)
-        other_amax = _amaxes(y, other_out, T)
+        other_amax = _amaxes(values, y, other_out, dtype, T)
         if H is not None and not T.hadamard:
             # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
             _emit(x, amax, row, col, where, out, words, H)
@@ -180,14 +180,19 @@ def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _amaxes(x, out, H: tl.constexpr):
-    """Of the blocks of a tile as held; anything, if their multipliers are given."""
+def _amaxes(values, x, out, dtype: tl.constexpr, H: tl.constexpr):
+    """Of the blocks of a tile of x, made of values, as held; anything, if their multipliers are given."""
+    ROWS: tl.constexpr = H.cols if H.turned else H.rows
+    COLS: tl.constexpr = H.rows if H.turned else H.cols
+    BLOCK_ROWS: tl.constexpr = H.block_cols if H.turned else H.block_rows
+    BLOCK_COLS: tl.constexpr = H.block_rows if H.turned else H.block_cols
+    lines: tl.constexpr = (BLOCK_ROWS == 1 or BLOCK_COLS == 1) and not H.hadamard
     if out.given is not None:
         return x
-    elif H.turned:
-        return ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    elif lines and dtype == tl.bfloat16 and not ql.INTERPRETED:
+        return ql.line_amax(values, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, H.together)
     else:
-        return ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
+        return ql.block_amax(x, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, H.together)
 
 
 @triton.jit
@@ -213,6 +218,12 @@ def touched_by(origin, size, COVERS: tl.constexpr):
 
 
 @triton.jit
+def _row_by_row(grid, ENTRIES: tl.constexpr, H: tl.constexpr):
+    """The entries of a grid as held, in the order of the grid that is stored."""
+    return tl.reshape(tl.trans(grid) if H.turned else grid, (ENTRIES,))
+
+
+@triton.jit
 def _multipliers(amax, row, col, where, out, H: tl.constexpr):
     """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
     rule: tl.constexpr = H.rule
@@ -228,10 +239,11 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
         if ENTRIES >= 32:
             # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
             order = tl.arange(0, ENTRIES)
-            stored, flat = ql.scales(tl.gather(tl.reshape(amax, (ENTRIES,)), order, 0), second, rule)
-            tl.store(out.scale + tl.reshape(at, (ENTRIES,)), stored, mask=tl.reshape(inside, (ENTRIES,)))
-            shape: tl.constexpr = (COLS, ENTRIES // COLS) if H.turned else (ENTRIES // COLS, COLS)
-            multiplier = tl.reshape(tl.gather(flat, order, 0), shape)
+            stored, flat = ql.scales(tl.gather(_row_by_row(amax, ENTRIES, H), order, 0), second, rule)
+            tl.store(out.scale + _row_by_row(at, ENTRIES, H), stored, mask=_row_by_row(inside, ENTRIES, H))
+            multiplier = tl.reshape(tl.gather(flat, order, 0), (ENTRIES // COLS, COLS))
+            if H.turned:
+                multiplier = tl.trans(multiplier)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
             tl.store(out.scale + at, stored, mask=inside)
@@ -466,9 +478,19 @@ def quantize(
                 x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
                 *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
                 two and two.words.stream, two and two.words.global_shape[1],
-                H=one.how, T=two and two.how, num_warps=shared.warps, enable_fp_fusion=False,
+                H=one.how, T=two and two.how, **launch(shared, two is not None),
             )  # fmt: skip
     return one, two
+
+
+def launch(shared: Tile, both: bool) -> dict[str, Any]:
+    """Keyword arguments of a launch; `both`: directions have scales of their own.
+
+    Measured on an H200: large tiles then do best in three programs of four warps beside each other.
+    """
+    if both and shared.rows * shared.cols > BOTH_WAYS.rows * BOTH_WAYS.cols and shared.together == BOTH_WAYS.together:
+        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
+    return {"num_warps": shared.warps, "enable_fp_fusion": False}
 
 
 def programs(one: Target, two: Target | None) -> tuple[int, int]:

@@ -175,7 +175,7 @@ class Plan:
 
     def launch(self, backward: bool = False) -> dict[str, Any]:
         """Keyword arguments of a launch: warps and, where the compiler would take more, the registers of a thread with
-        which two programs run beside each other, as one of them waits for memory or for its own threads.
+        which two programs run beside each other, or three of four warps, as some wait for memory or for their threads.
 
         Measured on an H200; forward, in one direction, a bound makes the compiler take more registers than without.
         """
@@ -185,7 +185,8 @@ class Plan:
             warps = self.tile.warps
         else:
             warps = min(max(quantize.WARPS, size // (512 if backward and self.tile.together == 1 else 1024)), 16)
-        registers = _REGISTERS // (2 * 32 * warps)
+        beside = 3 if backward and warps == 4 else 2
+        registers = _REGISTERS // (beside * 32 * warps) // 8 * 8
         bound = both or (backward and self.tile.together == 1)
         return {"num_warps": warps, "maxnreg": registers if bound and registers <= _MOST_REGISTERS else None}
 

@@ -106,7 +106,7 @@ def quantized(one: Request, other: Request | None = None, next_amax: bool = Fals
         *quantize.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
         second and second.words.stream, second and second.words.global_shape[1],
         H=first.how, T=second and second.how, grid=(1,),
-        num_warps=tile.warps, enable_fp_fusion=False,
+        **quantize.launch(tile, other is not None),
     )  # fmt: skip
 
 

@@ -25,6 +25,9 @@ CHOSEN = [
 BYTES = {"NVFP4": (16, 8), "NVFP4, both directions, random": (8, 8), "dequantize NVFP4": (4, 16), "amax": (16, 0)}
 """Of the widest load and store of a thread, where these are not 16: half a byte a code, four columns a thread."""
 
+SPILLED = {"Adam, delayed, FP8 moments": 16, "1x128, both directions": 8, "activation, backward MXFP8": 48}
+"""Bytes that more programs beside each other are worth."""
+
 
 def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[str], None]) -> None:
     """Registers that spill would cost bandwidth; a fused multiply-add or a quick division would cost the oracle's bits.
@@ -41,8 +44,7 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
     found = {line.pop("kernel"): line for line in map(json.loads, done.stdout.splitlines())}
     show("\n".join(f"{name:32} {kernel['registers']:3} registers" for name, kernel in found.items()))
     for name, kernel in found.items():
-        # more programs beside each other are worth these few bytes
-        assert kernel["spilled"] <= (16 if "FP8 moments" in name else 0), name
+        assert kernel["spilled"] <= SPILLED.get(name, 0), name
         assert kernel["fused multiply-adds"] == 0, name
         assert kernel["approximate divisions"] == 0 or name.startswith("activation"), name
         assert (kernel["bytes of a load"], kernel["bytes of a store"]) == BYTES.get(name, (16, 16)), name
