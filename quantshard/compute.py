@@ -23,6 +23,7 @@ if kernels.USABLE:
     from quantshard.kernels import multi_tensor
     from quantshard.kernels import quantize as quantize_kernel
     from quantshard.kernels import transpose as transpose_kernel
+    from quantshard.kernels.targets import Request
 
 RandomWords = Tensor | Words
 """Random words of a rectangle: int64 of its shape, or which they are."""
@@ -89,7 +90,7 @@ def quantize_codes(
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
         multipliers = encode_scales[copy.scale.name].contiguous()
-        request = quantize_kernel.Request(copy, Scaling(), origin, multipliers, words=words)
+        request = Request(copy, Scaling(), origin, multipliers, words=words)
         return quantize_kernel.quantize(x, request)[0].codes
     drawn = words.tensor(x.device) if isinstance(words, Words) else words
     return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
@@ -112,7 +113,7 @@ def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: Words | None = Non
     scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
     for copy in fmt.copies.values():
         second = None if copy.amax is None else parts[copy.amax.name]
-        found, _ = quantize_kernel.quantize(x, quantize_kernel.Request(copy, scaling, second_amax=second, words=words))
+        found, _ = quantize_kernel.quantize(x, Request(copy, scaling, second_amax=second, words=words))
         assert found.scale is not None
         parts |= {copy.codes.name: found.codes, copy.scale.name: found.scale}
     return parts

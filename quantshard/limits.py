@@ -129,6 +129,11 @@ REFUSALS: Final[dict[str, Limit]] = {
         "call quantshard.capturable_(model), run a step, then capture; or use a recipe without stochastic rounding "
         "(NVFP4BlockScaling(disable_stochastic_rounding=True))",
     ),
+    "captured arithmetic": Limit(
+        "in-place arithmetic on quantized weights, as of stock optimizers, is not captured in a CUDA graph",
+        "whether values change, and are finite, is read back before any is written",
+        "keep optimizer.step() outside of the graph, or use FusedAdam with masters and capturable=True",
+    ),
     "second derivative": Limit(
         "create_graph=True through a quantized layer is not supported",
         "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",

@@ -192,6 +192,7 @@ def _empty_like(
     state = dict(tensor._storage.state)
     if AMAX_HISTORY in state:
         state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
+    storages.move_draws(state, target)
     storage = storages.empty(tensor._storage.cell, tensor._storage.shard, target, state)
     storage.mesh = tensor._storage.mesh
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)

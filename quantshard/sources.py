@@ -21,8 +21,8 @@ from quantshard.kernels import amax as amax_kernels
 from quantshard.kernels import norm as norm_kernels
 from quantshard.kernels import quantize as quantize_kernels
 from quantshard.kernels import scales as scale_kernels
-from quantshard.kernels.quantize import Request, Target
 from quantshard.kernels.results import Outputs, Targets
+from quantshard.kernels.targets import Request, Target
 from quantshard.numerics import Pair, Words
 from quantshard.recipe import Cell
 from quantshard.storage import QuantizedStorage

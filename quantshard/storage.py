@@ -91,11 +91,11 @@ class QuantizedStorage:
         return replace(self.map(torch.clone), state=state, gathered=False, fetch=None, source=None)
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
-        """An independent copy on another device (None: the same one). What is counted on the CPU stays there."""
-        state = {
-            name: value.to(device, copy=True) if name == AMAX_HISTORY or not value.is_cpu else value.clone()
-            for name, value in self.state.items()
-        }
+        """An independent copy on another device (None: the same one). The key stays on the CPU."""
+        state = {name: value.clone() for name, value in self.state.items()}
+        if AMAX_HISTORY in state:
+            state[AMAX_HISTORY] = state[AMAX_HISTORY].to(device)
+        move_draws(state, device)
         moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
         return replace(moved, state=state, source=ref(self))
 
@@ -234,6 +234,15 @@ def random_key() -> Tensor:
 def counts_on_host(state: dict[str, Tensor]) -> bool:
     """True if a parameter's draws are counted on the host, as they are unless `modules.capturable_` was called."""
     return state[DRAWS].is_cpu
+
+
+def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
+    """Count draws where a weight goes (None: it stays), unless they are counted on the host or it has no values there.
+
+    Nothing is counted on the meta device, so that the count of a weight which loses its values is kept.
+    """
+    if device is not None and DRAWS in state and not counts_on_host(state):
+        state[DRAWS] = state[DRAWS].to("cpu" if device.type == "meta" else device)
 
 
 def next_draw(state: dict[str, Tensor]) -> int | Tensor:

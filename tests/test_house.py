@@ -256,20 +256,27 @@ def full_name(node: ast.AST, aliases: dict[str, str]) -> str:
     return aliases.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
-def operations_are_called_by_overload(tree: Tree) -> list[str]:
+def operations_name_their_overload(tree: Tree) -> list[str]:
     """A packet of overloads tries one after the other, and where one does not fit some versions of torch make an error
-    message that nobody sees of the values of its tensors: the host then waits for the device at every call."""
+    message that nobody sees of the values of its tensors: the host then waits for the device at every call.
+
+    arithmetic.py may hold packets, to register all their overloads.
+    """
     found = []
     for path, source in tree.items():
         aliases: dict[str, str] = {}
-        for node in ast.walk(parsed := parse(source)):
+        parsed = parse(source)
+        parents = {child: node for node in ast.walk(parsed) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(parsed):
             aliases |= torch_aliases(path, node, aliases)
         for node in ast.walk(parsed):
-            name = full_name(node.func, aliases) if isinstance(node, ast.Call) else ""
-            if name.startswith("torch.ops.aten.") and name.count(".") == 3:
-                found.append(
-                    f"{at(path, node)}: {name}() names no overload; call {name}.default(), or the one that fits"
-                )
+            name = full_name(node, aliases) if isinstance(node, ast.Attribute) else ""
+            if not name.startswith("torch.ops.aten.") or name.count(".") > 3:
+                continue
+            parent = parents[node]
+            called = isinstance(parent, ast.Call) and parent.func is node
+            if called or not (isinstance(parent, ast.Attribute) or path == "arithmetic.py"):
+                found.append(f"{at(path, node)}: {name} names no overload; say .default, or the one that fits")
     return found
 
 
@@ -346,8 +353,11 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"tensor.py": "param._spec"}, 1),
         ({"tensor.py": "getattr(param, '_spec')"}, 1),
     ],
-    operations_are_called_by_overload: [
-        ({"ops.py": "import torch\naten = torch.ops.aten\naten.add.Tensor(x, y), rule(aten.mul)"}, 0),
+    operations_name_their_overload: [
+        ({"ops.py": "import torch\naten = torch.ops.aten\naten.add.Tensor(x, y), rule(aten.mul.Tensor)"}, 0),
+        ({"arithmetic.py": "import torch\naten = torch.ops.aten\nrule(aten.mul)"}, 0),
+        ({"arithmetic.py": "import torch\naten = torch.ops.aten\naten.mul(x, y)"}, 1),
+        ({"mlp.py": "import torch\ncurve(torch.ops.aten.silu_backward)"}, 1),
         ({"ops.py": "import torch\naten = torch.ops.aten\ndef f():\n    aten.add(x, y)"}, 1),
         ({"ops.py": "import torch\ntorch.ops.aten._foreach_maximum_(x, y)"}, 1),
     ],

@@ -16,7 +16,8 @@ from quantshard import numerics
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 from quantshard.kernels import amax, dequantize, scales, transpose
-from quantshard.kernels.quantize import Request, Target, quantize
+from quantshard.kernels.quantize import quantize
+from quantshard.kernels.targets import Request, Target
 from quantshard.numerics import Words
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quantshard.formats import ALL
 from quantshard.kernels import language as ql
-from quantshard.kernels.quantize import WARPS, How, Where, grid_of_tile, tile_of, tiles, tiling, touched
+from quantshard.kernels.quantize import grid_of_tile, tile_of
+from quantshard.kernels.targets import WARPS, How, Where, tiles, tiling, touched
 
 
 @triton.jit

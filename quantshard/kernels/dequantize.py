@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
-from quantshard.kernels.quantize import WARPS, How, Where, grid_of_tile, tile_of, tiles, tiling
+from quantshard.kernels.quantize import grid_of_tile, tile_of
+from quantshard.kernels.targets import WARPS, How, Where, tiles, tiling
 
 
 @triton.jit

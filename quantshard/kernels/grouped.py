@@ -23,9 +23,10 @@ from torch import Tensor
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
 from quantshard.kernels.multi_tensor import rows_of
-from quantshard.kernels.quantize import Request, Target, emit, programs, target, tile
+from quantshard.kernels.quantize import emit
 from quantshard.kernels.quantize import tile_of as quantize_tile_of
 from quantshard.kernels.results import by_rows, largest, load_tile
+from quantshard.kernels.targets import Request, Target, programs, target, tile
 
 FEW_ROWS: Final = 64
 MANY_ROWS: Final = 128

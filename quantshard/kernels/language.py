@@ -61,6 +61,11 @@ def element(encoding: Encoding, device: torch.device) -> Element:
     return Element(encoding.max, encoding.mantissa_bits, 1 - encoding.bias, encoding.bits, cast)
 
 
+def takes_pairs(device: torch.device) -> bool:
+    """True if `line_amax` runs there: its instruction is of compute capability 8.0."""
+    return kernels.INTERPRETED or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 # ------------------------------------------------------------------------------------------------------------ elements
 
 
@@ -101,7 +106,8 @@ def encode(x, E: tl.constexpr):
     if E.cast:  # the instruction saturates; four codes at once, or the compiler picks pairs of them apart
         CAST: tl.constexpr = CAST_TO_E4M3 if E.cast == 1 else CAST_TO_E5M2
         codes = tl.inline_asm_elementwise(CAST, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
-        # widened, or what codes are made of would go into the layout of each store: more bytes, and twice the work
+        # widened, or what codes are made of would go into the layout of each store: more bytes, and twice the work; the
+        # mask keeps the compiler from taking that back
         return codes.to(tl.int32) & 0xFF
     else:
         # the last place of a sum with this power is the gap of x's binade, in units of which it ends with |x| rounded
@@ -407,8 +413,13 @@ def line_amax(
 
 @triton.jit
 def _larger_pair(a, b):
-    """Of two bfloat16 each; NaN wins."""
-    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+    """Of two bfloat16 each, not negative; NaN wins."""
+    if INTERPRETED:
+        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a >> 16, b >> 16) << 16
+    else:
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1
+        )
 
 
 @triton.jit

@@ -12,84 +12,13 @@ Kernels that compute the values themselves (`norm`, `activation`) hand their til
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import random_words as rw
-from quantshard.numerics import Words
-
-
-class Tile(NamedTuple):
-    """Rows and columns that a program works on, and how they are held (see `ql.held`); a constant of a kernel."""
-
-    rows: int
-    cols: int
-    together: int = 1
-
-    @property
-    def warps(self) -> int:
-        """So many that a thread has 64 elements."""
-        return max(4, self.rows * self.cols // 2048)
-
-
-class How(NamedTuple):
-    """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
-
-    `turned`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
-    """
-
-    rows: int
-    cols: int
-    block_rows: int
-    block_cols: int
-    row_all: bool
-    col_all: bool
-    rule: ql.Rule
-    together: int = 1
-    turned: bool = False
-    hadamard: bool = False
-    stochastic: bool = False
-    by_four: bool = False
-    short_index: bool = False
-    draw_loaded: bool = False
-
-
-class Out(NamedTuple):
-    """Arguments of a kernel: where its results lie; None for what is not asked for.
-
-    `codes_cols`: stored, of a row. `given`: the multipliers, if they are not taken from the values. `second`: amax of
-    the whole tensor.
-    """
-
-    codes: Any
-    codes_cols: int
-    scale: Any
-    given: Any
-    second: Any
-    turned: Any
-    turned_cols: int
-    next_amax: Any
-
-
-class Where(NamedTuple):
-    """Arguments of a kernel: shape of the rectangle, its origin in the global matrix, and how many columns have values.
-
-    The other columns are what the Hadamard transform pads.
-    """
-
-    rows: int
-    cols: int
-    value_cols: int
-    row_origin: int
-    col_origin: int
+from quantshard.kernels.targets import Request, Target, halves, launch, programs, target, tile
 
 
 @triton.jit
@@ -120,12 +49,12 @@ def emit(
             bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
             tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
         x = _transformed(values, dtype, H)
-        amax = _amaxes(values, x, out, dtype, H)
+        amax = _amaxes(values, x, out, H)
         if T is None or T.hadamard:
             _emit(x, amax, row, col, where, out, words, H)
     if T is not None:
         y = _transformed(values, dtype, T)
-        other_amax = _amaxes(values, y, other_out, dtype, T)
+        other_amax = _amaxes(values, y, other_out, T)
         if H is not None and not T.hadamard:
             # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
             _emit(x, amax, row, col, where, out, words, H)
@@ -180,16 +109,15 @@ def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _amaxes(values, x, out, dtype: tl.constexpr, H: tl.constexpr):
+def _amaxes(values, x, out, H: tl.constexpr):
     """Of the blocks of a tile of x, made of values, as held; anything, if their multipliers are given."""
     ROWS: tl.constexpr = H.cols if H.turned else H.rows
     COLS: tl.constexpr = H.rows if H.turned else H.cols
     BLOCK_ROWS: tl.constexpr = H.block_cols if H.turned else H.block_rows
     BLOCK_COLS: tl.constexpr = H.block_rows if H.turned else H.block_cols
-    lines: tl.constexpr = (BLOCK_ROWS == 1 or BLOCK_COLS == 1) and not H.hadamard
     if out.given is not None:
         return x
-    elif lines and dtype == tl.bfloat16 and not ql.INTERPRETED:
+    elif H.pairs:
         return ql.line_amax(values, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, H.together)
     else:
         return ql.block_amax(x, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, H.together)
@@ -295,169 +223,6 @@ def quantize_kernel(
     emit(values, row, col, where, out, words, other_where, other_out, other_words, values.dtype, H, T)
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
-
-
-@dataclass(frozen=True)
-class Request:
-    """How a matrix [R, C] is quantized.
-
-    With `scaling.random_hadamard` it is transformed first, and C is padded to a multiple of 16.
-
-    `origin`: in the global matrix; a multiple of 2 along columns for packed codes, of 16 for the transform.
-    `multipliers`: float32, the touched grid of `numerics.encode_scales`. Required where blocks are not wholly inside.
-    `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, if no multipliers are given.
-    `words`: for stochastic rounding; those of the transformed and padded matrix.
-    `turned`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what quantizing
-    the transpose gives.
-    """
-
-    copy: QuantizedCopy
-    scaling: Scaling
-    origin: tuple[int, int] = (0, 0)
-    multipliers: Tensor | None = None
-    second_amax: Tensor | None = None
-    words: Words | None = None
-    turned: bool = False
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale within one tile."""
-        rows, cols = self.copy.block
-        return (1 if rows == ALL else rows, 1 if cols == ALL else cols)
-
-
-class Target(NamedTuple):
-    """One result of a kernel that quantizes, and what the kernel must be told of it.
-
-    `codes`: uint8 [R, C], packed as stored. `scale`: of the blocks that they touch; None if multipliers were given.
-    `turned`: codes of the transpose, [C, R] and packed likewise, if asked for.
-    """
-
-    codes: Tensor
-    scale: Tensor | None
-    turned: Tensor | None
-    where: Where
-    out: Out
-    how: How
-    words: Words
-
-    @property
-    def programs(self) -> tuple[int, int]:
-        """Tiles along both dims."""
-        return tiles(self.where, self.how)
-
-
-def tiles(where: Where, how: How) -> tuple[int, int]:
-    """How many tiles of the global grid a rectangle touches along both dims."""
-    return (
-        touched(where.row_origin, where.rows, how.rows),
-        touched(where.col_origin, where.cols, how.cols),
-    )
-
-
-def tile(request: Request, other: Request | None = None) -> Tile:
-    """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together."""
-    block_rows, block_cols = request.block
-    if other is not None:
-        block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
-    if not request.turned and other is None:
-        return Tile(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
-    if other is not None and other.scaling.random_hadamard:
-        return Tile(128, 128, 16)
-    return both_ways(Tile(block_rows, block_cols))
-
-
-BOTH_WAYS: Final = Tile(128, 64, 4)
-"""Of a kernel that writes codes of the transpose too, but for a transform: whole lines of memory, and rows of four
-bytes that lie together in the transpose held together."""
-
-
-def both_ways(blocks: Tile) -> Tile:
-    """The smallest such tile of whole blocks."""
-    return Tile(*map(max, blocks, BOTH_WAYS))
-
-
-def target(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    request: Request,
-    tile: Tile,
-    next_amax: Tensor | None = None,
-    held_turned: bool = False,
-) -> Target:
-    """Allocate what quantizing `shape` [R, C] of `dtype` gives; `held_turned`: tiles are of its transpose."""
-    copy, origin, words = request.copy, request.origin, request.words or NO_WORDS
-    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if request.scaling.random_hadamard else 0)
-    packed = 8 // copy.codes.encoding.bits
-    codes = torch.empty((rows, -(cols // -packed)), dtype=torch.uint8, device=device)
-    turned = torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if request.turned else None
-    given, scale = request.multipliers, None
-    if given is None:
-        assert ALL not in copy.block, "a block larger than a tile needs a multiplier"
-        spans = [touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True)]
-        scale = torch.empty(spans, dtype=copy.scale.encoding.storage, device=device)
-    out = Out(
-        codes, codes.shape[1], scale, None if given is None else given.contiguous(), request.second_amax,
-        turned, 0 if turned is None else turned.shape[1], None if next_amax is None else next_amax.view(torch.int32),
-    )  # fmt: skip
-    how = how_of(
-        copy, request.scaling, dtype, device, tile, held_turned, request.words is not None,
-        words.global_shape[1] % 4 == 0, words.global_shape[0] * words.global_shape[1] < 1 << 32,
-        isinstance(words.draw, Tensor),
-    )  # fmt: skip
-    return Target(codes, scale, turned, Where(rows, cols, shape[1], *origin), out, how, words)
-
-
-@lru_cache
-def how_of(
-    copy: QuantizedCopy,
-    scaling: Scaling,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: Tile,
-    turned: bool,
-    stochastic: bool,
-    by_four: bool,
-    short_index: bool,
-    draw_loaded: bool,
-) -> How:
-    """Constants of a kernel that quantizes tiles, or their transposes."""
-    rule = ql.rule(copy, scaling, dtype, device)
-    return tiling(copy.block, (tile.cols, tile.rows) if turned else (tile.rows, tile.cols), rule)._replace(
-        together=tile.together,
-        turned=turned,
-        hadamard=scaling.random_hadamard,
-        stochastic=stochastic,
-        by_four=by_four and (not turned or tile.together % 4 == 0),
-        short_index=short_index,
-        draw_loaded=draw_loaded,
-    )
-
-
-def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.Rule) -> How:
-    """A tile and the blocks in it."""
-    inside = (min(block[0], tile[0]), min(block[1], tile[1]))
-    return How(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
-
-
-def halves(key: int) -> tuple[int, int]:
-    """The low and the high half of a 64-bit key."""
-    return key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
-
-
-def touched(origin: int, size: int, covers: int) -> int:
-    """How many entries of one dim of the grid the elements [origin, origin + size) touch."""
-    if covers == ALL:
-        return 1
-    return -((origin + size) // -covers) - origin // covers if size else 0
-
-
-WARPS = 8
-NO_WORDS: Final = Words(0, 0, 0, (1, 1))
-
-
 def quantize(
     x: Tensor, request: Request, other: Request | None = None, next_amax: Tensor | None = None
 ) -> tuple[Target, Target | None]:
@@ -478,23 +243,6 @@ def quantize(
                 x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
                 *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
                 two and two.words.stream, two and two.words.global_shape[1],
-                H=one.how, T=two and two.how, **launch(shared, two is not None),
+                H=one.how, T=two and two.how, **launch(shared, two is not None, x.dtype),
             )  # fmt: skip
     return one, two
-
-
-def launch(shared: Tile, both: bool) -> dict[str, Any]:
-    """Keyword arguments of a launch; `both`: directions have scales of their own.
-
-    Measured on an H200: large tiles then do best in three programs of four warps beside each other.
-    """
-    if both and shared.rows * shared.cols > BOTH_WAYS.rows * BOTH_WAYS.cols and shared.together == BOTH_WAYS.together:
-        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
-    return {"num_warps": shared.warps, "enable_fp_fusion": False}
-
-
-def programs(one: Target, two: Target | None) -> tuple[int, int]:
-    """Tiles along both dims of a matrix of which `two` quantizes the transpose: either may pad."""
-    if two is None:
-        return one.programs
-    return max(one.programs[0], two.programs[1]), max(one.programs[1], two.programs[0])

@@ -23,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels import quantize
-from quantshard.kernels.quantize import NO_WORDS, How, Out, Request, Target, Tile, Where, emit
+from quantshard.kernels import targets
+from quantshard.kernels.quantize import emit
+from quantshard.kernels.targets import NO_WORDS, How, Out, Request, Target, Tile, Where
 
 
 class Sink(NamedTuple):
@@ -111,7 +112,7 @@ class Outputs:
         blocks = Tile(max(one[0], two[1]), max(one[1], two[0]))
         if self.other is None:
             return blocks
-        return blocks._replace(together=16) if self.other.scaling.random_hadamard else quantize.both_ways(blocks)
+        return blocks._replace(together=16) if self.other.scaling.random_hadamard else targets.both_ways(blocks)
 
     def extent(self, rows: int, cols: int) -> Where:
         """Of the results in the global matrix."""
@@ -122,8 +123,8 @@ class Outputs:
         """Tiles along both dims; either direction may pad."""
         where = self.extent(rows, cols)
         return (
-            quantize.touched(where.row_origin, rows + _padding(rows, self.other), tile.rows),
-            quantize.touched(where.col_origin, where.cols, tile.cols),
+            targets.touched(where.row_origin, rows + _padding(rows, self.other), tile.rows),
+            targets.touched(where.col_origin, where.cols, tile.cols),
         )
 
 
@@ -137,9 +138,8 @@ Targets = tuple[Target | None, Target | None]
 TILE: Final = Tile(32, 256)
 """Of a kernel that quantizes nothing."""
 
-_REGISTERS: Final = 65536
-"""Of a multiprocessor of an NVIDIA GPU; a thread can have 255."""
 _MOST_REGISTERS: Final = 255
+"""Of a thread."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Plan:
         one, two = (NO_WORDS if target is None else target.words for target in self.targets)
         drawn = one if self.outputs.request is not None and self.outputs.request.words is not None else two
         widths = one.global_shape[1], two.global_shape[1]
-        return *quantize.halves(drawn.key), drawn.draw, one.stream, widths[0], two.stream, widths[1]
+        return *targets.halves(drawn.key), drawn.draw, one.stream, widths[0], two.stream, widths[1]
 
     @property
     def how(self) -> tuple[How | None, How | None]:
@@ -180,13 +180,12 @@ class Plan:
         Measured on an H200; forward, in one direction, a bound makes the compiler take more registers than without.
         """
         size = self.tile.rows * self.tile.cols
-        both = self.tile.together == quantize.BOTH_WAYS.together
+        both = self.tile.together == targets.BOTH_WAYS.together
         if both:
             warps = self.tile.warps
         else:
-            warps = min(max(quantize.WARPS, size // (512 if backward and self.tile.together == 1 else 1024)), 16)
-        beside = 3 if backward and warps == 4 else 2
-        registers = _REGISTERS // (beside * 32 * warps) // 8 * 8
+            warps = min(max(targets.WARPS, size // (512 if backward and self.tile.together == 1 else 1024)), 16)
+        registers = targets.registers(warps, 3 if backward and warps == 4 else 2)
         bound = both or (backward and self.tile.together == 1)
         return {"num_warps": warps, "maxnreg": registers if bound and registers <= _MOST_REGISTERS else None}
 
@@ -201,7 +200,7 @@ def _joint(one: Tile, other: Tile) -> Tile:
     """Whole blocks of both. Rows are held in order unless the transpose has scales of its own: beside what such a
     kernel computes, another order is slower."""
     joint = Tile(*map(max, one, other))
-    if joint.together == quantize.BOTH_WAYS.together:
+    if joint.together == targets.BOTH_WAYS.together:
         return joint
     return joint._replace(rows=max(joint.rows, 64), cols=max(joint.cols, 128))
 
@@ -214,9 +213,9 @@ def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
         tile = _joint(outputs.tile, beside.tile)
     one = two = None
     if outputs.request is not None:
-        one = quantize.target((rows, cols), like.dtype, like.device, outputs.request, tile)
+        one = targets.target((rows, cols), like.dtype, like.device, outputs.request, tile)
     if outputs.other is not None:
-        two = quantize.target((cols, rows), like.dtype, like.device, outputs.other, tile, held_turned=True)
+        two = targets.target((cols, rows), like.dtype, like.device, outputs.other, tile, held_turned=True)
     leader = outputs if outputs.quantizes else beside
     programs = leader.programs(rows, cols, tile)
     high, sums = outputs.high, None

@@ -282,7 +282,7 @@ class QuantizedModule(OnMesh, Saved):
             amax.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
-        """Move or cast as any module, `.half()` and the like; but amax histories stay float32."""
+        """Move or cast as any module, `.half()` and the like; but amax histories stay float32, and counts move too."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -291,8 +291,7 @@ class QuantizedModule(OnMesh, Saved):
                 if moved.dtype != buffer.dtype:
                     self.register_buffer(name, buffer.to(moved.device))
         for name, state in self._plain_states.items():
-            if not storages.counts_on_host(state):
-                state[DRAWS] = state[DRAWS].to(private_torch.local_tensor(self.get_parameter(name)).device)
+            storages.move_draws(state, private_torch.local_tensor(self.get_parameter(name)).device)
         return self
 
     # Use -------------------------------------------------------------------------------------------------------------

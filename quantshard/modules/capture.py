@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor, nn
 
 from quantshard import components, private_torch
@@ -13,14 +11,15 @@ from quantshard.storage import DRAWS
 
 
 def capturable_(model: nn.Module) -> None:
-    """Count the random draws of all weights on their own devices, so that a CUDA graph can hold a step that draws.
+    """Count the random draws of all weights on their own devices, so that a CUDA graph can hold a backward that draws.
 
     Recipes with stochastic rounding (NVFP4) draw random words in each backward pass. Draws are counted on the host,
-    which a graph does not see: without this call, capturing such a step raises. With it the bits stay the same, also of
+    which a graph does not see: without this call, capturing such a pass raises. With it the bits stay the same, also of
     checkpoints, which load either way. Other recipes need no such call; the optimizer's is `capturable=True`.
 
-    Call it once before the capture, and run a step between the two: kernels that read a count are compiled then. What
-    draws outside of backward (stock `torch.optim` optimizers) reads counts back from the GPU from then on.
+    Call it once before the capture, and run a step between the two: kernels that read a count are compiled then. A
+    model that goes through a CPU counts on the host again. What changes quantized weights without masters (stock
+    `torch.optim` optimizers, `FusedAdam(master_weights=False)`) is not captured, and reads counts back from then on.
 
     Args:
         model: weights, quantized or not, on any devices; those on CPUs stay as they are.
@@ -28,21 +27,23 @@ def capturable_(model: nn.Module) -> None:
     Raises:
         ConfigurationError: a weight is on the meta device still.
     """
-    found = list(_states(model))
-    for name, param, _ in found:
+    found = _states(model)
+    for name, (param, _) in found.items():
         if param.is_meta:
             raise ConfigurationError(f"capturable_: {name} is on the meta device; materialize the model first")
-    for _, param, state in found:
+    for param, state in found.values():
         state[DRAWS] = state[DRAWS].to(param.device)
 
 
-def _states(model: nn.Module) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-    """Each weight that draws: its name, local tensor and state."""
+def _states(model: nn.Module) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """Name of each weight that draws -> its local tensor and state."""
+    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     for prefix, module in model.named_modules():
-        for name in module._weights if isinstance(module, QuantizedModule) else ():
+        for name, state in module._plain_states.items() if isinstance(module, QuantizedModule) else ():
             param = private_torch.local_tensor(module.get_parameter(name))
-            yield f"{prefix}.{name}".lstrip("."), param, module.weight_state(name)
+            found[f"{prefix}.{name}" if prefix else name] = param, state
     for name, parameter in model.named_parameters():
         quantized = components.quantized(parameter)
         if quantized is not None:
-            yield name, quantized, quantized._storage.state
+            found[name] = quantized, quantized._storage.state
+    return found

@@ -29,7 +29,7 @@ if kernels.USABLE:
     from quantshard.kernels import grouped_matmul, scales
     from quantshard.kernels.grouped import Segments
     from quantshard.kernels.grouped_matmul import Codes, Weights
-    from quantshard.kernels.quantize import Request
+    from quantshard.kernels.targets import Request
 
 
 class Layer(NamedTuple):

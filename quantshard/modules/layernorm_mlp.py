@@ -49,7 +49,7 @@ _CURVES = {
         lambda dy, x: torch.ops.aten.gelu_backward.default(dy, x, approximate="tanh"),
     ),
     "relu": Curve(F.relu, lambda dy, x: dy * (x > 0)),
-    "silu": Curve(F.silu, torch.ops.aten.silu_backward),
+    "silu": Curve(F.silu, torch.ops.aten.silu_backward.default),
     "srelu": Curve(lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * F.relu(x)),
     "qgelu": Curve(lambda x: x * torch.sigmoid(_QGELU * x), _qgelu_gradient),
 }

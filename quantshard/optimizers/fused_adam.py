@@ -210,8 +210,8 @@ class FusedAdam(torch.optim.Optimizer):
         if self._capturable and not self._master_weights and components.quantized(param) is not None:
             raise ConfigurationError(
                 f"FusedAdam(capturable=True, master_weights=False): {name} is {private_torch.local_tensor(param)!r}, "
-                "whose random draws are counted on the host, so a captured step would repeat them; use masters, or "
-                "capturable=False"
+                "and a step reads the number of its random draw on the host, so a captured one would repeat it; use "
+                "masters, or capturable=False"
             )
         states = {moment: make_state(param, self._dtypes[moment], moment) for moment in MOMENTS}
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None

@@ -53,12 +53,14 @@ from quantshard.kernels import (  # noqa: E402
     quantize,
     results,
     rotary,
+    targets,
     transpose,
 )
 from quantshard.kernels.adam_parameters import Parameter, Plain, Rectangle, Scaled, Way, how_of, way_of  # noqa: E402
 from quantshard.kernels.adam_plan import launch_options  # noqa: E402
-from quantshard.kernels.quantize import Request, Where, Words  # noqa: E402
 from quantshard.kernels.results import Outputs  # noqa: E402
+from quantshard.kernels.targets import Request, Where  # noqa: E402
+from quantshard.numerics import Words  # noqa: E402
 from quantshard.recipe import FP8_STATE, Cell, resolve  # noqa: E402
 
 
@@ -98,15 +100,15 @@ def request(name: str, turned: bool = False, words: bool = False, hadamard: bool
 
 def quantized(one: Request, other: Request | None = None, next_amax: bool = False) -> Any:
     x = torch.empty(ROWS, COLS, dtype=torch.bfloat16)
-    tile = quantize.tile(one, other)
-    first = quantize.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
-    second = other and quantize.target((COLS, ROWS), x.dtype, x.device, other, tile, held_turned=True)
+    tile = targets.tile(one, other)
+    first = targets.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
+    second = other and targets.target((COLS, ROWS), x.dtype, x.device, other, tile, held_turned=True)
     return quantize.quantize_kernel.warmup(
         x, COLS, 1, first.where, first.out, second and second.where, second and second.out,
-        *quantize.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
+        *targets.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
         second and second.words.stream, second and second.words.global_shape[1],
         H=first.how, T=second and second.how, grid=(1,),
-        **quantize.launch(tile, other is not None),
+        **targets.launch(tile, other is not None, x.dtype),
     )  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def measured() -> Any:
     x, grid = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.empty(1, 1, dtype=torch.int32)
     return amax.amax_kernel.warmup(
         x, COLS, 1, Where(ROWS, COLS, COLS, 0, 0), grid, 1, 1, 1, H=amax._tiling((ALL, ALL), False), grid=(1,),
-        num_warps=quantize.WARPS,
+        num_warps=targets.WARPS,
     )  # fmt: skip
 
 
@@ -125,7 +127,7 @@ def dequantized(name: str) -> Any:
     how, out = dequantize.tiles_of(copy, codes.device), torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     return dequantize.dequantize_kernel.warmup(
         codes, width, width, scale, torch.empty(()), 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how,
-        grid=(1,), num_warps=quantize.WARPS, enable_fp_fusion=False,
+        grid=(1,), num_warps=targets.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -203,9 +205,9 @@ def experts_quantized(block: int) -> Any:
             grouped.MANY_ROWS, grouped.COLS, grid=(1,), num_warps=grouped.WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     one = request("fp8_1x128" if block == 128 else "mxfp8_1x32")
-    tile = quantize.tile(one, one)
-    first = quantize.target((ROWS, COLS), x.dtype, x.device, one, tile)
-    second = quantize.target((COLS, ROWS), x.dtype, x.device, one, tile, held_turned=True)
+    tile = targets.tile(one, one)
+    first = targets.target((ROWS, COLS), x.dtype, x.device, one, tile)
+    second = targets.target((COLS, ROWS), x.dtype, x.device, one, tile, held_turned=True)
     return grouped.quantize_blocks_kernel.warmup(
         x, COLS, table, first.where, first.out, second.where, second.out, scales, H=first.how, T=second.how,
         ROWS=grouped.MANY_ROWS, grid=(1,), num_warps=tile.warps, enable_fp_fusion=False,

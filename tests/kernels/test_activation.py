@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from quantshard import numerics
 from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, MXFP8_32X32, NVFP4_1X16, Copy, Scaling
 from quantshard.kernels import activation as ka
-from quantshard.kernels import quantize as kq
 from quantshard.kernels import results
+from quantshard.kernels import targets as kt
 from quantshard.kernels.results import Outputs
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 
@@ -123,7 +123,7 @@ FORMATS = [FP8_E4M3, FP8_E5M2, FP8_128X128, FP8_1X128, MXFP8_32X32, NVFP4_1X16]
 def request(fmt, scaling, grids, dtype, turned=False, words=None):
     copy = fmt.copies[Copy.ROWWISE]
     given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
-    return kq.Request(copy, scaling, (0, 0), given, grids.get("amax"), words, turned)
+    return kt.Request(copy, scaling, (0, 0), given, grids.get("amax"), words, turned)
 
 
 def same_codes(target, high, fmt, scaling, grids, drawn=None):
@@ -167,7 +167,7 @@ def test_two_programs_fit_on_a_multiprocessor(backward):
     asked = request(FP8_1X128, Scaling(), numerics.amaxes(like, FP8_1X128), like.dtype)
     plan = results.plan(Outputs(asked, asked), like)
     launch = plan.launch(backward)
-    assert (plan.tile, launch["num_warps"], launch["maxnreg"]) == (kq.Tile(128, 128, 4), 8, 128)
+    assert (plan.tile, launch["num_warps"], launch["maxnreg"]) == (kt.Tile(128, 128, 4), 8, 128)
     assert 2 * 32 * launch["num_warps"] * launch["maxnreg"] == 65536
     alone = results.plan(Outputs(asked), like).launch(backward)
     assert (alone["maxnreg"] is None) != backward
@@ -177,7 +177,7 @@ def test_either_direction_alone_and_one_gradient_alone():
     shape, fmt, scaling = (37, 290), FP8_1X128, Scaling()
     gate, up, dh = (values(*shape, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
     high, d_up, sums = torch.empty_like(gate), torch.empty_like(gate), torch.empty(290, device=DEVICE)
-    asked = kq.Request(fmt.copies[Copy.ROWWISE], scaling)
+    asked = kt.Request(fmt.copies[Copy.ROWWISE], scaling)
     one, two = ka.activate_and_quantize(gate, "swiglu", up, Outputs(other=asked, high=high))
     assert one is None
     same_codes(two, high.t().contiguous(), fmt, scaling, numerics.amaxes(high.t(), fmt))
@@ -196,7 +196,7 @@ def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
     ka.activate_and_quantize(gate, "relu", None, Outputs(high=d_up))
     grids = {copy.scale.name: numerics.block_amax(d_up, copy.block, origin)}
     given = numerics.encode_scales(grids, fmt, scaling, d_up.dtype)
-    asked = kq.Request(copy, scaling, origin, given[copy.scale.name])
+    asked = kt.Request(copy, scaling, origin, given[copy.scale.name])
     _, (found, _) = ka.activate_backward_and_quantize(ones, gate, "reglu", ones, Outputs(sums=sums), Outputs(asked))
     assert torch.equal(found.codes, numerics.quantize_codes(d_up, copy, given, origin))
     assert torch.equal(sums, (gate > 0).float().sum(0))
@@ -207,7 +207,7 @@ def test_stochastic_rounding_draws_the_words_of_each_gradient():
     gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
     highs = [torch.empty_like(gate) for _ in range(2)]
     ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(Outputs(high=x) for x in highs))
-    words = [kq.Words(-12345678901234, 7, 3, shape), kq.Words(1 << 33, 8, 1, shape)]
+    words = [kt.Words(-12345678901234, 7, 3, shape), kt.Words(1 << 33, 8, 1, shape)]
     turned_words = [w._replace(stream=w.stream + 5, global_shape=shape[::-1]) for w in words]
     asked = [[], []]
     for x, ways in zip(highs, asked, strict=True):

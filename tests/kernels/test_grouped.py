@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from quantshard.kernels import grouped, grouped_matmul, history, scales
 from quantshard.kernels.grouped import Segments
 from quantshard.kernels.grouped_matmul import Codes, Weights
-from quantshard.kernels.quantize import Request
+from quantshard.kernels.targets import Request
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from quantshard import numerics
 from quantshard.formats import ALL, FP8_128X128, FP8_E4M3, MXFP8_1X32, MXFP8_32X32, NVFP4_16X16, Copy, Scaling
 from quantshard.kernels import norm as kn
-from quantshard.kernels import quantize as kq
+from quantshard.kernels import targets as kt
 from quantshard.kernels.results import Outputs
 from quantshard.modules.norm import layer_norm, rms_norm
 
@@ -180,8 +180,8 @@ def test_codes_are_the_oracles_of_the_results(fmt):
         multipliers = numerics.encode_scales(grids, fmt, scaling, x.dtype)
         assert amax == high.abs().amax()
         given = multipliers[copy.scale.name] if ALL in copy.block else None
-        asked = kq.Request(copy, scaling, (0, 0), given, grids.get("amax"), None, fmt.transposable)
-        other = None if fmt.transposable else kq.Request(copy, scaling, second_amax=grids.get("amax"))
+        asked = kt.Request(copy, scaling, (0, 0), given, grids.get("amax"), None, fmt.transposable)
+        other = None if fmt.transposable else kt.Request(copy, scaling, second_amax=grids.get("amax"))
         target, two = kn.normalize_and_quantize(x, found, p, Outputs(asked, other))
         codes = numerics.quantize_codes(high, copy, multipliers)
         assert torch.equal(target.codes, codes)

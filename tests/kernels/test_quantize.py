@@ -19,8 +19,10 @@ pytest.importorskip("triton")
 
 from quantshard.kernels import amax, dequantize, transpose
 from quantshard.kernels.activation import quantize_gradient
-from quantshard.kernels.quantize import Request, Target, Words, quantize
+from quantshard.kernels.quantize import quantize
 from quantshard.kernels.results import Outputs
+from quantshard.kernels.targets import Request, Target
+from quantshard.numerics import Words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]

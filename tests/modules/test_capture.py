@@ -3,14 +3,18 @@ tests/distributed/test_graphs.py."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantshard as qs
 from quantshard import compute, kernels
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.modules import capture
 
 
 def build(quantized: bool) -> nn.Module:
@@ -55,9 +59,41 @@ def test_what_draws_is_not_captured_with_counts_on_the_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedOperationError, match=r"call quantshard\.capturable_\(model\), run a step"):
         trained(model)
-    with pytest.raises(UnsupportedOperationError, match=r"capturable_"), torch.no_grad():
-        model[1].weight.add_(1.0)  # as stock optimizers do
-    assert all(value.item() == 0 for name, value in model.state_dict().items() if name.endswith("_draws"))
+    monkeypatch.setattr(storages, "counts_on_host", lambda state: False)
+    trained(model, steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model[1].weight.grad = torch.ones(33, 70, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedOperationError, match=r"add_\S* on Q.*keep optimizer\.step\(\) outside of the graph"):
+        optimizer.step()  # it reads back wherever draws are counted
+    assert all(value.item() == 1 for name, value in model.state_dict().items() if name.endswith("_draws"))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")  # deepcopy's
+@pytest.mark.parametrize("quantized", [True, False])
+def test_counts_go_where_the_weights_go(quantized):
+    """A fake tensor stands for one on a GPU."""
+    layer = build(quantized)[1]
+    state = layer.weight_state("weight")
+    with FakeTensorMode():
+        state[storages.DRAWS] = torch.zeros(1, dtype=torch.int64, device="cuda")
+    before = state[storages.DRAWS]
+    copied = copy.deepcopy(layer).weight_state("weight")[storages.DRAWS]
+    assert copied is not before and copied.device.type == "cuda"
+    for move in (lambda: layer.to("meta"), lambda: layer.to_empty(device="cpu")):
+        move()
+        assert layer.weight_state("weight")[storages.DRAWS].device.type == "cpu"
+    with FakeTensorMode():
+        layer.weight_state("weight")[storages.DRAWS] = torch.zeros(1, dtype=torch.int64, device="cuda")
+    layer.to_empty(device="cpu")
+    assert layer.weight_state("weight")[storages.DRAWS].device.type == "cpu"
+
+
+def test_every_weight_that_draws_is_counted():
+    """As those that a checkpoint holds draws of."""
+    model = nn.Sequential(build(False), build(True), nn.Linear(4, 4))
+    with qs.quantized_model_init(recipe="nvfp4"):
+        model.append(qs.GroupedLinear(2, 40, 40, device="cpu"))
+    assert {f"{name}_draws" for name in capture._states(model)} == {n for n in model.state_dict() if "_draws" in n}
 
 
 def test_weights_on_the_meta_device_are_refused_and_others_on_a_cpu_are_left_alone():
