@@ -172,10 +172,12 @@ class Manager:
         Raises:
             CheckpointError: the step is saved already (unless the run went back behind it by `restore`), or cannot be
                 written; the same on every rank, and what was saved before is as it was.
+            ConfigurationError: the step is not an int of 0 or more.
         """
         if self._read_only:
             raise ConfigurationError(f"this Manager of {self.directory} is read_only, so it cannot save")
         began = time.perf_counter()
+        ranks.alike(lambda: _check_step(step))
         self.wait()
         state = io.state_of(model, optimizer, extra)
         state[rank_state.RANKS] = ranks.alike(lambda: rank_state.entries(self.state))
@@ -391,3 +393,8 @@ def _held_bytes(state: Any) -> int:
     if isinstance(state, list | tuple):
         return sum(_held_bytes(value) for value in state)
     return private_torch.local_tensor(state).nbytes if isinstance(state, Tensor) else 0
+
+
+def _check_step(step: object) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")

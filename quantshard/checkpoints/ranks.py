@@ -36,16 +36,18 @@ def from_rank0(find: Callable[[], T]) -> T:
     """What `find` returns on rank 0, on all ranks. A collective call.
 
     Raises:
-        CheckpointError, ConfigurationError: on every rank, if it was raised there; an OSError is said as the first.
+        CheckpointError, ConfigurationError: on every rank, if raised there; any other error is said as the first.
     """
     sent: list[Any] = [None, None]
     if rank() == 0:
         try:
             sent = [find(), None]
-        except (CheckpointError, OSError) as error:
-            sent = [None, (CheckpointError, str(error))]
         except ConfigurationError as error:
             sent = [None, (ConfigurationError, str(error))]
+        except (CheckpointError, OSError) as error:
+            sent = [None, (CheckpointError, str(error))]
+        except Exception as error:  # the other ranks wait
+            sent = [None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}")]
     if amax.world() is not None:
         dist.broadcast_object_list(sent, src=0)
     if sent[1] is not None:

@@ -125,7 +125,7 @@ class QuantizedModule(OnMesh, Saved):
         self._dtype = params_dtype or torch.get_default_dtype()
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
-        self._plain_states: dict[str, dict[str, Tensor]] = {}
+        self._born_states: dict[str, dict[str, Tensor]] = {}
         self._handle = operator_arguments.handle(self)
 
     # Birth -----------------------------------------------------------------------------------------------------------
@@ -164,8 +164,7 @@ class QuantizedModule(OnMesh, Saved):
         cell = self._plan.recipe.weight
         state = storages.weight_state(cell, self._device)
         stored = cell if self._plan.quantize else None
-        if stored is None:
-            self._plain_states[name] = state
+        self._born_states[name] = state if stored is None else {key: value.clone() for key, value in state.items()}
         param: nn.Parameter
         if self.tp_mesh is not None:
             param = distribute.empty_parameter(
@@ -270,7 +269,7 @@ class QuantizedModule(OnMesh, Saved):
             if buffer.is_meta:
                 device = next((private_torch.local_tensor(p).device for p in self.parameters()), _default_device())
                 self.register_buffer(name, torch.zeros_like(buffer, device=device))
-        for name, state in self._plain_states.items():
+        for name, state in self._born_states.items():
             if AMAX_HISTORY in state and state[AMAX_HISTORY].is_meta:
                 device = private_torch.local_tensor(self.get_parameter(name)).device
                 state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=device)
@@ -310,15 +309,20 @@ class QuantizedModule(OnMesh, Saved):
         `ready`: what `_ready` has given for this call already. `again`: gives x in backward, which then is not kept;
         what compiled code keeps is the compiler's to decide.
         """
-        self._refuse_dtensor(x)
+        self._check_input(x)
         found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
         return compiled.linear(x, found) if isinstance(found, Traced) else functional.linear(x, found, again)
 
-    def _refuse_dtensor(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor) -> None:
         if isinstance(x, DTensor):
             raise ConfigurationError(
                 f"{type(self).__name__}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
                 "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
+            )
+        if not x.is_floating_point():
+            raise ConfigurationError(
+                f"{type(self).__name__}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as "
+                f"x.to({self._dtype})"
             )
 
     def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:

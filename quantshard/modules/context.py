@@ -177,6 +177,16 @@ def _() -> Tensor:
 private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
 
 
+def _check_flags(owner: str, **flags: object) -> None:
+    """A recipe in the place of `enabled` would be true, and another one used."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(
+                f"{owner}({name}={value!r}): it must be True or False; a recipe is given by its name: "
+                f"{owner}(recipe={value!r})"
+            )
+
+
 class quantized_model_init:
     """Modules built inside store their weights quantized.
 
@@ -188,6 +198,9 @@ class quantized_model_init:
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU, to seed the
             optimizer's masters from: `get_high_precision_init_val` of the weight, or of its `to_local()` if it is a
             DTensor.
+
+    Raises:
+        ConfigurationError: `enabled` is not a bool, or the recipe is not known.
     """
 
     def __init__(
@@ -196,6 +209,7 @@ class quantized_model_init:
         recipe: str | Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
+        _check_flags("quantized_model_init", enabled=enabled)
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
 
@@ -223,7 +237,7 @@ class autocast:
 
     Raises:
         FallbackError: under `strict`, from a module's forward.
-        ConfigurationError: one instance is entered twice; make a new one each time.
+        ConfigurationError: one instance is entered twice; make a new one each time. Or a flag is not a bool.
     """
 
     def __init__(
@@ -234,6 +248,7 @@ class autocast:
         amax_reduction_group: dist.ProcessGroup | None = None,
         strict: bool = False,
     ) -> None:
+        _check_flags("autocast", enabled=enabled, calibrating=calibrating, strict=strict)
         if calibrating:
             raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
         if amax_reduction_group is not None and torch.compiler.is_compiling():

@@ -91,7 +91,7 @@ class LayerNormLinear(QuantizedModule):
         With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
         """
         unsupported.refuse("LayerNormLinear.forward", others)
-        self._refuse_dtensor(inp)
+        self._check_input(inp)
         front, normed = fused.front(self, self.normalization, inp), None
         layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
         if not self.return_layernorm_output and fused.fits(front, layer):

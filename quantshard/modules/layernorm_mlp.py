@@ -227,7 +227,7 @@ class LayerNormMLP(QuantizedModule):
             **others: TransformerEngine's other arguments; see `unsupported`.
         """
         unsupported.refuse("LayerNormMLP.forward", others)
-        self._refuse_dtensor(inp)
+        self._check_input(inp)
         front, normed = fused.front(self, self.normalization, inp, residual), None
         fc1 = self._ready(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])

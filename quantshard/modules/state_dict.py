@@ -12,15 +12,24 @@ from quantshard.errors import CheckpointError
 
 
 class Saved(nn.Module):
-    """A module whose `_weights` are saved by their components and state; `_plain_states`: the state of plain ones."""
+    """A module whose `_weights` are saved by their components and state.
+
+    `_born_states`: that which they were born with. It stays that of a plain weight, and of one that takes the place of
+    a quantized one.
+    """
 
     _weights: dict[str, Any]
-    _plain_states: dict[str, dict[str, Tensor]]
+    _born_states: dict[str, dict[str, Tensor]]
+
+    @property
+    def _plain_states(self) -> dict[str, dict[str, Tensor]]:
+        """The state of weights that are not quantized, live."""
+        return {name: s for name, s in self._born_states.items() if components.quantized(getattr(self, name)) is None}
 
     def weight_state(self, name: str) -> dict[str, Tensor]:
         """The key, draws and amax history of a weight, live."""
         quantized = components.quantized(getattr(self, name))
-        return self._plain_states[name] if quantized is None else quantized._storage.state
+        return self._born_states[name] if quantized is None else quantized._storage.state
 
     def _state_keys(self, name: str) -> dict[str, Tensor]:
         """Key suffix -> live tensor, for all that the state dict holds of a weight."""
@@ -28,7 +37,7 @@ class Saved(nn.Module):
         assert param is not None
         if components.quantized(param) is not None:
             return components.state_of(param)
-        return {"": param, **{f"_{key}": value for key, value in self._plain_states[name].items()}}
+        return {"": param, **{f"_{key}": value for key, value in self._born_states[name].items()}}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

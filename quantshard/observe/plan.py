@@ -61,6 +61,8 @@ def plan(
     Raises:
         ConfigurationError: an argument does not fit the others, or the model is sharded already.
     """
+    if not isinstance(mesh, Mapping):
+        raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
     place = _Place.of(mesh, rank)
     cut_by_tp, inner = dict(tensor_parallel or {}), {id(module) for layer in layers for module in layer.modules()}
     moments = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}

@@ -38,8 +38,13 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, under `error_if_nonfinite`; on every rank.
-        ConfigurationError: a gradient is laid out otherwise than its parameter; or `norm_type` is not above 0.
+        ConfigurationError: a gradient is laid out otherwise than its parameter; or an argument means nothing.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"clip_grad_norm_(model={type(model).__name__}): give the model itself, not its parameters, which do not "
+            "tell on which ranks they are; torch.nn.utils.clip_grad_norm_ takes parameters of one mesh"
+        )
     if not norm_type > 0:
         raise ConfigurationError(f"clip_grad_norm_(norm_type={norm_type}): use a number above 0, or math.inf")
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}

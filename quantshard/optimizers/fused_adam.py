@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its states are allocated at once. A collective call where parameters are sharded."""
-        _check_betas(param_group.get("betas", self.defaults["betas"]))
+        _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if hasattr(self, "_states"):  # not from the base class's constructor
             self._adopt(self.param_groups[-1])
@@ -433,10 +434,14 @@ class FusedAdam(torch.optim.Optimizer):
             self._last_bad.check_skipped(self.param_groups, self._max_skipped_in_a_row)
 
 
-def _check_betas(betas: tuple[float, float]) -> None:
-    for beta in betas:
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError unless the numbers of a group, as it is added, make a step."""
+    for beta in group["betas"]:
         if not 0 <= beta or torch.tensor(beta, dtype=torch.float32) >= 1:
             raise ConfigurationError(
-                f"FusedAdam(betas={betas}): each must be 0 or more and, in float32, less than 1; with 1 the bias "
-                "correction divides by zero"
+                f"FusedAdam(betas={group['betas']}): each must be 0 or more and, in float32, less than 1; with 1 the "
+                "bias correction divides by zero"
             )
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= group[name] < math.inf:
+            raise ConfigurationError(f"FusedAdam({name}={group[name]}): it must be a finite number, 0 or more")

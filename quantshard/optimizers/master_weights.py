@@ -64,6 +64,11 @@ class MasterWeights(torch.optim.Optimizer):
         max_skipped_in_a_row: int = 10,
         **options: Any,
     ) -> None:
+        if not callable(optimizer_class):
+            raise ConfigurationError(
+                f"MasterWeights({type(optimizer_class).__name__} object): give the class, which is built over the "
+                f"masters, and its options: MasterWeights(torch.optim.{type(optimizer_class).__name__}, params, lr=...)"
+            )
         super().__init__(params, {})  # the inner optimizer fills in its defaults
         self._make = lambda groups: optimizer_class(groups, **options)
         self._max_skipped_in_a_row = max_skipped_in_a_row

@@ -276,6 +276,29 @@ def with_such_a_state(case: Case, folder: str) -> list[str]:
     return found
 
 
+def with_such_a_step(case: Case, folder: str) -> list[str]:
+    run, found = new_run(case, folder), []
+    with Manager(folder) as manager:
+        for step in (2.5, "3", -1, True, torch.tensor(3)):
+            try:
+                manager.save(step, run.model, run.optimizer)  # type: ignore[arg-type]
+            except ConfigurationError as error:
+                found.append(str(error))
+        with mock.patch.object(manager, "_prepare", side_effect=ZeroDivisionError("of rank 0")):
+            found.append(message_of(lambda: manager.save(1, run.model, run.optimizer)))
+        manager.save(1, run.model, run.optimizer)
+        found.append(str(manager.steps()))
+    return found
+
+
+def test_a_step_that_is_none_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """3 ranks: and an error of rank 0 of any kind is one on all of them, so that the next save works."""
+    ran = run_ranks(3, with_such_a_step, Case("mxfp8", (3,), shapes=((32, 32),)), str(tmp_path))
+    assert ran[0] == ran[1] == ran[2] and len(ran[0]) == 7, ran
+    assert all("a step is an int, 0 or more" in message for message in ran[0][:5]), ran[0]
+    assert ran[0][5:] == ["ZeroDivisionError: of rank 0", "[1]"]
+
+
 def test_a_state_that_cannot_be_plain_is_refused_on_every_rank(tmp_path: Path) -> None:
     """2 ranks: and arguments that do not fit."""
     first, second = run_ranks(2, with_such_a_state, Case("mxfp8", (2,), shapes=((32, 32),)), str(tmp_path))

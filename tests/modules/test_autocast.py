@@ -117,6 +117,14 @@ def test_an_instance_is_entered_once():
         pass
 
 
+@pytest.mark.parametrize("context", [autocast, quantized_model_init])
+@pytest.mark.parametrize("given", ["nvfp4", DELAYED, 1, None])
+def test_a_recipe_in_the_place_of_enabled_is_refused(context, given):
+    """It would be true, and the default recipe be used."""
+    with pytest.raises(ConfigurationError, match=rf"{context.__name__}\(enabled=.*must be True or False.*recipe="):
+        context(given)
+
+
 def test_calibrating_is_refused():
     with pytest.raises(ConfigurationError, match=r"calibrating=True"):
         autocast(calibrating=True)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from quantshard import recipe as recipes
-from quantshard.modules import Linear, autocast, quantized_model_init
+from quantshard.errors import ConfigurationError
+from quantshard.modules import LayerNormLinear, LayerNormMLP, Linear, autocast, quantized_model_init
 
 
 @pytest.mark.parametrize("quantized", [True, False])
@@ -36,3 +37,32 @@ def test_casting_a_module_changes_the_nominal_dtype_and_no_code_or_history(cast)
     assert layer.weight.dtype == layer.bias.dtype != torch.float32
     after = layer.state_dict()
     assert all(value.dtype == after[name].dtype and torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed", "nvfp4"])
+def test_a_plain_weight_may_take_the_place_of_a_quantized_one(recipe):
+    """As a head's by that of an embedding: the bits of a head that was plain from the start."""
+    found = []
+    for quantized in (True, False):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(40, 48)
+        with quantized_model_init(quantized, recipe):
+            head = Linear(48, 40, bias=False)
+        head.weight = embedding.weight
+        model = nn.Sequential(embedding, head)
+        for _ in range(2):
+            with autocast(recipe=recipe):
+                model(torch.arange(16)).float().sin().sum().backward()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        found.append({"gradient": embedding.weight.grad, **state})
+    direct, plain = found
+    assert direct.keys() == plain.keys() and all(torch.equal(direct[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("module", [Linear, LayerNormLinear, LayerNormMLP])
+def test_an_input_of_integers_is_refused(module):
+    layer = module(40, 40)
+    for enabled in (True, False):
+        with autocast(enabled, recipe="current"), pytest.raises(ConfigurationError, match=r"of torch.int64; give a fl"):
+            layer(torch.ones(2, 40, dtype=torch.int64))

@@ -282,3 +282,8 @@ def test_a_sharded_model_is_refused():
         wrap(model, devices, model.layers())
         with pytest.raises(ConfigurationError, match=r"sharded already.*explain\(model\)"):
             qs.plan(model, {"dp_shard": 2})
+
+
+def test_a_mesh_as_the_command_line_says_it_is_refused():
+    with pytest.raises(ConfigurationError, match=r"plan\(mesh='dp_shard=4'\): give sizes by the names of axes"):
+        qs.plan(nn.Linear(2, 2), "dp_shard=4")

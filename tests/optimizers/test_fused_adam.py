@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from quantshard import Linear, numerics, quantized_model_init, recipe
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
 from quantshard.formats import Copy
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.optimizers.adam import Hyperparameters, adam
 from quantshard.storage import AMAX_HISTORY, DRAWS
 from quantshard.tensor import quantize
@@ -169,6 +169,23 @@ def test_betas_that_would_divide_by_zero_are_refused(betas):
     with pytest.raises(ConfigurationError, match="less than 1"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "betas": betas})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("option", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_numbers_that_make_no_step_are_refused(option, value):
+    param = nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigurationError, match=rf"FusedAdam\({option}={value}\).*finite"):
+        FusedAdam([param], **{option: value})
+    optimizer = FusedAdam([param], **{option: 0.0})
+    with pytest.raises(ConfigurationError, match="finite"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], option: value})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_clipping_takes_a_model_and_says_so():
+    with pytest.raises(ConfigurationError, match=r"model=list\): give the model itself"):
+        clip_grad_norm_([nn.Parameter(torch.ones(4))], 1.0)
 
 
 def test_betas_and_eps_are_used():
