@@ -188,8 +188,8 @@ class QuantizedTensor(Tensor):
             first = first_quantized((*args, *(kwargs or {}).values()))
             raise UnsupportedOperationError(
                 f"{func} on {first!r} would dequantize or change it unasked; use .dequantize() for its values (of a "
-                "DTensor .to_local().dequantize(), for this rank's), quantize_() or quantshard.requantize_() to write it, "
-                "a module's init_method to initialize it, and a quantshard module to multiply with it"
+                "DTensor .to_local().dequantize(), for this rank's), quantize_() or quantshard.requantize_() to write "
+                "it, a module's init_method to initialize it, and a quantshard module to multiply with it"
             )
         return rule(*args, **(kwargs or {}))
 
