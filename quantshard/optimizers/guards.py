@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -134,6 +135,7 @@ class GradientFlags:
         exceeding: Tensor | None = None,
     ) -> None:
         names, params, grads = zip(*found, strict=True) if (found := list(gradients)) else ((), (), ())
+        _warn_of_no_gradient(names, grads)
         members: dict[Groups, list[int]] = {}
         for at, param in enumerate(params):
             members.setdefault(amax.sharding_group(param), []).append(at)
@@ -234,6 +236,16 @@ class GradientFlags:
 
     def _first(self, chosen: Tensor) -> str:
         return self._names[int(chosen.nonzero()[0])]
+
+
+def _warn_of_no_gradient(names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+    """The parameters of a model that was wrapped later are not trained, which nothing else would tell."""
+    if grads and all(grad is None for grad in grads):
+        warnings.warn(
+            f"none of this optimizer's {len(grads)} parameters ({names[0]}, ...) has a gradient, so the step changes "
+            "nothing; if they were replaced by fully_shard after the optimizer was built, build it after",
+            stacklevel=5,
+        )
 
 
 def _flags_of(grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None) -> Tensor:
