@@ -241,8 +241,8 @@ def test_masters_take_what_a_narrower_parameter_cannot(tmp_path: Path) -> None:
 def test_a_place_without_a_checkpoint_is_said_as_it_is(run: Path) -> None:
     """Nothing, a folder of other things, a file, and folders of checkpoints, whose last one is named."""
     (run / "step-000003").mkdir()  # what a kill left
-    (run / ".step-000004.abc.tmp").mkdir()
-    (run / ".step-000004.abc.tmp" / ".metadata").touch()
+    (run.parent / "killed" / ".step-000004.abc.tmp").mkdir(parents=True)
+    (run.parent / "killed" / ".step-000004.abc.tmp" / ".metadata").touch()
     (run.parent / "training").mkdir()
     (run.parent / "training" / "checkpoints").symlink_to(run)
     (run.parent / "file").touch()
@@ -252,6 +252,7 @@ def test_a_place_without_a_checkpoint_is_said_as_it_is(run: Path) -> None:
         run / "nothing": "there is no such directory",
         run.parent / "empty": "it has no .metadata, which is written last; choose another",
         run.parent / "file": "it has no .metadata, which is written last; choose another",
+        run.parent / "killed": "it has no .metadata, which is written last; choose another",
         run: f"{last}{run}/step-000002",
         run.parent / "training": f"{last}{run.parent}/training/checkpoints/step-000002",
     }.items():
