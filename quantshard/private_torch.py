@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -54,6 +55,9 @@ storage_info = _StorageInfo
 
 set_element = set_element
 """Puts a value into nested dicts and lists by the path that DCP's planners keep for it; they have no public way to."""
+
+flatten_state_dict = flatten_state_dict
+"""Nested state dicts by the keys that DCP's planners give to their entries, and the path to each."""
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:

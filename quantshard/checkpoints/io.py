@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, limits
-from quantshard.checkpoints import commit, manifest, ranks
+from quantshard import components, limits, private_torch
+from quantshard.checkpoints import commit, fit, manifest, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.metadata import read_metadata
@@ -116,14 +116,15 @@ def load(
         path: the directory. It may come from anybody: nothing in it is run (docs/security.md).
         requantize: whether weights of another recipe are quantized anew, to the nearest, from the masters that the
             checkpoint has; warns of it. Moments are loaded as they are, so they must be of the same kinds.
-        lossy: whether those without masters are quantized from what their codes stand for.
+        lossy: whether those without masters are quantized from what their codes stand for, and plain tensors of
+            another dtype cast.
 
     Returns:
         The `extra` entries that were saved.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of another model or recipe; the model is not touched unless data
-            turn out to be damaged while they are read.
+        CheckpointError: it is incomplete, damaged, or of another model, recipe or optimizer; the model is not touched
+            unless data turn out to be damaged while they are read.
         ConfigurationError: the pieces of a parameter are not where PyTorch would load them to.
         UnsupportedOperationError: experts are spread over ranks.
     """
@@ -138,6 +139,9 @@ def load_and_tell(
     components.check_offsets(model.named_parameters())
     plan = ranks.alike(lambda: _planned(path, model, optimizer, lossy if requantize else None))
     read_into(path, plan.metadata, plan.reading)
+    for key, value in plan.reading.items():
+        if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
+            _put(plan.state, plan.places[key], value)
     masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
     try:
         model.load_state_dict(plan.state["model"])
@@ -151,11 +155,15 @@ def load_and_tell(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a load will do: `state` is the model's and the optimizer's, `reading` what of it is read as it is stored."""
+    """What a load will do: `state` is the model's and the optimizer's, `reading` what of it is read as it is stored.
+
+    `reading` is flat, as a checkpoint is; `places`: the path of each of its entries in `state`.
+    """
 
     metadata: Metadata
     state: dict[str, Any]
     reading: dict[str, Any]
+    places: Mapping[str, Sequence[str | int]]
     changes: list[Change]
 
 
@@ -175,20 +183,24 @@ def _planned(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | N
         state["optimizer"] = optimizer.state_dict()
     formats = _formats(path, metadata, state["model"])
     changes = _changes(path, metadata, model, optimizer, formats, lossy)
-    wanted = _wanted(state)
-    stored = {key for key in metadata.state_dict_metadata if key.startswith(("model.", "optimizer."))}
-    skipped = {
+    wanted, places = private_torch.flatten_state_dict(state)
+    stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if k.startswith(("model.", "optimizer."))}
+    skipped = fit.kept(stored, wanted, optimizer) | {
         key
-        for key in (stored | wanted.keys() if changes else ())
+        for key in (stored | wanted if changes else ())
         if requantization.left_out(changes, key, key in stored, key in wanted)
     }
-    _check_same_model(path, metadata, wanted, skipped, "optimizer" in state)
+    stored, wanted = ({k: v for k, v in entries.items() if k not in skipped} for entries in (stored, wanted))
+    casts = {f"model.{change.name}" for change in changes if change.sets_master}
+    fit.check_model(path, stored, wanted, None if lossy else casts)
+    if optimizer is not None:
+        fit.check_optimizer(path, stored, wanted, optimizer)
     extra = {
         key.removeprefix(f"{EXTRA}."): _placeholder(stored)
         for key, stored in metadata.state_dict_metadata.items()
         if key.startswith(f"{EXTRA}.")
     }
-    return _Plan(metadata, state, {**_without(state, skipped), EXTRA: extra}, changes)
+    return _Plan(metadata, state, {**wanted, EXTRA: extra}, places, changes)
 
 
 def _changes(
@@ -209,24 +221,12 @@ def _changes(
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _wanted(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of the model and of the optimizer's states, by their keys in a checkpoint."""
-    wanted = {f"model.{key}": value for key, value in state["model"].items()}
-    for index, entries in state.get("optimizer", {}).get("state", {}).items():
-        wanted.update({f"optimizer.state.{index}.{key}": value for key, value in entries.items()})
-    return wanted
-
-
-def _without(state: dict[str, Any], skipped: set[str]) -> dict[str, Any]:
-    """A state dict of the same tensors and groups, but for some entries."""
-    found = {"model": {key: value for key, value in state["model"].items() if f"model.{key}" not in skipped}}
-    if "optimizer" in state:
-        states = {
-            index: {key: value for key, value in held.items() if f"optimizer.state.{index}.{key}" not in skipped}
-            for index, held in state["optimizer"]["state"].items()
-        }
-        found["optimizer"] = {**state["optimizer"], "state": states}
-    return found
+def _put(root: Any, path: Sequence[str | int], value: Any) -> None:
+    """Put what was read where DCP's flattening found it; that makes strings of the numbers of an optimizer's states."""
+    for part in path:
+        at = part if isinstance(root, list) or part in root else int(part)
+        holder, root = root, root[at]
+    holder[at] = value
 
 
 def read_tensors(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[str, Tensor]:
@@ -255,27 +255,6 @@ def _placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor
     if isinstance(stored, TensorStorageMetadata):
         return torch.empty(stored.size, dtype=stored.properties.dtype)
     return None
-
-
-def _check_same_model(
-    path: Path_, metadata: Metadata, wanted: Mapping[str, Any], skipped: set[str], with_optimizer: bool
-) -> None:
-    """Refuse a checkpoint that has other tensors than those wanted, `skipped` apart."""
-    stored = metadata.state_dict_metadata
-    prefixes = ("model.", "optimizer.state.") if with_optimizer else ("model.",)
-    missing = sorted(wanted.keys() - stored.keys() - skipped)
-    unknown = sorted(key for key in stored.keys() - wanted.keys() - skipped if key.startswith(prefixes))
-    if missing or unknown:
-        raise CheckpointError(
-            f"{path} is of another model: it lacks {len(missing)} of this model's tensors (first: "
-            f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
-        )
-    for key in wanted.keys() - skipped:
-        value, size = wanted[key], getattr(stored[key], "size", None)
-        if isinstance(value, Tensor) and size is not None and size != value.shape:
-            raise CheckpointError(
-                f"{path} is of another model: {key} has shape {tuple(size)} there and {tuple(value.shape)} here"
-            )
 
 
 def _formats(path: Path_, metadata: Metadata, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:

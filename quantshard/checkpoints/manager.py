@@ -278,8 +278,8 @@ class Manager:
             None if the directory holds no complete checkpoint, and no step was asked for.
 
         Raises:
-            CheckpointError: the step's checkpoint, or every one, is missing or damaged, or it is of another model or
-                recipe; the same on every rank.
+            CheckpointError: the step's checkpoint, or every one, is missing or damaged, or it is of another model,
+                recipe or optimizer; the same on every rank.
         """
         self.wait()
         steps = ranks.from_rank0(self.steps)

@@ -29,7 +29,7 @@ from quantshard import private_torch
 from quantshard.checkpoints import pickles
 from quantshard.checkpoints.entries import DTYPES, size_of
 from quantshard.checkpoints.pickles import Record
-from quantshard.checkpoints.store import Path_, is_inside, locate
+from quantshard.checkpoints.store import Path_, Store, is_inside, locate
 from quantshard.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -81,10 +81,23 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
             error
         )
     if found is None:
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
-        )
+        raise CheckpointError(f"{path} is not a complete checkpoint: {_why_none(store, place)}")
     return found
+
+
+def _why_none(store: Store, place: str) -> str:
+    """Why a place has no metadata, in words; for a folder of checkpoints with the name of its last one."""
+    try:
+        if not store.exists(place):
+            return "there is no such directory"
+        for folder in (place, store.join(place, "checkpoints")) if store.renames else ():  # names cost little here
+            for name in reversed(store.names(folder)):
+                inner = store.join(folder, name)
+                if not name.startswith(".") and store.is_file(store.join(inner, METADATA_FILE)):
+                    return f"it is a folder of some; name one of them, e.g. {inner}"
+    except OSError:
+        pass  # a file, or a folder that cannot be listed
+    return f"it has no {METADATA_FILE}, which is written last; choose another"
 
 
 def file_sizes(path: Path_, metadata: Metadata) -> dict[str, int]:

@@ -88,6 +88,9 @@ class FusedAdam(torch.optim.Optimizer):
         RankMismatchError: ranks have different random keys for one weight, or different seeds.
     """
 
+    group_entries = (SEED,)
+    """Entries of a group that `defaults` does not name and a checkpoint must have where this optimizer has them."""
+
     def __init__(
         self,
         params: Iterable[Any],

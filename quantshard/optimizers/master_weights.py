@@ -56,6 +56,9 @@ class MasterWeights(torch.optim.Optimizer):
         RankMismatchError: ranks have different random keys for one weight.
     """
 
+    group_entries = tuple(OWN_ENTRIES)
+    """As of `FusedAdam`: entries that `defaults` does not name and a checkpoint must have."""
+
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],

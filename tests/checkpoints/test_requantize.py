@@ -143,7 +143,7 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
 
 def test_other_moments_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "c", "block")
-    with pytest.raises(CheckpointError, match="of another model: it lacks"):
+    with pytest.raises(CheckpointError, match="of another optimizer: its group 0 has no"):
         checkpoints.load(path, *built("mxfp8", exp_avg_dtype=torch.uint8), requantize=True)
 
 

@@ -104,7 +104,8 @@ OTHERS = {
     ),
     "other rows": (Case("mxfp8", (3,), shapes=((96, 64), (64, 3))), "of another model"),
     "fewer layers": (Case("mxfp8", (3,), shapes=((96, 300),)), "of another model"),
-    "other moments": (Case("mxfp8", (3,), moments=torch.uint8), "of another model"),
+    "other moments": (Case("mxfp8", (3,), moments=torch.uint8), "of another optimizer: its group 0 has no 'rounding"),
+    "narrower moments": (Case("mxfp8", (3,), moments=torch.bfloat16), "exp_avg is torch.float32 [300, 96] there"),
 }
 
 
@@ -180,7 +181,7 @@ def test_the_pool_gives_fresh_groups(ranks: int) -> None:
 
 
 ONE_DISK: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing": (shutil.rmtree, "is not a complete checkpoint: it has no .metadata"),
+    "nothing": (shutil.rmtree, "is not a complete checkpoint: there is no such directory"),
     "no metadata": (lambda disk: (disk / ".metadata").unlink(), "is not a complete checkpoint: it has no .metadata"),
     "cut metadata": (lambda disk: (disk / ".metadata").write_bytes(b"\x80\x04"), "its .metadata cannot be read"),
     "no file": (lambda disk: (disk / "__0_0.distcp").unlink(), "its file '__0_0.distcp' is missing"),

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -242,6 +243,37 @@ def test_what_is_restored_is_what_was_saved(mode: str | None, tmp_path: Path) ->
     for ranks in (1, 3):  # the counters differ by rank, so they belong to nobody
         for found in run_ranks(ranks, restore_only, replace(case, mesh=(ranks,)), str(tmp_path), None):
             assert found[2] == ("random", "data") or found[2] == ("data",)
+
+
+def restore_into_another_optimizer(case: Case, folder: str) -> tuple[list[str], list[bool], float]:
+    """Of all ranks, and of the last alone: messages, and whether the run is as it was. Then one that fits."""
+    found, same, last = [], [], dist.get_rank() == dist.get_world_size() - 1
+    with Manager(folder, read_only=True) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is skipped
+        for moments, seed in ((torch.bfloat16, None), (torch.float32, 7)):
+            run = new_run(replace(case, seed=5, moments=moments), folder)
+            if seed is not None and last:
+                run.optimizer.param_groups[0]["rounding_seed"] = seed
+            before = run.held()
+            found.append(message_of(partial(manager.restore, run.model, run.optimizer)))
+            same.append(run.held() == before)
+        run = new_run(replace(case, seed=5), folder)
+        if last:
+            run.optimizer.param_groups[0]["initial_lr"] = 0.5
+        restored = manager.restore(run.model, run.optimizer)
+    assert restored is not None and restored.step == 3 and restored.skipped == ()
+    return found, same, run.optimizer.param_groups[0].get("initial_lr", 0.0)
+
+
+def test_a_checkpoint_of_another_optimizer_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """2 ranks: no earlier one is taken in its place. What a schedule adds on one rank is no option."""
+    case = Case("mxfp8", (2,), shapes=SHAPES)
+    run_ranks(2, run_of_three, case, str(tmp_path), {})
+    for rank, (found, same, initial_lr) in enumerate(run_ranks(2, restore_into_another_optimizer, case, str(tmp_path))):
+        said = f"{tmp_path}/step-000003 is of another optimizer: its group 0 has no 'rounding_seed'"
+        assert found[0].startswith(f"{said}, optimizer.state.0.exp_avg is torch.float32") and "\n" not in found[0]
+        assert found[1].startswith(f"on rank 1: {said}; build it with the options")
+        assert same == [True, True] and initial_lr == 0.5 * rank
 
 
 class OnlyHere:

@@ -1,0 +1,124 @@
+"""Whether a checkpoint fits a model and its optimizer: the same entries, of the same shapes and dtypes.
+
+What does not fit is no damage: the run's other checkpoints do not fit either, so none is taken in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from quantshard.checkpoints.store import Path_
+from quantshard.errors import CheckpointError
+
+_MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
+
+Stored = Mapping[str, STORAGE_TYPES]
+
+
+def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None) -> set[str]:
+    """Entries of the optimizer's groups that the checkpoint lacks and that stay as they are.
+
+    Those are no options of the optimizer: an LR scheduler adds `initial_lr`, a user what they like.
+    """
+    if optimizer is None:
+        return set()
+    own = {"params", *optimizer.defaults, *getattr(optimizer, "group_entries", ())}
+    lacking = (key for key in wanted if key.startswith(_GROUPS) and key not in stored)
+    return {key for key in lacking if _group_entry(key)[1].partition(".")[0] not in own}
+
+
+def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: Collection[str] | None) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        stored, wanted: what the checkpoint has and what is loaded, by key; neither holds what is made anew.
+        casts: the keys of plain tensors that may be cast; None for all.
+
+    Raises:
+        CheckpointError: naming the first entry, shape or dtype that differs, and what to do about it.
+    """
+    missing, unknown = _differing(stored, wanted, _MODEL)
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path} is of another model: it lacks {len(missing)} of this model's tensors (first: "
+            f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
+        )
+    both = [found for found in _tensors(stored, wanted, _MODEL) if isinstance(found[2], Tensor)]
+    for key, entry, value in both:
+        if entry.size != value.shape:
+            raise CheckpointError(
+                f"{path} is of another model: {key} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
+            )
+    for key, entry, value in both:
+        if casts is not None and key not in casts and entry.properties.dtype != value.dtype:
+            raise CheckpointError(
+                f"{path} is of another model: {key} is {entry.properties.dtype} there and {value.dtype} here; build "
+                "the model with that dtype (params_dtype), or load with requantize=True, lossy=True to cast it"
+            )
+
+
+def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse a checkpoint of another optimizer; arguments and errors as of `check_model`."""
+    reseeds = " and call the optimizer's reseed_masters()" if hasattr(optimizer, "reseed_masters") else ""
+    alone = f"load the model alone{reseeds}"
+    if not any(key.startswith(_OPTIMIZER) for key in stored):
+        raise CheckpointError(f"{path} was saved without an optimizer; {alone}")
+    if found := list(_optimizer_differences(stored, wanted)):
+        raise CheckpointError(
+            f"{path} is of another optimizer: {', '.join(found)}; build it with the options that it was saved with, "
+            f"or {alone}"
+        )
+
+
+def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any]) -> Iterator[str]:
+    """The first difference of each kind, in words."""
+    theirs, ours = (len({_group_entry(key)[0] for key in keys if key.startswith(_GROUPS)}) for keys in (stored, wanted))
+    if theirs != ours:
+        yield f"its number of groups is {theirs} and this one's {ours}"
+    lacking, unknown = _differing(stored, wanted, _OPTIMIZER)
+    options = [key for key in lacking if key.startswith(_GROUPS)]
+    if options and theirs == ours:
+        number, name = _group_entry(options[0])
+        yield f"its group {number} has no {name!r}"
+    if missing := sorted(set(lacking) - set(options)):
+        yield f"it lacks {len(missing)} of this one's tensors (first: {missing[:1]})"
+    if unknown := [key for key in unknown if key.startswith(_STATES)]:
+        yield f"it has {len(unknown)} tensors that this one lacks (first: {unknown[:1]})"
+    for key, entry, value in _tensors(stored, wanted, _OPTIMIZER):
+        there, here = _described(entry.properties.dtype, entry.size), "no tensor"
+        if isinstance(value, Tensor):
+            here = _described(value.dtype, value.shape)
+        if there != here:
+            yield f"{key} is {there} there and {here} here"
+            return
+
+
+def _described(dtype: torch.dtype, size: torch.Size) -> str:
+    return f"{dtype} {list(size)}"
+
+
+def _group_entry(key: str) -> tuple[str, str]:
+    number, _, name = key.removeprefix(_GROUPS).partition(".")
+    return number, name
+
+
+def _differing(stored: Iterable[str], wanted: Iterable[str], prefix: str) -> tuple[list[str], list[str]]:
+    """Keys with a prefix that the checkpoint lacks, and those that it has and that are not wanted."""
+    theirs, ours = ({key for key in keys if key.startswith(prefix)} for keys in (stored, wanted))
+    return sorted(ours - theirs), sorted(theirs - ours)
+
+
+def _tensors(
+    stored: Stored, wanted: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, TensorStorageMetadata, Any]]:
+    """What is a tensor in the checkpoint, with what is wanted under its key."""
+    for key in sorted(stored.keys() & wanted.keys()):
+        entry = stored[key]
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+            yield key, entry, wanted[key]

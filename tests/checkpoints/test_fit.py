@@ -1,0 +1,262 @@
+"""Checkpoints that are whole and do not fit: an error by name, not damage; and what fits though it is not the same."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+import quantshard as qs
+from quantshard import checkpoints
+from quantshard.checkpoints import Manager
+from quantshard.checkpoints.reader import DamagedError
+from quantshard.checkpoints.verify import verify
+from quantshard.errors import CheckpointError
+from quantshard.optimizers import FusedAdam, MasterWeights
+from tests.checkpoints.small import built
+from tests.test_tensor import differing, same
+
+SCHEDULES: dict[str, Callable[[Any], object]] = {
+    "none": lambda optimizer: None,
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 10),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=10),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda model: FusedAdam(model.named_parameters(), lr=1e-3),
+    "MasterWeights": lambda model: MasterWeights(torch.optim.AdamW, model.named_parameters(), lr=1e-3),
+    "AdamW": lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-3),
+}
+
+
+def mxfp8(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    with qs.quantized_model_init(recipe="mxfp8"):
+        return nn.Sequential(qs.Linear(24, 18, params_dtype=dtype), qs.LayerNorm(18, params_dtype=dtype))
+
+
+@contextmanager
+def refused(words: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """It ends in an error in one line that is not of damage, and the model is as it was."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    groups = [dict(group) for group in ([] if optimizer is None else optimizer.param_groups)]
+    with warnings.catch_warnings(), pytest.raises(CheckpointError) as caught:
+        warnings.simplefilter("error")
+        yield
+    message = str(caught.value)
+    assert re.search(words, message) and "\n" not in message, message
+    assert not isinstance(caught.value, DamagedError)
+    assert not differing(before, model.state_dict())
+    assert optimizer is None or optimizer.param_groups == groups
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of two checkpoints; the older one would be taken if the newer were damaged."""
+    with Manager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, *built("mxfp8"))
+    return tmp_path / "run"
+
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("there", SCHEDULES)
+@pytest.mark.parametrize("here", SCHEDULES)
+def test_what_a_schedule_adds_to_groups_need_not_be_there(tmp_path: Path, kind: str, there: str, here: str) -> None:
+    """It is loaded where both have it, and stays as it is where the checkpoint lacks it."""
+    first, second = (nn.Linear(3, 3) if kind == "AdamW" else mxfp8() for _ in range(2))
+    saved, own = OPTIMIZERS[kind](first), OPTIMIZERS[kind](second)
+    SCHEDULES[there](saved)
+    saved.param_groups[0]["lr"] = 0.125
+    checkpoints.save(tmp_path / "c", first, saved)
+    SCHEDULES[here](own)
+    before = dict(own.param_groups[0])
+    checkpoints.load(tmp_path / "c", second, own)
+    theirs, found = saved.param_groups[0], own.param_groups[0]
+    assert found["lr"] == 0.125 and found.keys() == before.keys()
+    for key in ("initial_lr", "max_lr", "min_lr"):
+        assert key not in found or found[key] == theirs.get(key, before[key])
+
+
+def test_groups_without_names_are_loaded_into_groups_with_names(tmp_path: Path) -> None:
+    model, other = mxfp8(), mxfp8()
+    checkpoints.save(tmp_path / "c", model, FusedAdam(model.parameters(), lr=0.125))
+    optimizer = FusedAdam(other.named_parameters(), lr=1e-3)
+    checkpoints.load(tmp_path / "c", other, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in other.named_parameters()]
+
+
+def test_an_entry_of_groups_that_holds_others(tmp_path: Path) -> None:
+    """DCP saves each of them by itself; a checkpoint may have some."""
+    model, optimizer = built("mxfp8")
+    optimizer.param_groups[0]["mine"] = {"a": 1, "deep": [{"b": 2}]}
+    checkpoints.save(tmp_path / "c", model, optimizer)
+    model, optimizer = built("mxfp8", seed=9)
+    optimizer.param_groups[0]["mine"] = {"a": 5, "deep": [{"b": 6, "c": 7}]}
+    checkpoints.load(tmp_path / "c", model, optimizer)
+    assert optimizer.param_groups[0]["mine"] == {"a": 1, "deep": [{"b": 2, "c": 7}]}
+
+
+class Counting(torch.optim.SGD):
+    """Its state is a number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-3)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"seen": 0}
+
+
+def test_states_that_are_no_tensors(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = Counting(model.parameters())
+    optimizer.state[model.bias]["seen"] = 7
+    checkpoints.save(tmp_path / "c", model, optimizer)
+    other = nn.Linear(3, 3)
+    optimizer = Counting(other.parameters())
+    checkpoints.load(tmp_path / "c", other, optimizer)
+    assert [optimizer.state[param]["seen"] for param in other.parameters()] == [0, 7]
+    assert len(optimizer.state) == 2
+
+
+# Another optimizer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"exp_avg_dtype": torch.bfloat16},
+            r"its group 0 has no 'rounding_seed', optimizer\.state\.0\.exp_avg is torch\.float32 \[18, 24\] there and "
+            r"torch\.bfloat16 \[18, 24\] here; build it with the options that it was saved with, or load the model "
+            r"alone and call the optimizer's reseed_masters\(\)$",
+        ),
+        ({"exp_avg_sq_dtype": torch.uint8}, "'rounding_seed', it lacks 2 of this one's tensors .*exp_avg_sq_scale_inv"),
+        ({"master_weights": False}, r"it has 4 tensors that this one lacks \(first: \['optimizer.state.0.master_param"),
+    ],
+)
+def test_other_options(run: Path, options: dict[str, Any], says: str) -> None:
+    model, optimizer = built("mxfp8", seed=9, **options)
+    with Manager(run) as manager, refused(f"step-000002 is of another optimizer: .*{says}", model, optimizer):
+        manager.restore(model, optimizer)
+
+
+def test_wider_states_than_those_that_were_saved(tmp_path: Path) -> None:
+    """No bit would be lost, and they were rounded stochastically until now."""
+    checkpoints.save(tmp_path / "c", *built("mxfp8", exp_avg_dtype=torch.bfloat16))
+    model, optimizer = built("mxfp8", seed=9)
+    with refused(r"another optimizer: optimizer\.state\.0\.exp_avg is torch\.bfloat16 ", model, optimizer):
+        checkpoints.load(tmp_path / "c", model, optimizer)
+
+
+def test_another_number_of_groups(run: Path) -> None:
+    model, _ = built("mxfp8", seed=9)
+    decayed, others = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
+    optimizer = FusedAdam([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-3)
+    with Manager(run) as manager, refused("its number of groups is 1 and this one's 2, ", model, optimizer):
+        manager.restore(model, optimizer)
+    checkpoints.save(run.parent / "c", model, optimizer)
+    model, optimizer = built("mxfp8")
+    with refused("its number of groups is 2 and this one's 1, ", model, optimizer):
+        checkpoints.load(run.parent / "c", model, optimizer)
+
+
+def test_another_class_of_optimizer(run: Path) -> None:
+    """Its options are in `defaults`, and those that MasterWeights adds beside them."""
+    model, _ = built("mxfp8", seed=9)
+    optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    with Manager(run) as manager, refused("its group 0 has no 'amsgrad', it lacks 8 of this one's", model, optimizer):
+        manager.restore(model, optimizer)
+    plain = nn.Linear(3, 3)
+    checkpoints.save(run.parent / "c", plain, torch.optim.SGD(plain.parameters(), lr=1e-3))
+    optimizer = MasterWeights(torch.optim.SGD, plain.parameters(), lr=1e-3)
+    with refused("its group 0 has no 'skipped_in_a_row'", plain, optimizer):
+        checkpoints.load(run.parent / "c", plain, optimizer)
+
+
+def test_a_rate_in_a_tensor_where_there_is_none(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    checkpoints.save(tmp_path / "c", model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.125)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with refused(r"optimizer\.param_groups\.0\.lr is torch\.float32 \[\] there and no tensor here", model, optimizer):
+        checkpoints.load(tmp_path / "c", model, optimizer)
+
+
+def test_without_an_optimizer(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "c", built("mxfp8")[0], None)
+    model, optimizer = built("mxfp8", seed=9)
+    with refused(
+        r"was saved without an optimizer; load the model alone and call .* reseed_masters\(\)$", model, optimizer
+    ):
+        checkpoints.load(tmp_path / "c", model, optimizer)
+    checkpoints.load(tmp_path / "c", model)
+    optimizer.reseed_masters()
+
+
+# Another dtype --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("there", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_another_dtype_of_plain_tensors(tmp_path: Path, there: torch.dtype, here: torch.dtype) -> None:
+    source, model = mxfp8(there), mxfp8(here)
+    with torch.no_grad():
+        source[0].bias.fill_(1.0625)
+    with Manager(tmp_path) as manager:
+        manager.save(1, source, FusedAdam(source.parameters()))
+        says = rf"another model: model\.0\.bias is {there} there and {here} here; build the model with that dtype"
+        with refused(says, model):
+            manager.restore(model)
+        with refused(says, model):
+            manager.restore(model, requantize=True)
+        manager.restore(model, requantize=True, lossy=True)
+    for name in ("0.bias", "1.weight", "1.bias"):
+        assert same(model.state_dict()[name], source.state_dict()[name].to(here)), name
+
+
+def test_masters_take_what_a_narrower_parameter_cannot(tmp_path: Path) -> None:
+    """Then it is no cast that loses bits, so `requantize` alone does it."""
+    source, model = mxfp8(torch.float32), mxfp8()
+    with torch.no_grad():
+        source[0].bias.fill_(1 + 2**-20)
+    checkpoints.save(tmp_path / "c", source, FusedAdam(source.parameters()))
+    optimizer = FusedAdam(model.parameters())
+    checkpoints.load(tmp_path / "c", model, optimizer, requantize=True)
+    assert (optimizer.get_unscaled_state(model[0].bias, "master_param") == 1 + 2**-20).all()
+    assert (model[0].bias == 1).all()
+
+
+# Nothing there --------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_without_a_checkpoint_is_said_as_it_is(run: Path) -> None:
+    """Nothing, a folder of other things, a file, and folders of checkpoints, whose last one is named."""
+    (run / "step-000003").mkdir()  # what a kill left
+    (run.parent / "killed" / ".step-000004.abc.tmp").mkdir(parents=True)
+    (run.parent / "killed" / ".step-000004.abc.tmp" / ".metadata").touch()
+    (run.parent / "training").mkdir()
+    (run.parent / "training" / "checkpoints").symlink_to(run)
+    (run.parent / "file").touch()
+    (run.parent / "empty").mkdir()
+    last = "it is a folder of some; name one of them, e.g. "
+    for path, says in {
+        run / "nothing": "there is no such directory",
+        run.parent / "empty": "it has no .metadata, which is written last; choose another",
+        run.parent / "file": "it has no .metadata, which is written last; choose another",
+        run.parent / "killed": "it has no .metadata, which is written last; choose another",
+        run: f"{last}{run}/step-000002",
+        run.parent / "training": f"{last}{run.parent}/training/checkpoints/step-000002",
+    }.items():
+        with pytest.raises(DamagedError) as caught:
+            checkpoints.load(path, mxfp8())
+        assert str(caught.value) == f"{path} is not a complete checkpoint: {says}"
+        assert verify(path).problems == (str(caught.value),)
