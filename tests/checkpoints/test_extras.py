@@ -102,6 +102,9 @@ def test_entries_are_those_at_the_call(tmp_path: Path) -> None:
     assert described(found.extra) == described({"history": {"losses": [1, 2], "mean": torch.ones(2)}})
 
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "a namespace": (argparse.Namespace(lr=1), r"extra\['x'\], a Namespace, cannot .* names argparse\.Namespace"),
     "a path": (Path("x"), r"extra\['x'\], a PosixPath, "),
@@ -118,6 +121,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a quantized weight": ([built("mxfp8")[0][0].weight], r"extra\['x'\]\[0\], a QuantizedTensor, "),
     "a quantized weight by itself": (built("mxfp8")[0][0].weight, r"extra\['x'\], a QuantizedTensor, "),
     "too deep": (eval("[" * 40 + "]" * 40), "nested too deeply"),
+    "itself": (ENDLESS, "nested too deeply, or hold each other"),
 }
 
 
@@ -199,8 +203,8 @@ def on_two_ranks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
 def test_equal_values_are_equal_however_they_were_made() -> None:
     """Not by the bytes of their pickles, in which it shows what shares an object, and the order of a set."""
     word = "".join(["wo", "rd"])
-    first = {"x": [word, word, {"b": 2, "a": 1}, {"p", "q", "r"}], "t": torch.ones(2, 2)}
-    second = {"t": torch.ones(2, 2).t(), "x": ["word", "".join(["wo", "rd"]), {"a": 1, "b": 2}, {"r", "q", "p"}]}
+    first = {"x": [word, word, {"b": 2, "a": 1}, {0, 8}], "t": torch.ones(2, 2)}
+    second = {"t": torch.ones(2, 2).t(), "x": ["word", "".join(["wo", "rd"]), {"a": 1, "b": 2}, {8, 0}]}
     assert described(on_two_ranks(first, second)["x"]) == described(second["x"])
 
 
