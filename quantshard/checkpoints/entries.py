@@ -1,5 +1,7 @@
 """One entry of a `.distcp` file: a tensor or a plain object as `torch.save` writes it, read without trusting it.
 
+What the caller wants saved is read here before it is written, so that nothing is saved that would not be read again.
+
 An entry is an archive (zip) of uncompressed records: a pickle and the bytes of each storage. The pickle goes through
 `pickles`, the tensors are made here: each is shown to lie within its storage, whose bytes are those of the record, so
 that nothing is allocated that the file does not hold. Checksums of the records, which `torch.load` does not look at,
@@ -23,7 +25,8 @@ from torch import Tensor
 
 from quantshard.checkpoints import pickles
 from quantshard.checkpoints.pickles import PERSISTENT, Record
-from quantshard.errors import CheckpointError
+from quantshard.checkpoints.store import why
+from quantshard.errors import CheckpointError, ConfigurationError
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -65,12 +68,48 @@ def read(file: BinaryIO, offset: int, length: int, calls: Collection[str] = ()) 
     `calls`: names, as "module.name", of classes and functions of other libraries; a `Call` stands for what they made.
 
     Raises:
-        CheckpointError: it holds anything else, is damaged, or says more than its bytes hold.
+        NeedsCodeError: it holds anything else.
+        CheckpointError: it is damaged, or says more than its bytes hold.
         OSError: the file cannot be read.
     """
     archive = _Archive(file, offset, length)
     content = archive.record("data.pkl")
     return _Values(archive, len(content), calls).value(pickles.load(content, {*_NAMES, *calls}))
+
+
+def checked(what: str, value: Any) -> tuple[bytes, Any]:
+    """The bytes of an entry that is to be written, and what `read` makes of them.
+
+    Raises:
+        ConfigurationError: it would not be read again; `what` it is is said, down to the part that cannot be.
+    """
+    try:
+        return _written_and_read(value)
+    except Exception as error:  # an object of the caller's can fail to be saved in any way
+        what, part, cause = _culprit(what, value, error)
+        raise ConfigurationError(
+            f"{what}, a {type(part).__name__}, cannot be saved as plain data ({why(cause)}); save what says the same "
+            "in numbers, strings, tensors, lists, tuples, and dicts with strings or integers as keys (a DTensor as an "
+            "entry of `extra` itself)"
+        ) from error
+
+
+def _written_and_read(value: Any) -> tuple[bytes, Any]:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue(), read(file, 0, file.tell())
+
+
+def _culprit(what: str, value: Any, error: Exception, depth: int = 0) -> tuple[str, Any, Exception]:
+    """The innermost part that cannot be read by itself: what it is, the part, and the error that it gives."""
+    parts = dict(enumerate(value)) if type(value) in (list, tuple) else value
+    if isinstance(parts, dict) and depth < _DEPTH:
+        for key, part in parts.items():
+            try:
+                _written_and_read(part)
+            except Exception as found:  # as above
+                return _culprit(f"{what}[{key!r}]", part, found, depth + 1)
+    return what, value, error
 
 
 class _Slice(io.RawIOBase):
@@ -193,7 +232,7 @@ class _Values:
     def ordered(self, raw: Record) -> OrderedDict[Any, Any]:
         if raw.args:
             raise ValueError
-        return OrderedDict(self.value(raw.state or {}))
+        return OrderedDict(self.value(raw.items or {}))  # without attributes, such as a module puts on its state dict
 
     def tensor(self, raw: Record) -> Tensor:
         pid, offset, size, stride = raw.args[:4]

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from quantshard.checkpoints import contents, manifest
 from quantshard.checkpoints.contents import STATE_MARK, Figures, Group
-from quantshard.checkpoints.io import EXTRA
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.checkpoints.store import Path_
 

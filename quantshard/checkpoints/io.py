@@ -7,6 +7,7 @@ one, ends in one sentence on every rank.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +21,15 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from quantshard import components, limits, private_torch
-from quantshard.checkpoints import commit, fit, manifest, ranks
+from quantshard.checkpoints import commit, extras, fit, manifest, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.reader import DamagedError, quiet, read_into
 from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError, UnsupportedOperationError
-
-EXTRA = "extra"
 
 
 def save(
@@ -43,12 +43,15 @@ def save(
     Args:
         path: the directory, or a URL that fsspec knows; it may exist if it holds an incomplete checkpoint or nothing.
         model, optimizer: what to save; without an optimizer what is loaded can only begin a training.
-        extra: a few more entries, e.g. the step: tensors, numbers or strings, equal on all ranks.
+        extra: a few more entries, e.g. the step, equal on all ranks: tensors, and plain data however nested (numbers,
+            strings, bytes, None, lists, tuples, sets, dicts, with whole tensors in them).
 
     Raises:
         CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
             every rank.
-        ConfigurationError: the pieces of a parameter are not where PyTorch would save them.
+        ConfigurationError: the pieces of a parameter are not where PyTorch would save them; an entry of `extra` is no
+            plain data.
+        RankMismatchError: an entry of `extra` is not equal on all ranks.
         UnsupportedOperationError: experts are spread over ranks.
     """
     state = state_of(model, optimizer, extra)
@@ -65,14 +68,14 @@ def save(
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What is saved: two trees and the caller's entries, as the plain idiom has them; the tensors are the live ones.
+    """What is saved: two trees and the caller's entries; tensors of the trees are the live ones. A collective call.
 
     Raises:
-        ConfigurationError, UnsupportedOperationError: as `save` does.
+        ConfigurationError, RankMismatchError, UnsupportedOperationError: as `save` does.
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    state = {"model": model.state_dict(), EXTRA: dict(extra or {})}
+    state = {"model": model.state_dict(), EXTRA: extras.checked(extra)}
     return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
 
 
@@ -97,7 +100,7 @@ def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup 
     """
     try:
         with quiet():
-            dcp.save(state, storage_writer=writer, process_group=group)
+            dcp.save(state, storage_writer=writer, planner=extras.Planner(), process_group=group)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{writer.target.path} could not be written: {ranks.first_failure(error)}") from error
 
@@ -120,7 +123,8 @@ def load(
             another dtype cast.
 
     Returns:
-        The `extra` entries that were saved.
+        The `extra` entries that were saved. One that needs code to be read, which an earlier version or another library
+        saved, is left out with a warning that names it.
 
     Raises:
         CheckpointError: it is incomplete, damaged, or of another model, recipe or optimizer; the model is not touched
@@ -138,7 +142,7 @@ def load_and_tell(
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
     plan = ranks.alike(lambda: _planned(path, model, optimizer, lossy if requantize else None))
-    read_into(path, plan.metadata, plan.reading)
+    left_out = read_into(path, plan.metadata, plan.reading)
     for key, value in plan.reading.items():
         if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
             _put(plan.state, plan.places[key], value)
@@ -150,7 +154,10 @@ def load_and_tell(
     if optimizer is not None:
         optimizer.load_state_dict(plan.state["optimizer"])
         requantization.set_masters(optimizer, masters)
-    return dict(plan.reading[EXTRA]), requantization.tell(path, plan.changes)
+    if left_out and ranks.rank() == 0:
+        warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
+    extra = {key: value for key, value in plan.reading[EXTRA].items() if f"{EXTRA}.{key}" not in left_out}
+    return extra, requantization.tell(path, plan.changes)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
 from quantshard.amax import world
-from quantshard.checkpoints import commit, io, manifest, rank_state, ranks
+from quantshard.checkpoints import commit, extras, io, manifest, rank_state, ranks
 from quantshard.checkpoints.commit import CommitWriter, Target
 from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import read_metadata
@@ -172,7 +172,8 @@ class Manager:
         Raises:
             CheckpointError: the step is saved already (unless the run went back behind it by `restore`), or cannot be
                 written; the same on every rank, and what was saved before is as it was.
-            ConfigurationError: the step is not an int of 0 or more.
+            ConfigurationError, RankMismatchError: the step is not an int of 0 or more, `extra` or what `state` names is
+                no plain data, or `extra` is not equal on all ranks; raised by this call in any mode, on every rank.
         """
         if self._read_only:
             raise ConfigurationError(f"this Manager of {self.directory} is read_only, so it cannot save")
@@ -212,6 +213,7 @@ class Manager:
         saving = dcp.async_save(
             state,
             storage_writer=writer,
+            planner=extras.Planner(),
             async_stager=self._stager,
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,

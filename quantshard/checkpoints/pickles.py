@@ -24,17 +24,22 @@ _KEY_LIMIT = 1 << 60
 """Integers from here on may have equal hashes, many of which make a dict slow."""
 
 
+class NeedsCodeError(CheckpointError):
+    """It names what only running code could make. That is no damage: what was saved is no plain value."""
+
+
 class Record:
     """What a pickle wants made: `name`, as "module.name", of what it would call; its `args`; the `state` it would set.
 
-    A name that stands for itself, as a dtype does, has `args` None.
+    A name that stands for itself, as a dtype does, has `args` None. `items`: what it would put into a dict's subclass.
     """
 
-    __slots__ = ("args", "name", "state")
+    __slots__ = ("args", "items", "name", "state")
 
     def __init__(self, name: str, args: Any = None) -> None:
         self.name = name
         self.args: Any = args
+        self.items: dict[Any, Any] | None = None
         self.state: Any = None
 
 
@@ -45,7 +50,8 @@ def load(data: bytes | memoryview, allowed: Container[str]) -> Any:
         allowed: the names, as "module.name", that may stand in it.
 
     Raises:
-        CheckpointError: it names something else, or is damaged, cut short or no pickle. Nothing of it was run.
+        NeedsCodeError: it names something else. Nothing of it was run.
+        CheckpointError: it is damaged, cut short or no pickle.
     """
     try:
         return _Machine(bytes(data), allowed).run()
@@ -118,7 +124,7 @@ class _Machine:
         full = f"{module}.{name}"
         if full not in self.allowed:
             shown = "".join(c if c.isprintable() else "?" for c in full[:120])
-            raise CheckpointError(f"it names {shown}, which no checkpoint needs, so that nothing of it was read or run")
+            raise NeedsCodeError(f"it names {shown}, which no checkpoint needs, so that nothing of it was read or run")
         self.push(Record(full))
 
     def call(self) -> None:
@@ -150,8 +156,8 @@ class _Machine:
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is Record:  # an OrderedDict, a dict's subclass
-            target.state = {} if target.state is None else target.state
-            target = target.state
+            target.items = {} if target.items is None else target.items
+            target = target.items
         keys, values = items[::2], items[1::2]
         if type(target) is not dict or not all(map(_is_key, keys)):
             raise TypeError

@@ -7,8 +7,6 @@ nothing in it is run: "random" for the generators, and the caller's names for wh
 
 from __future__ import annotations
 
-import io
-import pickle
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -71,7 +69,7 @@ def entries(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
     """This rank's entries, below `ranks`.
 
     Raises:
-        CheckpointError: a state needs code to be read.
+        ConfigurationError: a state needs code to be read.
     """
     return {str(ranks.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
 
@@ -129,13 +127,5 @@ def _by_rank(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _packed(name: str, state: Any) -> Tensor:
-    file = io.BytesIO()
-    try:
-        torch.save(state, file)
-        entries_.read(file, 0, file.tell())
-    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the state of {name!r} cannot be saved as plain data ({why(error)}); let its state_dict return numbers, "
-            "strings, tensors, lists and dicts"
-        ) from error
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    content, _ = entries_.checked(f"the state of {name!r}", state)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

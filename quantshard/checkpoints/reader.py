@@ -20,7 +20,9 @@ from torch.futures import Future
 from quantshard import private_torch
 from quantshard.checkpoints import entries, ranks
 from quantshard.checkpoints.entries import Call
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.metadata import read_metadata
+from quantshard.checkpoints.pickles import NeedsCodeError
 from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError
 
@@ -152,16 +154,29 @@ def _hinted(chunks: list[ChunkStorageMetadata], index: MetadataIndex) -> list[Ch
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Decodes entries that are not tensors by `entries`; DCP's own planner would unpickle them."""
+    """Decodes entries that are not tensors by `entries`; DCP's own planner would unpickle them.
+
+    `left_out`: of the caller's own entries those that need code to be read, each with what is said of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out: dict[str, str] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object where it belongs in the state dict.
 
         Raises:
-            CheckpointError: it is no plain value.
+            CheckpointError: it is damaged, or no plain value and not the caller's own.
         """
         key = read_item.dest_index.fqn
-        found = decoded(key, value.getvalue())
+        try:
+            found = decoded(key, value.getvalue())
+        except NeedsCodeError as error:
+            if not key.startswith(f"{EXTRA}."):
+                raise
+            self.left_out[key] = str(error)
+            return
         if self.flatten_state_dict:
             private_torch.set_element(self.original_state_dict, self.mappings[key], found)
         else:
@@ -172,28 +187,34 @@ def decoded(key: str, content: bytes) -> Any:
     """The plain object in an entry that is no tensor.
 
     Raises:
-        CheckpointError: naming the entry; it is damaged, or no plain value.
+        NeedsCodeError: naming the entry; it is no plain value.
+        CheckpointError: naming the entry; it is damaged.
     """
     try:
         return entries.read(io.BytesIO(content), 0, len(content))
     except CheckpointError as error:
-        raise CheckpointError(f"{key} cannot be read: {error}") from error
+        raise type(error)(f"{key} cannot be read: {error}") from error
 
 
-def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> None:
+def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> dict[str, str]:
     """Read entries into a state dict: tensors in place, a rank its own part. A collective call unless `no_dist`.
+
+    Returns:
+        The caller's own entries that were left out, since they need code to be read: what is said of each, by its key.
 
     Raises:
         DamagedError: on every rank, with the first failure of any.
     """
+    planner = SafePlanner()
     try:
         with quiet():
-            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=SafePlanner(), no_dist=no_dist)
+            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=planner, no_dist=no_dist)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         why = ranks.first_failure(error)
         raise DamagedError(
             f"{path} is damaged or incomplete: {why}; restore its files or choose another checkpoint"
         ) from error
+    return planner.left_out
 
 
 class quiet(warnings.catch_warnings):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from quantshard.checkpoints import contents, manifest
+from quantshard.checkpoints.extras import EXTRA
+from quantshard.checkpoints.pickles import NeedsCodeError
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
 
@@ -15,7 +17,8 @@ from quantshard.errors import CheckpointError
 class Verification:
     """What `verify` found. `checksums`: whether there is a manifest, by which the files were compared.
 
-    `tensors`: quantized ones count as one each; `bytes`: those of the values.
+    `tensors`: quantized ones count as one each; `bytes`: those of the values. `notes`: what is not wrong, but will be
+    missed: the caller's own entries that need code to be read, which a load leaves out.
     """
 
     path: str
@@ -25,6 +28,7 @@ class Verification:
     others: int
     bytes: int
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -60,11 +64,13 @@ def verify(path: Path_) -> Verification:
         problems += [line if line.startswith(group.name) else f"{group.name}: {line}" for line in wrong]
     entries = reader.read_metadata().state_dict_metadata
     others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    notes: list[str] = []
     for key in others:
         try:
             reader.object(key)
         except CheckpointError as error:
-            problems.append(str(error))
+            missed = isinstance(error, NeedsCodeError) and key.startswith(f"{EXTRA}.")
+            (notes if missed else problems).append(str(error))
     return Verification(
         str(path),
         checksums,
@@ -73,4 +79,5 @@ def verify(path: Path_) -> Verification:
         others=len(others),
         bytes=sum(contents.stored_bytes(reader, group) for group in found),
         problems=tuple(problems),
+        notes=tuple(notes),
     )

@@ -40,6 +40,7 @@ def verify(
 def report(found: Verification) -> list[str]:
     """What was found, as lines."""
     lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
+    lines += [f"note: {' '.join(line.split())}; a load leaves this entry out" for line in found.notes]
     if not found.checksums:
         lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
     size = f"{found.tensors} tensors ({found.quantized} quantized), {found.others} other entries"

@@ -20,6 +20,7 @@ from quantshard import numerics, recipe
 from quantshard.checkpoints import commit, io, manifest
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.contents import Group
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.store import Path_
 from quantshard.components import FORMAT_SUFFIX
 from quantshard.errors import CheckpointError
@@ -342,7 +343,7 @@ class _Job:
         settings = sorted({key.rpartition(".")[2] for key in kept if key.startswith("optimizer.param_groups.")})
         if settings:
             self.report.own["optimizer settings"] = f"{', '.join(settings)}, which TransformerEngine does not save"
-        extra = [key for key in kept if key.startswith(f"{io.EXTRA}.")]
+        extra = [key for key in kept if key.startswith(f"{EXTRA}.")]
         self.report.own.update(dict.fromkeys(extra, f"as {self.like.path} has it"))
 
     def _remaining(self) -> Iterator[str]:
@@ -369,9 +370,11 @@ class _Job:
 
 def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
     """A state dict from its entries by their paths; of numbers, only those of the optimizer's groups are of a list."""
-    root: dict[Any, Any] = {"model": {}, io.EXTRA: {}}
+    root: dict[Any, Any] = {"model": {}, EXTRA: {}}
     for path, value in made.items():
         at = root
+        if path[0] == EXTRA:  # its entries are whole
+            path = (EXTRA, ".".join(map(str, path[1:])))
         for part in path[:-1]:
             at = at.setdefault(part, {})
         at[path[-1]] = value

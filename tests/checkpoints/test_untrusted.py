@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from quantshard.checkpoints import entries, load, metadata, pickles
 from quantshard.checkpoints.compare import compare
 from quantshard.checkpoints.metadata import read_metadata, uncovered
+from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
 
@@ -399,11 +400,23 @@ def test_objects_that_run_code(forged: Path, tmp_path: Path) -> None:
     """Entries that are no tensors: DCP's planner unpickles them."""
     mark = tmp_path / "ran"
     change_object(forged, "extra.name", Call(os.mkdir, str(mark)))
-    refused(forged, r"extra.name cannot be read: it names posix\.mkdir", ("load",))
+    model, optimizer = built("nvfp4", seed=9)
+    with pytest.warns(
+        UserWarning, match=r"without entries of `extra`: extra\.name cannot be read: it names posix\.mkdir"
+    ):
+        assert sorted(load(forged, model, optimizer)) == ["step", "words"]
     assert not mark.exists()
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.load({"extra": {"name": ""}}, checkpoint_id=forged)
     assert mark.exists(), "the attack is none"
+
+
+def test_only_entries_of_the_caller_are_left_out(forged: Path, tmp_path: Path) -> None:
+    """What the optimizer needs is damage."""
+    key = "optimizer.param_groups.0.weight_decay"
+    change_object(forged, key, Call(os.mkdir, str(tmp_path / "ran")))
+    refused(forged, rf"is damaged or incomplete: {re.escape(key)} cannot be read: it names posix\.mkdir", ("load",))
+    assert not verify(forged).ok and not verify(forged).notes
 
 
 PLAIN: list[Any] = [

@@ -33,7 +33,7 @@ from quantshard.cli import model as models
 from quantshard.cli.config import Settings
 from quantshard.cli.mesh import Axes
 from quantshard.cli.train import make_optimizer
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import IMPORTED
 from tests.distributed.shelf import SCHEME
@@ -114,7 +114,8 @@ def plain_saves(folder: str) -> list[str]:
 
 
 def failed_in_a_process(folder: str) -> list[str]:
-    """The checkpoint before, and what is said on this rank when the process that saves cannot write."""
+    """What is said on this rank when the process that saves cannot write, and of what it is not given to write; then
+    the checkpoints that are there, and the entries of the last."""
     run = Run("nvfp4", "dp_shard=2")
     said = []
     with Manager(folder, async_="process") as manager:
@@ -127,9 +128,15 @@ def failed_in_a_process(folder: str) -> list[str]:
             manager.wait()
         except CheckpointError as error:
             said.append(str(error))
-        manager.save(3, run.model, run.optimizer)
+        try:
+            manager.save(3, run.model, run.optimizer, {"folder": Path(folder)})
+        except ConfigurationError as error:
+            said.append(str(error))
+        manager.save(3, run.model, run.optimizer, {"seen": {1: {}, "last": [torch.ones(2)]}})
         manager.wait()
         said.append(str(manager.steps()))
+        restored = manager.restore(run.model, run.optimizer)
+        said.append(repr(None if restored is None else restored.extra))
     return said
 
 
@@ -185,5 +192,7 @@ def test_saved_by_a_thread_and_by_a_process(tmp_path: Path) -> None:
     assert by_rank[0] == by_rank[1]
     plain, failed, urls = by_rank[0]
     assert plain == []
-    assert failed[0].startswith("/proc/none/step-000002 could not be written: ") and failed[1] == "[1, 3]", failed
+    assert failed[0].startswith("/proc/none/step-000002 could not be written: "), failed
+    assert failed[1].startswith("extra['folder'], a PosixPath, cannot be saved as plain data"), failed
+    assert failed[2:] == ["[1, 3]", "{'seen': {1: {}, 'last': [tensor([1., 1.])]}}"], failed
     assert urls == ["[2]"]

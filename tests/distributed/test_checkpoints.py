@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from quantshard import checkpoints
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError
 from tests.distributed.models import RECIPES, Case, bits, build, optimizer_of, train
 from tests.distributed.pool import run_ranks
 
@@ -56,6 +57,47 @@ def test_round_trip_with_extra_entries(recipe: str, tmp_path: Path) -> None:
     for loaded, extra in run_ranks(3, load, Case(recipe, (3,), seed=9), path):
         assert loaded == saved
         assert extra == {**EXTRA, "words": [0, 1, 2, 3, 4]}
+
+
+def with_extras(case: Case, folder: str) -> list[object]:
+    """What is said of entries that cannot be saved, and what comes back of those that can, in each mode."""
+    model = build(case)
+    optimizer, rank = optimizer_of(model, case), dist.get_rank()
+    mesh = next(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
+    cut = distribute_tensor(torch.arange(6.0), mesh)
+    wrong = {
+        "unequal": {"step": 1, "losses": {"last": float(rank)}},
+        "on one rank": {"step": 1, "best": Path("x") if rank else "x"},
+        "cut": {"mean": {"weight": cut}},
+    }
+    good = {"step": 1, "schedule": {"last": 3, "seen": {}, 4: [torch.ones(2), (1, None)]}, "cut": cut}
+    found: list[object] = []
+    for mode in (None, "thread"):
+        with checkpoints.Manager(f"{folder}/{mode}", async_=mode) as manager:
+            for extra in wrong.values():
+                try:
+                    manager.save(1, model, optimizer, extra)
+                except (ConfigurationError, RankMismatchError) as error:
+                    found.append(str(error))
+            assert manager.wait() is None and manager.steps() == []
+            manager.save(1, model, optimizer, good)
+            restored = manager.restore(model, optimizer)
+        assert restored is not None
+        found.append(repr(restored.extra))
+    return found
+
+
+def test_extra_entries_of_ranks_that_do_not_agree(tmp_path: Path) -> None:
+    """2 ranks: one error on both, by the call, and nothing is written; and nested entries of each mode."""
+    first, second = run_ranks(2, with_extras, Case("mxfp8", (2,)), str(tmp_path))
+    assert first == second and len(first) == 8
+    unequal, on_one_rank, cut, good = first[:4]
+    assert unequal.startswith("extra['losses'] is not the same on rank 1 as on rank 0; ")
+    assert on_one_rank.startswith("on rank 1: extra['best'], a PosixPath, cannot be saved as plain data")
+    assert cut.startswith("extra['mean']['weight'], a DTensor, ") and "as an entry of `extra` itself" in cut
+    schedule = "{'last': 3, 'seen': {}, 4: [tensor([1., 1.]), (1, None)]}"
+    assert good == f"{{'step': 1, 'schedule': {schedule}, 'cut': tensor([0., 1., 2., 3., 4., 5.])}}"
+    assert first[4:] == first[:4]
 
 
 def truncate(path: Path) -> None:

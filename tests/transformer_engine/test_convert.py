@@ -215,6 +215,20 @@ def test_the_rest_is_as_the_new_model_has_it(stored: Path, tmp_path: Path) -> No
     assert same(born[KEY], loaded[KEY]) and same(born[DRAWS], loaded[DRAWS])
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_nested_entries_go_over(stored: Path, tmp_path: Path, flat: bool) -> None:
+    """Whole, or flat where a release that pulled them apart saved the new model."""
+    (model, optimizer), extra = built("current", 128), {"schedule": {"last": 3, "seen": [1, {"at": 2}], 4: {}}}
+    if flat:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
+        dcp.save(state, checkpoint_id=tmp_path / "new")
+    else:
+        checkpoints.save(tmp_path / "new", model, optimizer, extra)
+    transformer_engine.convert(stored / "current", tmp_path / "new", tmp_path / "out")
+    found = checkpoints.load(tmp_path / "out", *built("current", 128))
+    assert found == ({"schedule.last": 3, "schedule.seen.0": 1, "schedule.seen.1.at": 2} if flat else extra)
+
+
 def test_the_model_alone(stored: Path, tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "new", built("current", 128)[0], None)
     done = transformer_engine.convert(stored / "current", tmp_path / "new", tmp_path / "out")

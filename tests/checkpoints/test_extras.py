@@ -1,0 +1,227 @@
+"""The caller's own entries: they come back as they were saved, or are refused before anything is written."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from quantshard.checkpoints import Manager, extras, load, save
+from quantshard.checkpoints.reader import SafeReader
+from quantshard.checkpoints.verify import verify
+from quantshard.cli.verify import report
+from quantshard.errors import ConfigurationError, RankMismatchError
+from tests.checkpoints.small import built
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 1e-3
+
+
+def schedule(kind: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW([torch.zeros(3, requires_grad=True)])
+    state: dict[str, Any] = kind(optimizer, *args).state_dict()
+    return state
+
+
+def described(value: Any) -> Any:
+    """A value with the types of its containers and the bits of its tensors, to be compared."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.resolve_conj().reshape(-1).contiguous().view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return type(value), [(described(key), described(part)) for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [described(part) for part in value]
+    if isinstance(value, set):
+        return set, sorted(map(repr, value))
+    return type(value), repr(value)
+
+
+KEPT: dict[str, Any] = {
+    "nested": {"a": {"b": [1, [2, 3], {"c": torch.ones(2)}, (torch.zeros(1), None)]}},
+    "empty": {"metrics": {}, "history": [], "none": (), "set": set()},
+    "keys that are no strings": {1: "one", False: "no", None: 0, b"b": {2: 3}},
+    "keys with dots": {"a.b": 1, "a": {"b": 2}},
+    "a schedule": schedule(torch.optim.lr_scheduler.CosineAnnealingLR, 10),
+    "another": schedule(torch.optim.lr_scheduler.OneCycleLR, 1.0, 10),
+    "a module's": nn.Linear(2, 2).state_dict(),
+    "plain": [True, 3, 2**80, 0.5, float("nan"), "x", b"\xff", torch.Size([2]), torch.bfloat16, {1, 2}],
+    "views": [torch.arange(6.0).view(2, 3).t(), torch.arange(4)[1:2], torch.ones((), dtype=torch.float8_e4m3fn)],
+    "a tensor": torch.arange(4.0)[::2],
+    "a conjugate": torch.tensor([1 + 2j]).conj(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_entries_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None:
+    """Under a key with a dot, too, and beside one of which it would be a part."""
+    extra = {"a": KEPT[name], "a.b": 1}
+    save(tmp_path / "c", *built("mxfp8"), extra)
+    assert described(load(tmp_path / "c", *built("mxfp8"))) == described(extra)
+    assert verify(tmp_path / "c").ok
+    stock: dict[str, Any] = {"extra": {"a": torch.empty_like(KEPT[name]) if isinstance(KEPT[name], Tensor) else None}}
+    dcp.load(stock, checkpoint_id=tmp_path / "c")
+    assert described(stock["extra"]["a"]) == described(KEPT[name])
+
+
+def test_entries_are_those_at_the_call(tmp_path: Path) -> None:
+    """In the background: also lists and tensors within them that change before they are written."""
+    model, optimizer = built("mxfp8")
+    history, mean = [1, 2], torch.ones(2)
+    with Manager(tmp_path, async_="thread") as manager:
+        stage = manager._start
+
+        def changed(*args: Any) -> Any:
+            history.append(3)
+            mean.fill_(9)
+            return stage(*args)
+
+        with mock.patch.object(manager, "_start", changed):
+            manager.save(1, model, optimizer, {"history": {"losses": history, "mean": mean}})
+        found = manager.restore(model, optimizer)
+    assert found is not None
+    assert described(found.extra) == described({"history": {"losses": [1, 2], "mean": torch.ones(2)}})
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a namespace": (argparse.Namespace(lr=1), r"extra\['x'\], a Namespace, cannot .* names argparse\.Namespace"),
+    "a path": (Path("x"), r"extra\['x'\], a PosixPath, "),
+    "NumPy's number": (np.float64(1.5), r"extra\['x'\], a float64, "),
+    "NumPy's array": ({"a": [1, np.arange(3)]}, r"extra\['x'\]\['a'\]\[1\], a ndarray, "),
+    "a dataclass": (Config(), r"extra\['x'\], a Config, "),
+    "an enum": ([Colour.RED], r"extra\['x'\]\[0\], a Colour, "),
+    "a date": (datetime.date(2026, 1, 2), r"extra\['x'\], a date, "),
+    "a defaultdict": (collections.defaultdict(int), r"extra\['x'\], a defaultdict, "),
+    "a function": ({"f": lambda: 0}, r"extra\['x'\]\['f'\], a function, .*pickle"),
+    "keys of a kind": ({"a": {(1, 2): 3}}, r"extra\['x'\]\['a'\], a dict, .* strings or integers as keys"),
+    "a sequence": (collections.UserList([1]), r"extra\['x'\], a UserList, "),
+    "a sparse tensor": (torch.eye(3).to_sparse(), r"extra\['x'\], a Tensor, .*sparse"),
+    "a quantized weight": ([built("mxfp8")[0][0].weight], r"extra\['x'\]\[0\], a QuantizedTensor, "),
+    "a quantized weight by itself": (built("mxfp8")[0][0].weight, r"extra\['x'\], a QuantizedTensor, "),
+    "too deep": (eval("[" * 40 + "]" * 40), "nested too deeply"),
+    "itself": (ENDLESS, "nested too deeply, or hold each other"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_be_read_again_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    """With its key and its kind; in the background by the call itself."""
+    value, said = REFUSED[name]
+    model, optimizer = built("mxfp8")
+    with pytest.raises(ConfigurationError, match=said):
+        save(tmp_path / "c", model, optimizer, {"step": 1, "x": value})
+    assert not list(tmp_path.iterdir())
+    for mode in (None, "thread"):
+        with Manager(tmp_path / str(mode), async_=mode) as manager:
+            with pytest.raises(ConfigurationError, match=said):
+                manager.save(1, model, optimizer, {"step": 1, "x": value})
+            assert manager.wait() is None and manager.steps() == []
+
+
+def test_keys_are_strings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="the key 1 is a int; keys of entries must be strings"):
+        save(tmp_path / "c", *built("mxfp8"), {1: 2})  # type: ignore[dict-item]
+
+
+# Of earlier versions --------------------------------------------------------------------------------------------------
+
+
+def earlier(path: Path, extra: dict[str, Any]) -> Path:
+    """A checkpoint as earlier versions saved it: pulled apart by DCP, and whatever it was."""
+    model, optimizer = built("mxfp8")
+    dcp.save({"model": model.state_dict(), "extra": extra, "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    return path
+
+
+def test_entries_of_earlier_versions_are_flat(tmp_path: Path) -> None:
+    path = earlier(tmp_path / "c", {"step": 1, "schedule": {"last": 3, 1: 2}, "h": [1, {"a": torch.ones(1)}]})
+    found = load(path, *built("mxfp8"))
+    assert found == {"step": 1, "schedule.last": 3, "schedule.1": 2, "h.0": 1, "h.1.a": torch.ones(1)}
+
+
+def test_an_entry_that_needs_code_is_left_out_by_name(tmp_path: Path) -> None:
+    """The rest is loaded, also by a Manager, which does not call the checkpoint damaged; and so says `verify`."""
+    path = earlier(tmp_path / "step-000010", {"step": 10, "args": argparse.Namespace(lr=1), "best": np.float64(2)})
+    wanted, _ = built("mxfp8")
+    said = r"without entries of `extra`: extra\.args cannot .*argparse\.Namespace.*; extra\.best cannot .*numpy"
+    model, optimizer = built("mxfp8", seed=8)
+    with pytest.warns(UserWarning, match=said):
+        assert load(path, model, optimizer) == {"step": 10}
+    assert described(model.state_dict()) == described(wanted.state_dict())
+    with Manager(tmp_path) as manager, pytest.warns(UserWarning, match=said):
+        restored = manager.restore(*built("mxfp8", seed=8))
+    assert restored is not None and (restored.step, restored.extra, restored.skipped) == (10, {"step": 10}, ())
+    found = verify(path)
+    assert found.ok and len(found.notes) == 2
+    assert [line for line in report(found) if line.startswith("note: extra.args cannot be read")]
+
+
+def test_a_damaged_entry_is_damage(tmp_path: Path) -> None:
+    """Not one that needs code: a bit of it is flipped."""
+    path = earlier(tmp_path / "c", {"name": "x" * 100})
+    info = next(info for index, info in SafeReader(path).read_metadata().storage_data.items() if "name" in index.fqn)
+    file = path / info.relative_path
+    content = bytearray(file.read_bytes())
+    content[content.index(b"x" * 100, info.offset)] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RuntimeError, match=r"is damaged or incomplete: extra\.name cannot be read"):
+        load(path, *built("mxfp8"))
+    assert not verify(path).ok and not verify(path).notes
+
+
+# Equal on all ranks ---------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    with mock.patch.object(extras.ranks, "gathered", lambda own: [extras._readable(first)[1], own]):
+        with mock.patch.object(extras.ranks, "alike", lambda find: find()):
+            return extras.checked(second)
+
+
+def test_equal_values_are_equal_however_they_were_made() -> None:
+    """Not by the bytes of their pickles, in which it shows what shares an object, and the order of a set."""
+    word = "".join(["wo", "rd"])
+    first = {"x": [word, word, {"b": 2, "a": 1}, {0, 8}], "t": torch.ones(2, 2)}
+    second = {"t": torch.ones(2, 2).t(), "x": ["word", "".join(["wo", "rd"]), {"a": 1, "b": 2}, {8, 0}]}
+    assert described(on_two_ranks(first, second)["x"]) == described(second["x"])
+
+
+DIFFERING: list[tuple[Any, Any]] = [
+    (1, 2), (1, 1.0), (1, True), ([1, 2], [2, 1]), ([1], (1,)), ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}), ({}, []),
+    (torch.zeros(2), torch.tensor([0.0, -0.0])), (torch.zeros(2), torch.zeros(1, 2)),
+    ([torch.zeros(2)], [torch.zeros(2, dtype=torch.int32)]), ({1}, {2}), ("1", b"1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", DIFFERING, ids=repr)
+def test_other_values_are_told_apart(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(RankMismatchError, match=r"extra\['x'\] is not the same on rank 1 as on rank 0"):
+        on_two_ranks({"a": 1, "x": pair[0]}, {"a": 1, "x": pair[1]})
+
+
+def test_an_entry_of_one_rank_alone() -> None:
+    for first, second in (({}, {"x": 1}), ({"x": 1}, {})):
+        with pytest.raises(RankMismatchError, match=r"extra\['x'\]"):
+            on_two_ranks(first, second)
