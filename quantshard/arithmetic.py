@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from quantshard import amax, limits, private_torch
+from quantshard import amax, compute, limits, private_torch
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Groups, Requantization
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
@@ -181,7 +181,7 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
 
     The new values of a whole list are held until the reduction is done: float32, as long as the call lasts.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if compute.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
     owners = [_owner_of(weight) for weight in weights]
     by_group: dict[Groups, list[int]] = {}

@@ -67,6 +67,11 @@ def kernels_read(*tensors: Tensor | None) -> bool:
     return alike and all(t.dtype in KERNEL_DTYPES and kernels_on(t.device) for t in given)
 
 
+def is_capturing() -> bool:
+    """True if a CUDA graph is being captured: what the host counts or reads now would be the same in every replay."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def lacks_kernels(device: torch.device) -> bool:
     """True for a GPU whose tensors the oracle works on, since no kernel can be imported."""
     return device.type in KERNEL_DEVICES and not kernels.USABLE

@@ -254,7 +254,7 @@ def next_draw(state: dict[str, Tensor]) -> int | Tensor:
     draws = state[DRAWS]
     if not counts_on_host(state):
         number: int | Tensor = draws.view(()).clone()
-    elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    elif compute.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured draws", "stochastic rounding"))
     else:
         number = int(draws)

@@ -94,7 +94,7 @@ def _why_none(store: Store, place: str) -> str:
             for name in reversed(store.names(folder)):
                 inner = store.join(folder, name)
                 if not name.startswith(".") and store.is_file(store.join(inner, METADATA_FILE)):
-                    return f"it is a folder of some; name one of them, e.g. {inner}"
+                    return f"it is a folder of checkpoints; name one of them, e.g. {inner}"
     except OSError:
         pass  # a file, or a folder that cannot be listed
     return f"it has no {METADATA_FILE}, which is written last; choose another"

@@ -189,8 +189,7 @@ class GroupedLinear(QuantizedModule):
         if tokens.shape[1] != self.in_features or not compute.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        captured = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
-        return backend.is_faster_together(tokens.shape[0], len(self._layers), shape) and not captured
+        return backend.is_faster_together(tokens.shape[0], len(self._layers), shape) and not compute.is_capturing()
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, list[Tensor]]:
         """The amax histories of all experts that the recipe needs."""

@@ -272,8 +272,10 @@ class _NormModule(QuantizedModule):
         """Input [..., size] -> the same shape and dtype.
 
         Raises:
-            ConfigurationError: rows are spread over ranks (`sequence_parallel`), but it is not known which.
+            ConfigurationError: rows are spread over ranks (`sequence_parallel`), but it is not known which; or the
+                input is a DTensor, or not of a floating dtype.
         """
+        self._check_input(inp)
         if self.sequence_parallel and self.tp_mesh is None and world() is not None and dist.get_world_size() > 1:
             raise ConfigurationError(
                 f"{self.normalization.kind}(sequence_parallel=True) sums its parameters' gradients over the ranks that "

@@ -247,7 +247,7 @@ def test_a_place_without_a_checkpoint_is_said_as_it_is(run: Path) -> None:
     (run.parent / "training" / "checkpoints").symlink_to(run)
     (run.parent / "file").touch()
     (run.parent / "empty").mkdir()
-    last = "it is a folder of some; name one of them, e.g. "
+    last = "it is a folder of checkpoints; name one of them, e.g. "
     for path, says in {
         run / "nothing": "there is no such directory",
         run.parent / "empty": "it has no .metadata, which is written last; choose another",

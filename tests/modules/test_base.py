@@ -6,7 +6,7 @@ from torch import nn
 
 from quantshard import recipe as recipes
 from quantshard.errors import ConfigurationError
-from quantshard.modules import LayerNormLinear, LayerNormMLP, Linear, autocast, quantized_model_init
+from quantshard.modules import LayerNormLinear, LayerNormMLP, Linear, RMSNorm, autocast, quantized_model_init
 
 
 @pytest.mark.parametrize("quantized", [True, False])
@@ -60,7 +60,7 @@ def test_a_plain_weight_may_take_the_place_of_a_quantized_one(recipe):
     assert direct.keys() == plain.keys() and all(torch.equal(direct[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("module", [Linear, LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("module", [Linear, LayerNormLinear, LayerNormMLP, lambda n, _: RMSNorm(n)])
 def test_an_input_of_integers_is_refused(module):
     layer = module(40, 40)
     for enabled in (True, False):
