@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantshard.doctor.cases import Case, amaxes, back, both_ways, one_way, turn
+from quantshard.doctor.cases import Case, add_up, amaxes, back, both_ways, one_way, turn
 from quantshard.doctor.timing import bytes_of, milliseconds
 from quantshard.formats import FORMATS, Scaling
 
@@ -49,6 +49,7 @@ def cases(x: Tensor) -> list[Callable[[], Case]]:
         lambda: back(x, row["mxfp8_32x32"]),
         lambda: back(x, row["nvfp4_16x16"]),
         lambda: turn(x),
+        lambda: add_up(x),
     ]
 
 

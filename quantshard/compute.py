@@ -22,6 +22,7 @@ if kernels.USABLE:
     from quantshard.kernels import history as history_kernel
     from quantshard.kernels import multi_tensor
     from quantshard.kernels import quantize as quantize_kernel
+    from quantshard.kernels import rounded_sum as sum_kernel
     from quantshard.kernels import transpose as transpose_kernel
     from quantshard.kernels.targets import Request
 
@@ -144,6 +145,19 @@ def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
     if encoding.bits == 8 and has_kernels(codes):
         return transpose_kernel.transpose(codes)
     return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
+
+
+def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of tensors of one shape and dtype, taken in float32 (or wider, as they are) in their order, rounded once.
+
+    The first may be overwritten.
+    """
+    if dtype in KERNEL_DTYPES and has_float_kernels(*parts):
+        return sum_kernel.rounded_sum(parts, dtype)
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total.to(dtype)
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:

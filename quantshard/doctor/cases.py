@@ -15,7 +15,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
-from quantshard.kernels import amax, dequantize, scales, transpose
+from quantshard.kernels import amax, dequantize, rounded_sum, scales, transpose
 from quantshard.kernels.quantize import quantize
 from quantshard.kernels.targets import Request, Target
 from quantshard.numerics import Words
@@ -153,6 +153,16 @@ def turn(x: Tensor) -> Case:
     return Case(
         "transpose of bytes", lambda: transpose.transpose(codes), 2 * bytes_of(codes),
         lambda out: same(out, codes.t().contiguous()),
+    )  # fmt: skip
+
+
+def add_up(x: Tensor) -> Case:
+    """Gradients of an input from two weights: float32, rounded to the dtype of x."""
+    parts = [x.float() * scale for scale in (1.0, 0.01)]
+    expected = (parts[0] + parts[1]).to(x.dtype)
+    return Case(
+        f"sum of two, to {str(x.dtype).removeprefix('torch.')}", lambda: rounded_sum.rounded_sum(parts, x.dtype),
+        bytes_of(*parts, expected), lambda out: same(out, expected),
     )  # fmt: skip
 
 

@@ -122,6 +122,7 @@ def kernel_checks() -> Iterator[Check]:
         else:
             yield from _of_format(fmt)
     yield Check("transpose of bytes", lambda s, d: _right(cases.turn(random(s, d))))
+    yield Check("sum of gradients", lambda s, d: _right(cases.add_up(random(s, d))))
     for centered, name in ((False, "RMSNorm"), (True, "LayerNorm")):
         yield Check(f"{name}, forward and backward", partial(_norm, centered=centered), TOO_FAR)
     for name in ACTIVATIONS:

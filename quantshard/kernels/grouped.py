@@ -26,7 +26,7 @@ from quantshard.kernels.multi_tensor import rows_of
 from quantshard.kernels.quantize import emit
 from quantshard.kernels.quantize import tile_of as quantize_tile_of
 from quantshard.kernels.results import by_rows, largest, load_tile
-from quantshard.kernels.targets import Request, Target, programs, target, tile
+from quantshard.kernels.targets import Request, Target, launch, programs, target, tile
 
 FEW_ROWS: Final = 64
 MANY_ROWS: Final = 128
@@ -181,7 +181,7 @@ def quantize_blocks(
     Blocks of neither have more than `MANY_ROWS` rows of x, and `segments` begin at multiples of that. `poisoned`: as of
     `quantize`.
     """
-    shared, x = tile(request, other), by_rows(x)
+    shared, x = tile(request, other, x.dtype), by_rows(x)
     assert segments.rows == MANY_ROWS and MANY_ROWS % shared.rows == 0, "a tile has rows of one expert"
     rows, cols = segments.total, x.shape[1]
     one = target((rows, cols), x.dtype, x.device, request, shared)
@@ -190,7 +190,7 @@ def quantize_blocks(
         with ql.on(x.device):
             quantize_blocks_kernel[programs(one, two)](
                 x, x.stride(0), segments.tiles, one.where, one.out, two and two.where, two and two.out, poisoned,
-                H=one.how, T=two and two.how, ROWS=MANY_ROWS, num_warps=shared.warps, enable_fp_fusion=False,
+                H=one.how, T=two and two.how, ROWS=MANY_ROWS, **launch(shared, two is not None, x.dtype),
             )  # fmt: skip
     return one, two
 

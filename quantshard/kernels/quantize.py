@@ -231,8 +231,8 @@ def quantize(
     `next_amax`: float32 scalar, made the larger of itself and the amax of x. Words of both have one key and draw.
     """
     rows, cols = x.shape
-    shared = tile(request, other)
-    if x.stride(1) != 1 and shared.together == 4:  # neighbours in a column are read together already
+    shared = tile(request, other, x.dtype)
+    if x.stride(1) != 1 and shared.together < 16:  # neighbours in a column are read together already
         shared = shared._replace(together=1)
     one = target((rows, cols), x.dtype, x.device, request, shared, next_amax)
     two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_turned=True)

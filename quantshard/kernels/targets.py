@@ -139,8 +139,12 @@ def tiles(where: Where, how: How) -> tuple[int, int]:
     )
 
 
-def tile(request: Request, other: Request | None = None) -> Tile:
-    """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together."""
+def tile(request: Request, other: Request | None, dtype: torch.dtype) -> Tile:
+    """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together.
+
+    `dtype`: of the values. Where both directions have scales, bfloat16 is faster (by 3 and 8 % on an H200) in tiles of
+    twice the size, or of 4 bits with four bytes of the transpose together.
+    """
     block_rows, block_cols = request.block
     if other is not None:
         block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
@@ -148,6 +152,8 @@ def tile(request: Request, other: Request | None = None) -> Tile:
         return Tile(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
     if other is not None and other.scaling.random_hadamard:
         return Tile(128, 128, 16)
+    if other is not None and dtype is torch.bfloat16:
+        return LARGE_BOTH_WAYS if request.copy.codes.encoding.bits == 8 else BOTH_WAYS._replace(together=8)
     return both_ways(Tile(block_rows, block_cols))
 
 
@@ -155,7 +161,7 @@ BOTH_WAYS: Final = Tile(128, 64, 4)
 """Of a kernel that writes codes of the transpose too, but for a transform: whole lines of memory, and rows of four
 bytes that lie together in the transpose held together."""
 LARGE_BOTH_WAYS: Final = BOTH_WAYS._replace(cols=128)
-"""The same for blocks of 128 columns."""
+"""The same for blocks of 128 columns, and where a program is to have more work between two loads."""
 
 
 def both_ways(blocks: Tile) -> Tile:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import backend, kernels, limits
+from quantshard import backend, compute, kernels, limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, parallel
 from quantshard.modules.linear_operands import (
@@ -313,7 +313,7 @@ def gradients(
     gradient of the input is summed in float32, or in `x_dtype` where that is wider, and rounded once.
     """
     dx_dtype = x_dtype if len(weights) == 1 else torch.promote_types(x_dtype, torch.float32)
-    total: Tensor | None = None
+    summands: list[Tensor] = []
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
     split = state.split(TensorRole.GRAD_OUTPUT)
@@ -324,9 +324,8 @@ def gradients(
         if needed.x:
             w = weight_operand(weight, part, call, state)
             fast = Gemm.DGRAD in call.recipe.fast_gemms
-            dx = backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast)
-            total = dx if total is None else total.add_(dx)
-            del dx  # wgrad needs the memory
+            summands.append(backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast))
+            _add_up(summands, part == len(weights) - 1, x_dtype)  # wgrad needs the memory
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
@@ -339,10 +338,18 @@ def gradients(
             db = (db if split is None or split.dim == 1 else parallel.reduce(db, state.tp)).to(bias_dtype)
         dws.append(dw)
         dbs.append(db)
-    if total is None:
+    if not summands:
         return None, dws, dbs
-    dx = total.to(x_dtype).view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    dx = summands[0].view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
+
+
+def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
+    """Leave at most two of them, or behind the last one their sum, rounded to `dtype`."""
+    if is_last and len(summands) > 1:
+        summands[:] = [compute.rounded_sum(summands, dtype)]
+    elif len(summands) > 2:
+        summands[:2] = [summands[0].add_(summands[1])]
 
 
 def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

@@ -53,6 +53,7 @@ from quantshard.kernels import (  # noqa: E402
     quantize,
     results,
     rotary,
+    rounded_sum,
     targets,
     transpose,
 )
@@ -100,7 +101,7 @@ def request(name: str, turned: bool = False, words: bool = False, hadamard: bool
 
 def quantized(one: Request, other: Request | None = None, next_amax: bool = False) -> Any:
     x = torch.empty(ROWS, COLS, dtype=torch.bfloat16)
-    tile = targets.tile(one, other)
+    tile = targets.tile(one, other, x.dtype)
     first = targets.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
     second = other and targets.target((COLS, ROWS), x.dtype, x.device, other, tile, held_turned=True)
     return quantize.quantize_kernel.warmup(
@@ -192,6 +193,13 @@ def rotated(interleaved: bool) -> Any:
     )  # fmt: skip
 
 
+def added_up(parts: int) -> Any:
+    x = torch.empty(ROWS, COLS)
+    return rounded_sum.sum_kernel.warmup(
+        (x,) * parts, x.bfloat16(), x.numel(), PARTS=parts, SIZE=rounded_sum.SIZE, grid=(1,), num_warps=8
+    )
+
+
 def experts_quantized(block: int) -> Any:
     x, table, scales = (
         torch.empty(ROWS, COLS, dtype=torch.bfloat16),
@@ -205,12 +213,12 @@ def experts_quantized(block: int) -> Any:
             grouped.MANY_ROWS, grouped.COLS, grid=(1,), num_warps=grouped.WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     one = request("fp8_1x128" if block == 128 else "mxfp8_1x32")
-    tile = targets.tile(one, one)
+    tile = targets.tile(one, one, x.dtype)
     first = targets.target((ROWS, COLS), x.dtype, x.device, one, tile)
     second = targets.target((COLS, ROWS), x.dtype, x.device, one, tile, held_turned=True)
     return grouped.quantize_blocks_kernel.warmup(
         x, COLS, table, first.where, first.out, second.where, second.out, scales, H=first.how, T=second.how,
-        ROWS=grouped.MANY_ROWS, grid=(1,), num_warps=tile.warps, enable_fp_fusion=False,
+        ROWS=grouped.MANY_ROWS, grid=(1,), **targets.launch(tile, True, x.dtype),
     )  # fmt: skip
 
 
@@ -299,6 +307,7 @@ KERNELS = {
     "Adam, MXFP8": lambda: stepped("mxfp8", False),
     "Adam, delayed, FP8 moments": lambda: stepped("delayed", True),
     "Adam, MXFP8, FP8 moments": lambda: stepped("mxfp8", True),
+    "sum of three": lambda: added_up(3),
     "rotary": lambda: rotated(False),
     "rotary, interleaved": lambda: rotated(True),
     "experts, per tensor": lambda: experts_quantized(0),

@@ -1,0 +1,37 @@
+"""The sum of several tensors, taken in float32 in their order and rounded once: out[i] = round(a[i] + b[i] + ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+
+SIZE = 4096
+
+
+@triton.jit
+def sum_kernel(parts, out_ptr, numel, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < numel
+    total = ql.widen(tl.load(parts[0] + at, mask=inside, other=0.0))
+    for part in tl.static_range(1, PARTS):
+        total += ql.widen(tl.load(parts[part] + at, mask=inside, other=0.0))
+    tl.store(out_ptr + at, ql.narrow(total, out_ptr.dtype.element_ty), mask=inside)
+
+
+def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Tensors of one shape, float32, bfloat16 or float16 -> their sum, of `dtype`, one of these."""
+    tensors: tuple[Any, ...] = tuple(part.contiguous() for part in parts)
+    out = torch.empty(tensors[0].shape, dtype=dtype, device=tensors[0].device)
+    if out.numel() > 0:
+        with ql.on(out.device):
+            sum_kernel[(triton.cdiv(out.numel(), SIZE),)](
+                tensors, out, out.numel(), PARTS=len(tensors), SIZE=SIZE, num_warps=8
+            )
+    return out
