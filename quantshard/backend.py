@@ -87,7 +87,7 @@ def _scalar(grid: Tensor) -> Tensor:
 
 
 def _columns(grid: Tensor) -> Tensor:
-    """Strides (1, rows): the scales of one block of all rows lie together."""
+    """Strides (1, rows): the scales of one block of all rows lie together, as kernels store them (`sources`)."""
     return grid.t().contiguous().t()
 
 

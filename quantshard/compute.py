@@ -95,8 +95,7 @@ def quantize_codes(
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
-        multipliers = encode_scales[copy.scale.name].contiguous()
-        request = Request(copy, Scaling(), origin, multipliers, words=words)
+        request = Request(copy, Scaling(), origin, encode_scales[copy.scale.name], words=words)
         return quantize_kernel.quantize(x, request)[0].codes
     drawn = words.tensor(x.device) if isinstance(words, Words) else words
     return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
@@ -135,8 +134,7 @@ def dequantize(
     """`numerics.dequantize`, rounded once to `dtype`."""
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
-        grids = {name: part.contiguous() for name, part in parts.items() if name != copy.codes.name}
-        return dequantize_kernel.dequantize(copy, {**grids, copy.codes.name: codes}, shape, origin, dtype)
+        return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype)
     return numerics.dequantize(copy, parts, shape, origin).to(dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantshard import compute, sharding
-from quantshard.formats import ALL, Copy, QuantizedCopy, Scaling
+from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
 from quantshard.kernels import activation as activation_kernels
 from quantshard.kernels import amax as amax_kernels
 from quantshard.kernels import norm as norm_kernels
@@ -261,7 +261,9 @@ class _Asked:
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
         shape = padded(shape, way.cell)
         words = None if way.words is None or not scaling.stochastic_rounding else way.words(shape)
-        return _Asked(way, shape, Request(copy, plain, (0, 0), multipliers, second, words), stored)
+        by_columns = read_by_columns(copy)
+        request = Request(copy, plain, (0, 0), multipliers, second, words, by_columns=by_columns)
+        return _Asked(way, shape, request, stored)
 
     @property
     def is_scalar(self) -> bool:
@@ -283,6 +285,11 @@ def _transposed(storage: QuantizedStorage, turned: Tensor) -> QuantizedStorage:
     components = {name: turned if name == codes else part.t() for name, part in storage.components.items()}
     rows, cols = storage.shard.shape
     return QuantizedStorage(storage.cell, sharding.whole((cols, rows)), components)
+
+
+def read_by_columns(copy: QuantizedCopy) -> bool:
+    """True if products read the scales of a copy column by column (`backend`): stored so, they need not be copied."""
+    return copy.scale.encoding is FP32 and copy.block[0] == 1 and copy.block[1] != ALL
 
 
 def padded(shape: Pair, cell: Cell) -> Pair:

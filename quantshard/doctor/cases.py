@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import numerics
+from quantshard import numerics, sources
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 from quantshard.kernels import amax, dequantize, rounded_sum, scales, transpose
@@ -64,7 +64,8 @@ def wanted(
     if ALL in copy.block:
         known = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, scaling, x.dtype)[copy.scale.name]
     request = Request(
-        copy, scaling, multipliers=known, second_amax=parts.get("amax"), words=words, turned=turned
+        copy, scaling, multipliers=known, second_amax=parts.get("amax"), words=words, turned=turned,
+        by_columns=sources.read_by_columns(copy),
     )  # fmt: skip
 
     def is_right(target: Target | None) -> bool:

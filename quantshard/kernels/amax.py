@@ -30,7 +30,7 @@ def amax_kernel(
         signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
         x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols, 1), values.dtype)
     found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
-    entries, inside = grid_of_tile(row, col, where, grid_stride, grid_rows, grid_cols, H)
+    entries, inside = grid_of_tile(row, col, where, grid_stride, 1, grid_rows, grid_cols, H)
     if H.row_all or H.col_all:  # several tiles share an entry; bits of numbers that are not negative are in their order
         tl.atomic_max(grid_ptr + entries, found.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
     else:

@@ -22,8 +22,8 @@ from quantshard.kernels.targets import WARPS, How, Where, tiles, tiling
 
 @triton.jit
 def dequantize_kernel(
-    codes_ptr, codes_stride, codes_cols, scale_ptr, amax_ptr, grid_stride, grid_rows, grid_cols, out_ptr, out_stride,
-    where, H: tl.constexpr,
+    codes_ptr, codes_stride, codes_cols, scale_ptr, amax_ptr, grid_row, grid_col, grid_rows, grid_cols, out_ptr,
+    out_stride, where, H: tl.constexpr,
 ):  # fmt: skip
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element
@@ -37,7 +37,7 @@ def dequantize_kernel(
         codes = ql.unpack(packed, H.rows, H.cols)
     else:
         codes = tl.load(codes_ptr + i.to(tl.int64)[:, None] * codes_stride + j[None, :], mask=inside, other=0)
-    entries, in_grid = grid_of_tile(row, col, where, grid_stride, grid_rows, grid_cols, H)
+    entries, in_grid = grid_of_tile(row, col, where, grid_row, grid_col, grid_rows, grid_cols, H)
     scale = tl.load(scale_ptr + entries, mask=in_grid, other=0)
     if rule.kind == 1:
         scale = ql.decode_e8m0(scale)
@@ -68,7 +68,7 @@ def dequantize(
     with ql.on(codes.device):
         dequantize_kernel[tiles(where, how)](
             codes, codes.stride(0), codes.shape[1], scale, parts[copy.amax.name] if copy.amax is not None else None,
-            scale.stride(0), *scale.shape, out, out.stride(0), where,
+            *scale.stride(), *scale.shape, out, out.stride(0), where,
             H=how, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -124,7 +124,7 @@ def _amaxes(values, x, out, H: tl.constexpr):
 
 
 @triton.jit
-def grid_of_tile(row, col, where, stride, rows, cols, H: tl.constexpr):
+def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.constexpr):
     """Where the entries of a tile's blocks, as held, lie in the touched grid [rows, cols], and which there are."""
     first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
     first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
@@ -136,7 +136,7 @@ def grid_of_tile(row, col, where, stride, rows, cols, H: tl.constexpr):
     else:
         i = first_row + ql.held(H.rows // H.block_rows, TOGETHER)[:, None]
         j = first_col + tl.arange(0, H.cols // H.block_cols)[None, :]
-    return i * stride + j, (i >= 0) & (i < rows) & (j >= 0) & (j < cols)
+    return i * row_stride + j * col_stride, (i >= 0) & (i < rows) & (j >= 0) & (j < cols)
 
 
 @triton.jit
@@ -146,20 +146,28 @@ def touched_by(origin, size, COVERS: tl.constexpr):
 
 
 @triton.jit
-def _row_by_row(grid, ENTRIES: tl.constexpr, H: tl.constexpr):
-    """The entries of a grid as held, in the order of the grid that is stored."""
-    return tl.reshape(tl.trans(grid) if H.turned else grid, (ENTRIES,))
+def _in_order(grid, ENTRIES: tl.constexpr, H: tl.constexpr):
+    """The entries of a grid as held, in the order in which they are stored."""
+    return tl.reshape(tl.trans(grid) if H.turned != H.by_columns else grid, (ENTRIES,))
+
+
+@triton.jit
+def _as_held(entries, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
+    """Inverse of `_in_order`: a grid of a tile's rows and columns, transposed if it is held so."""
+    grid = tl.reshape(entries, (COLS, ROWS) if H.by_columns else (ROWS, COLS))
+    return tl.trans(grid) if H.turned != H.by_columns else grid
 
 
 @triton.jit
 def _multipliers(amax, row, col, where, out, H: tl.constexpr):
     """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
     rule: tl.constexpr = H.rule
+    ROWS: tl.constexpr = H.rows // H.block_rows
     COLS: tl.constexpr = H.cols // H.block_cols
-    ENTRIES: tl.constexpr = H.rows // H.block_rows * COLS
+    ENTRIES: tl.constexpr = ROWS * COLS
     grid_rows = 1 if H.row_all else touched_by(where.row_origin, where.rows, H.block_rows)
     grid_cols = 1 if H.col_all else touched_by(where.col_origin, where.cols, H.block_cols)
-    at, inside = grid_of_tile(row, col, where, grid_cols, grid_rows, grid_cols, H)
+    at, inside = grid_of_tile(row, col, where, out.grid_row, out.grid_col, grid_rows, grid_cols, H)
     if out.given is not None:
         multiplier = tl.load(out.given + at, mask=inside, other=0.0)
     else:
@@ -167,11 +175,9 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
         if ENTRIES >= 32:
             # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
             order = tl.arange(0, ENTRIES)
-            stored, flat = ql.scales(tl.gather(_row_by_row(amax, ENTRIES, H), order, 0), second, rule)
-            tl.store(out.scale + _row_by_row(at, ENTRIES, H), stored, mask=_row_by_row(inside, ENTRIES, H))
-            multiplier = tl.reshape(tl.gather(flat, order, 0), (ENTRIES // COLS, COLS))
-            if H.turned:
-                multiplier = tl.trans(multiplier)
+            stored, flat = ql.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
+            tl.store(out.scale + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
+            multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
             tl.store(out.scale + at, stored, mask=inside)

@@ -31,7 +31,7 @@ class How(NamedTuple):
     """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
 
     `turned`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
-    `pairs`: amaxes are taken by `ql.line_amax`.
+    `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column.
     """
 
     rows: int
@@ -49,19 +49,22 @@ class How(NamedTuple):
     short_index: bool = False
     draw_loaded: bool = False
     pairs: bool = False
+    by_columns: bool = False
 
 
 class Out(NamedTuple):
     """Arguments of a kernel: where its results lie; None for what is not asked for.
 
-    `codes_cols`: stored, of a row. `given`: the multipliers, if they are not taken from the values. `second`: amax of
-    the whole tensor.
+    `codes_cols`: stored, of a row. `given`: the multipliers, if they are not taken from the values. `grid_row` and
+    `grid_col`: strides of these or of the scales. `second`: amax of the whole tensor.
     """
 
     codes: Any
     codes_cols: int
     scale: Any
     given: Any
+    grid_row: int
+    grid_col: int
     second: Any
     turned: Any
     turned_cols: int
@@ -93,6 +96,7 @@ class Request:
     `words`: for stochastic rounding; those of the transformed and padded matrix.
     `turned`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what quantizing
     the transpose gives.
+    `by_columns`: scales that are made lie column by column, with strides (1, rows); see `sources.read_by_columns`.
     """
 
     copy: QuantizedCopy
@@ -102,6 +106,7 @@ class Request:
     second_amax: Tensor | None = None
     words: Words | None = None
     turned: bool = False
+    by_columns: bool = False
 
     @property
     def block(self) -> tuple[int, int]:
@@ -188,15 +193,18 @@ def target(
     if given is None:
         assert ALL not in copy.block, "a block larger than a tile needs a multiplier"
         spans = [touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True)]
-        scale = torch.empty(spans, dtype=copy.scale.encoding.storage, device=device)
+        scale = torch.empty(spans[:: -1 if request.by_columns else 1], dtype=copy.scale.encoding.storage, device=device)
+        scale = scale.t() if request.by_columns else scale
+    grid = scale if given is None else given
+    assert grid is not None
     out = Out(
-        codes, codes.shape[1], scale, None if given is None else given.contiguous(), request.second_amax,
+        codes, codes.shape[1], scale, given, grid.stride(0), grid.stride(1), request.second_amax,
         turned, 0 if turned is None else turned.shape[1], None if next_amax is None else next_amax.view(torch.int32),
     )  # fmt: skip
     how = how_of(
         copy, request.scaling, dtype, device, tile, held_turned, request.words is not None,
         words.global_shape[1] % 4 == 0, words.global_shape[0] * words.global_shape[1] < 1 << 32,
-        isinstance(words.draw, Tensor),
+        isinstance(words.draw, Tensor), request.by_columns,
     )  # fmt: skip
     return Target(codes, scale, turned, Where(rows, cols, shape[1], *origin), out, how, words)
 
@@ -213,6 +221,7 @@ def how_of(
     by_four: bool,
     short_index: bool,
     draw_loaded: bool,
+    by_columns: bool,
 ) -> How:
     """Constants of a kernel that quantizes tiles, or their transposes."""
     rule = ql.rule(copy, scaling, dtype, device)
@@ -225,6 +234,7 @@ def how_of(
         short_index=short_index,
         draw_loaded=draw_loaded,
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not scaling.random_hadamard and ql.takes_pairs(device),
+        by_columns=by_columns,
     )
 
 

@@ -38,7 +38,7 @@ triton.runtime.driver.set_active(Hopper())
 torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
-from quantshard import sharding  # noqa: E402
+from quantshard import sharding, sources  # noqa: E402
 from quantshard import storage as storages  # noqa: E402
 from quantshard.formats import ALL, E4M3, E5M2, FORMATS, Copy, Scaling  # noqa: E402
 from quantshard.kernels import (  # noqa: E402
@@ -96,7 +96,8 @@ def request(name: str, turned: bool = False, words: bool = False, hadamard: bool
     grid = torch.ones(1 if copy.block[0] == ALL else ROWS, 1) if ALL in copy.block else None
     drawn = Words(1 << 40 | 5, 7, 3, (ROWS, COLS)) if words else None
     second = torch.ones(()) if copy.amax is not None else None
-    return Request(copy, Scaling(random_hadamard=hadamard), (0, 0), grid, second, drawn, turned)
+    by_columns = sources.read_by_columns(copy)
+    return Request(copy, Scaling(random_hadamard=hadamard), (0, 0), grid, second, drawn, turned, by_columns)
 
 
 def quantized(one: Request, other: Request | None = None, next_amax: bool = False) -> Any:
@@ -127,7 +128,7 @@ def dequantized(name: str) -> Any:
     codes, scale = torch.empty(ROWS, width, dtype=torch.uint8), torch.empty(128, 128, dtype=torch.uint8)
     how, out = dequantize.tiles_of(copy, codes.device), torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     return dequantize.dequantize_kernel.warmup(
-        codes, width, width, scale, torch.empty(()), 128, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how,
+        codes, width, width, scale, torch.empty(()), 128, 1, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how,
         grid=(1,), num_warps=targets.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

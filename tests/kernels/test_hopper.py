@@ -25,7 +25,10 @@ CHOSEN = [
 BYTES = {"NVFP4": (16, 8), "NVFP4, both directions, random": (8, 8), "dequantize NVFP4": (4, 16), "amax": (16, 0)}
 """Of the widest load and store of a thread, where these are not 16: half a byte a code, four columns a thread."""
 
-SPILLED = {"Adam, delayed, FP8 moments": 16, "1x128, both directions": 8, "MXFP8, both directions": 24, "activation, backward MXFP8": 48}
+SPILLED = {
+    "Adam, delayed, FP8 moments": 16, "1x128, both directions": 8, "MXFP8, both directions": 24,
+    "activation, backward MXFP8": 48,
+}  # fmt: skip
 """Bytes that more programs beside each other are worth."""
 
 

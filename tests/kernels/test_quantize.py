@@ -53,7 +53,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
     if found.is_floating_point():
         alike = torch.isnan(found.cpu()) & torch.isnan(expected)
         found, expected = (torch.where(alike, 0, t).contiguous() for t in (found.cpu(), expected))
-    return torch.equal(found.cpu().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(*(t.cpu().contiguous().view(-1).view(torch.uint8) for t in (found, expected)))
 
 
 def on_device(x: Tensor | None) -> Tensor | None:
@@ -82,10 +82,11 @@ def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
                 given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name]
                 found, _ = quantize(x.to(DEVICE), replace(request, multipliers=on_device(given)))
                 assert same(found.codes, expected[copy.codes.name])
-            if ALL not in copy.block:
-                found, _ = quantize(x.to(DEVICE), request)
+            for by_columns in () if ALL in copy.block else (False, True):
+                found, _ = quantize(x.to(DEVICE), replace(request, by_columns=by_columns))
                 assert same(found.codes, expected[copy.codes.name])
                 assert found.scale is not None and same(found.scale, expected[copy.scale.name])
+                assert (found.scale.t() if by_columns else found.scale).is_contiguous()
 
 
 @every_format
@@ -126,8 +127,10 @@ def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None
     for name, shape in itertools.product(names, IN_A_TILE if stochastic else [(150, 70), *SHAPES[1:]]):
         fmt, x = FORMATS[name], values(shape)
         requests, expected = zip(*(wanted(v, fmt, scaling, s) for v, s in ((x, 1), (x.t(), 2))), strict=True)
+        by_columns = [replace(request, by_columns=True) for request in requests]
         found: list[Target | None] = [*quantize(x.to(DEVICE), *requests), quantize(x.to(DEVICE).t(), requests[1])[0]]
-        for target, parts in zip(found, [*expected, expected[1]], strict=True):
+        found += quantize(x.to(DEVICE), *by_columns)
+        for target, parts in zip(found, [*expected, expected[1], *expected], strict=True):
             assert target is not None and target.scale is not None
             assert same(target.codes, parts["codes"])
             assert same(target.scale, parts["scale_inv"])
