@@ -6,6 +6,7 @@ import itertools
 import weakref
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,11 +119,6 @@ def init_plan() -> InitPlan:
     return _init_plans[-1] if _init_plans else _HIGH_PRECISION_INIT
 
 
-def current_recipe() -> Recipe:
-    """The recipe of the innermost autocast, or high precision outside of one."""
-    return setting(current_setting()).recipe
-
-
 def in_autocast() -> bool:
     """True inside an autocast, an `enabled=False` one included."""
     return bool(_autocasts)
@@ -187,8 +183,18 @@ def _check_flags(owner: str, **flags: object) -> None:
             )
 
 
+def _leave(entered: list[Any], one: object) -> None:
+    """Take a context off those that are entered: the last, unless a generator entered it that ends out of order."""
+    if entered[-1] is one:
+        entered.pop()
+    else:
+        del entered[max(place for place, other in enumerate(entered) if other is one)]
+
+
 class quantized_model_init:
     """Modules built inside store their weights quantized.
+
+    It holds for all threads, not only for the one that entered it.
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
@@ -217,14 +223,14 @@ class quantized_model_init:
         _init_plans.append(self.plan)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _init_plans.pop()
+        _leave(_init_plans, self.plan)
 
 
 class autocast:
     """GEMMs of modules called inside are quantized by the recipe.
 
-    Contexts nest; the innermost decides. At the exit of the outermost one, the amaxes that delayed scaling saw are
-    reduced over the ranks and recorded, in one collective.
+    Contexts nest; the innermost decides, for all threads, unlike `torch.autocast`. At the exit of the outermost one,
+    the amaxes that delayed scaling saw are reduced over the ranks and recorded, in one collective.
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
@@ -268,7 +274,7 @@ class autocast:
         _autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _autocasts.pop()
+        _leave(_autocasts, self)
         if _autocasts:
             if self.records:
                 _autocasts[-1].records = True
