@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,9 @@ class InitPlan:
     quantize: bool
     preserve_high_precision: bool
 
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False)
 _init_plans: list[InitPlan] = []
@@ -196,6 +201,8 @@ class quantized_model_init:
 
     It holds for all threads, not only for the one that entered it.
 
+    As a decorator, it is entered anew in each call.
+
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
         recipe: a `Recipe` or its name; its weight format is used. With `enabled=False` the recipe only tells which
@@ -219,6 +226,14 @@ class quantized_model_init:
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
 
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
     def __enter__(self) -> None:
         _init_plans.append(self.plan)
 
@@ -230,7 +245,8 @@ class autocast:
     """GEMMs of modules called inside are quantized by the recipe.
 
     Contexts nest; the innermost decides, for all threads, unlike `torch.autocast`. At the exit of the outermost one,
-    the amaxes that delayed scaling saw are reduced over the ranks and recorded, in one collective.
+    the amaxes that delayed scaling saw are reduced over the ranks and recorded, in one collective. As a decorator, each
+    call enters one of its own.
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
@@ -265,6 +281,15 @@ class autocast:
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # kept alive: the setting itself does not
         self.records = is_delayed(self.setting)
+        self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
+
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with autocast(*self._arguments):
+                return function(*args, **kwargs)
+
+        return inside
 
     def __enter__(self) -> None:
         if self in _autocasts:

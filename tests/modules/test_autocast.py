@@ -157,6 +157,21 @@ def test_torchs_autocast_changes_no_product(recipe):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_as_decorators():
+    @autocast(recipe="mxfp8")
+    def recipe_inside(depth=0):
+        return recipe_inside(depth - 1) if depth else context.setting(context.current_setting()).recipe.name
+
+    @quantized_model_init(recipe="block")
+    def built():
+        """A layer."""
+        return Linear(SIZE, SIZE)
+
+    assert recipe_inside() == recipe_inside(2) == "mxfp8"
+    assert built.__doc__ == "A layer." and all("fp8_128x128" in repr(built().weight) for _ in range(2))
+    assert not context.init_plan().quantize
+
+
 def test_an_instance_is_entered_once():
     entered = autocast(recipe="current")
     with entered, pytest.raises(ConfigurationError, match="already entered; make a new one"), entered:
