@@ -14,16 +14,17 @@ OPTIMIZERS = {
     "remainders": lambda params: FusedAdam(params, lr=1e-3, store_param_remainders=True),
     "MasterWeights": lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-3, weight_decay=0.0),
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def weight(dtype=torch.bfloat16):
-    return nn.Parameter(torch.randn(7, 9, generator=torch.Generator().manual_seed(0)).to(dtype))
+    return nn.Parameter(torch.randn(7, 9, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype))
 
 
 def step(optimizer, param, number):
     generator = torch.Generator().manual_seed(number)
-    param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    param.grad = torch.randn(param.shape, generator=generator).to(DEVICE, param.dtype)
     optimizer.step()
 
 
@@ -45,7 +46,7 @@ def test_elements_that_were_changed_and_those_that_were_not(make, dtype):
         changed[4, 2] = float("nan")
     for optimizer, param in zip(optimizers, (changed, untouched), strict=True):
         step(optimizer, param, 3)
-    others = torch.ones(7, 9, dtype=torch.bool)
+    others = torch.ones(7, 9, dtype=torch.bool, device=DEVICE)
     others[3], others[4, 2] = False, False
     assert torch.equal(changed[others], untouched[others])
     masters = [master_of(*pair) for pair in zip(optimizers, (changed, untouched), strict=True)]
@@ -60,11 +61,11 @@ def test_an_embedding_that_renormalizes_itself(make):
     torch.manual_seed(0)
     with quantized_model_init(recipe="mxfp8"):
         model = nn.Sequential(nn.Embedding(10, 64, max_norm=1.0, dtype=torch.bfloat16), Linear(64, 64))
-    model[1].to(torch.bfloat16)
+    model.to(DEVICE, torch.bfloat16)
     optimizer = make(model.parameters())
     for _ in range(5):
         with autocast(recipe="mxfp8"):
-            model(torch.arange(10)).float().sum().backward()
+            model(torch.arange(10, device=DEVICE)).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert model[0].weight.float().norm(dim=1).max() < 1.02
