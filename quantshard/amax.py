@@ -128,7 +128,13 @@ class FlatMax:
     _pending: list[tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = field(default_factory=list)
 
     def add(self, tensor: Tensor, group: Groups) -> None:
-        """Register a float32 tensor; it is written in place by `reduce`. Without a group it stays as it is."""
+        """Register a float32 tensor; it is written in place by `reduce`. Without a group it stays as it is.
+
+        Raises:
+            TypeError: it has another dtype, whose bits would be compared as if they were those of float32.
+        """
+        if tensor.dtype is not torch.float32:
+            raise TypeError(f"FlatMax reduces float32 tensors, not {tensor.dtype}")
         if _members(group):
             self._pending.append((tensor, _members(group)))
 
@@ -232,7 +238,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
     """True on every rank of `group` (None: this rank alone) if `flag` is true on one of them. One collective."""
     if group is None:
         return flag
-    value = torch.tensor([float(flag)], device=collective_device(group))
+    value = torch.tensor([float(flag)], dtype=torch.float32, device=collective_device(group))
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value.item())
 

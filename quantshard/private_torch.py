@@ -375,7 +375,7 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement],
     The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
     and what is loaded into it lost. FSDP2 makes its own DTensors as here.
     """
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    meta = TensorMeta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 

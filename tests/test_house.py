@@ -44,6 +44,12 @@ PRIVATE_ALLOWED = {
 }
 """Private names that may be used outside private_torch.py, each with its reason."""
 
+FACTORIES = set(
+    "as_tensor asarray empty empty_strided eye full linspace logspace normal ones rand randn scalar_tensor tensor "
+    "zeros".split()
+)
+"""Functions of torch whose results have the default dtype where none is named, at least of some arguments."""
+
 FUNCTION_LINES, FILE_LINES = 60, 500
 
 Tree = dict[str, str]
@@ -280,6 +286,49 @@ def operations_name_their_overload(tree: Tree) -> list[str]:
     return found
 
 
+def floats_have_a_named_dtype(tree: Tree) -> list[str]:
+    """Nothing but a module's parameters follows `torch.set_default_dtype`, and these ask for it by name.
+
+    Also refused: `torch.where` of two numbers, which takes no dtype, and `torch.Tensor(...)`.
+    """
+    found = []
+    for path, source in tree.items():
+        aliases: dict[str, str] = {}
+        calls = []
+        for node in ast.walk(parse(source)):
+            aliases |= torch_aliases(path, node, aliases)
+            calls += [node] if isinstance(node, ast.Call) else []
+        for call in calls:
+            name = full_name(call.func, aliases)
+            if name.startswith("torch.") and follows_the_default_dtype(name.removeprefix("torch."), call):
+                found.append(f"{at(path, call)}: {ast.unparse(call)} follows the default dtype; name the one it needs")
+    return found
+
+
+def follows_the_default_dtype(function: str, call: ast.Call) -> bool:
+    if any(keyword.arg in ("dtype", None) for keyword in call.keywords):
+        return False
+    if function == "where":
+        return len(call.args) == 3 and all(map(is_number, call.args[1:])) and any(map(is_float, call.args[1:]))
+    if function == "arange":
+        return any(map(is_float, call.args))
+    return function in FACTORIES or function == "Tensor"
+
+
+def is_number(node: ast.expr) -> bool:
+    """A number as it is written, with a sign or not, or `torch.nan` and its like."""
+    if isinstance(node, ast.UnaryOp):
+        return is_number(node.operand)
+    constant = isinstance(node, ast.Attribute) and node.attr in ("nan", "inf", "pi", "e")
+    return constant or (isinstance(node, ast.Constant) and isinstance(node.value, int | float))
+
+
+def is_float(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return is_float(node.operand)
+    return is_number(node) and not (isinstance(node, ast.Constant) and isinstance(node.value, int))
+
+
 def private_uses(path: str, node: ast.AST, aliases: dict[str, str], own: set[str]) -> list[str]:
     """The private names that `node` itself uses."""
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -360,6 +409,17 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"mlp.py": "import torch\ncurve(torch.ops.aten.silu_backward)"}, 1),
         ({"ops.py": "import torch\naten = torch.ops.aten\ndef f():\n    aten.add(x, y)"}, 1),
         ({"ops.py": "import torch\ntorch.ops.aten._foreach_maximum_(x, y)"}, 1),
+    ],
+    floats_have_a_named_dtype: [
+        ({"ops.py": "import torch\ntorch.zeros(3, dtype=torch.float32), torch.zeros_like(x), x.new_zeros(3)"}, 0),
+        ({"ops.py": "import torch\ntorch.arange(n), torch.arange(0, 4, 2), torch.where(y, 1, -1)"}, 0),
+        ({"ops.py": "import torch\ntorch.where(y, x, 0.0), torch.ones(3, **options)"}, 0),
+        ({"ops.py": "import numpy as torch\ntorch.zeros(3)"}, 0),
+        ({"ops.py": "import torch\ntorch.zeros(3, 4, device=x.device)"}, 1),
+        ({"ops.py": "import torch\ndef f(): return torch.tensor([y])"}, 1),
+        ({"ops.py": "from torch import randn as r, Tensor\nr(3), Tensor(3)"}, 2),
+        ({"ops.py": "import torch\ntorch.arange(0, 1, 0.5)"}, 1),
+        ({"ops.py": "import torch\ntorch.where(y, -1.0, 1), torch.where(y, 0, torch.nan)"}, 2),
     ],
 }
 

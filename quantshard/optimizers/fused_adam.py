@@ -183,11 +183,11 @@ class FusedAdam(torch.optim.Optimizer):
         if self._seed is not None:
             group[SEED] = self._seed
         if self._capturable:
-            first = next(iter([*group["params"], *self._names]), torch.empty(0))
+            first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32))
             device = private_torch.local_tensor(first).device
             lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
             group["lr"] = lr.clone()  # of this group alone
-            group.update({key: torch.tensor(int(group[key]), device=device) for key in COUNTERS})
+            group.update({key: torch.tensor(int(group[key]), dtype=torch.int64, device=device) for key in COUNTERS})
 
     def _check_remainders(self) -> None:
         if not self._master_weights or self._dtypes[MASTER] is not torch.float32:
@@ -261,7 +261,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def _check_parameters(self) -> None:
-        seed = {} if self._seed is None else {f"FusedAdam's {SEED}": torch.tensor([self._seed])}
+        seed = {} if self._seed is None else {f"FusedAdam's {SEED}": torch.tensor([self._seed], dtype=torch.int64)}
         guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:

@@ -42,7 +42,7 @@ def largest(value: int, params: Iterable[Tensor]) -> int:
     """
     params = list(params)
     groups = dict.fromkeys(map(amax.stepping_group, params))
-    found = torch.tensor([value])
+    found = torch.tensor([value], dtype=torch.int64)
     for group in amax.united(groups) if len(groups) > 1 or any(map(amax.is_spread, params)) else ():
         found = found.to(amax.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
@@ -156,7 +156,7 @@ class GradientFlags:
         """Make `table` of the reduced flags; a collective call where parameters are sharded over different axes, or
         ranks hold different ones."""
         if not self._parts:
-            self.table = torch.zeros(3, 0)
+            self.table = torch.zeros(3, 0, dtype=torch.float32)
             return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._spread:
@@ -249,7 +249,7 @@ def _warn_of_no_gradient(names: Sequence[str], grads: Sequence[Tensor | None]) -
 
 
 def _flags_of(grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None) -> Tensor:
-    flags, at = torch.zeros(3, len(grads), device=device), 0
+    flags, at = torch.zeros(3, len(grads), dtype=torch.float32, device=device), 0
     for there, run in groupby(grad is not None for grad in grads):
         end = at + len(list(run))
         flags[0 if there else 1, at:end].fill_(1.0)

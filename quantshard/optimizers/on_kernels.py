@@ -106,7 +106,7 @@ class OnKernels:
         if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
             return flags[0]
         device = private_torch.local_tensor(self._work[0].param).device
-        columns = [torch.zeros((), device=device)] * len(self._work)
+        columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(self._work)
         for planned, found in zip(self._planned, flags, strict=True):
             for place, flag in zip(planned.places, found.to(device).unbind(), strict=True):
                 columns[place] = flag
