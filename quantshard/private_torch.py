@@ -442,6 +442,15 @@ def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
     return axis_groups(root, (axis for axis, name in enumerate(known) if name != names[0]))
 
 
+def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks that were registered on an optimizer's `load_state_dict`: those to run before, those to run after.
+
+    A class that replaces the method has no public way to run them.
+    """
+    before = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
+    return [*before.values()], [*optimizer._optimizer_load_state_dict_post_hooks.values()]  # type: ignore[attr-defined]
+
+
 def end_checkpoint_process() -> None:
     """End the process that `dcp.async_save` keeps for saving, if there is one.
 

@@ -135,6 +135,8 @@ class FusedAdam(torch.optim.Optimizer):
             **dict.fromkeys(COUNTERS, 0),
         }
         super().__init__(params, defaults)
+        if capturable:
+            self.register_state_dict_post_hook(_make_numbers)  # the first, so that others see what is returned
         self._kernels = OnKernels()
         self._states: dict[Tensor, dict[str, State]] = {}
         self._weights: dict[Tensor, State] = {}
@@ -290,13 +292,11 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
         """
-        state_dict = super().state_dict()
         if self._capturable:
             self._raise_for_bad_steps()
-            for group in state_dict["param_groups"]:
-                group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
-        return state_dict
+        return super().state_dict()
 
+    @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict of this class into the states, without casting any.
@@ -435,6 +435,12 @@ class FusedAdam(torch.optim.Optimizer):
         if self._last_bad is not None:
             self._last_bad.check_missing()
             self._last_bad.check_skipped(self.param_groups, self._max_skipped_in_a_row)
+
+
+def _make_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Read the entries of groups that `capturable` keeps in tensors."""
+    for group in state_dict["param_groups"]:
+        group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

@@ -194,6 +194,7 @@ class MasterWeights(torch.optim.Optimizer):
                 private_torch.local_tensor(master).copy_(guards.initial_master(param))
             self._versions[param] = guards.weight_version(param)
 
+    @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict of this class into the states, without casting any.
