@@ -22,6 +22,7 @@ from quantshard.optimizers.state import (
     EXP_AVG_SQ,
     MASTER,
     MOMENTS,
+    PLAIN_DTYPES,
     ROLES,
     WEIGHT,
     State,
@@ -60,7 +61,8 @@ class FusedAdam(torch.optim.Optimizer):
     On GPUs a step runs in kernels over all parameters, with the same bits (`on_kernels`).
 
     Args:
-        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device.
+        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
+            are trained are quantized, float32, bfloat16 or float16.
         lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
         betas, eps, weight_decay: Adam's.
         bias_correction: divide the moments by 1 - beta**step.
@@ -209,10 +211,7 @@ class FusedAdam(torch.optim.Optimizer):
         remainders = self._remainders if store_param_remainders is None else store_param_remainders
         if remainders:
             self._check_remainders()
-        if param.is_meta:
-            raise ConfigurationError(
-                f"FusedAdam: {name} is on the meta device; call reset_parameters() on the modules first"
-            )
+        guards.check_trainable("FusedAdam", name, param, PLAIN_DTYPES)
         if self._capturable and not self._master_weights and components.quantized(param) is not None:
             raise ConfigurationError(
                 f"FusedAdam(capturable=True, master_weights=False): {name} is {private_torch.local_tensor(param)!r}, "

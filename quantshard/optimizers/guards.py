@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, compute, private_torch
+from quantshard import amax, components, compute, limits, private_torch
 from quantshard.amax import FlatMax, Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.storage import KEY
@@ -53,6 +53,20 @@ def weight_version(param: Tensor) -> int:
     """How often a quantized parameter was given new values; 0 for others."""
     quantized = components.quantized(param)
     return 0 if quantized is None else quantized._storage.version
+
+
+def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that a parameter has values, and that they are quantized or of one of some dtypes.
+
+    Raises:
+        ConfigurationError: naming the parameter.
+    """
+    if param.is_meta:
+        raise ConfigurationError(
+            f"{optimizer}: {name} is on the meta device; call reset_parameters() on the modules first"
+        )
+    if components.quantized(param) is None and param.dtype not in dtypes:
+        raise ConfigurationError(limits.refusal("wider parameters", f"{optimizer}: {name} is {param.dtype}"))
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:
