@@ -16,6 +16,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "quantshard"
@@ -36,8 +39,6 @@ LAYERS = {
 MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "kernels"}
 
 PRIVATE_ALLOWED = {
-    "_make_wrapper_subclass": "the documented way to build a tensor subclass has no public name",
-    "_local_tensor": "DTensor.to_local() is differentiable and makes a view; the components themselves are needed",
     "_asdict": "public API of named tuples",
     "_fields": "public API of named tuples",
     "_replace": "public API of named tuples",
@@ -210,9 +211,11 @@ def sizes_are_small(tree: Tree) -> list[str]:
 def private_torch_is_kept_apart(tree: Tree) -> list[str]:
     """No private name of torch, nor any private attribute that the package does not define, but in private_torch.py.
 
-    Names below `torch.ops` are the names of operators, whose underscores are not a mark of privacy.
+    A name that the package defines and objects of torch have too is torch's, except on the `self` or `super()` of a
+    file that defines a method of that name: it calls or overrides its own. Names below `torch.ops` are the names of
+    operators, whose underscores are not a mark of privacy.
     """
-    own = set().union(*map(defined, map(parse, tree.values())))
+    own = set().union(*map(defined, map(parse, tree.values()))) - names_of_torch_objects()
     found = []
     for path, source in tree.items():
         if path == "private_torch.py":
@@ -220,10 +223,24 @@ def private_torch_is_kept_apart(tree: Tree) -> list[str]:
         aliases: dict[str, str] = {}
         for node in ast.walk(parsed := parse(source)):
             aliases.update(torch_aliases(path, node, aliases))
+        methods = {function.name for function in functions(parsed)}
         for node in ast.walk(parsed):
+            if isinstance(node, ast.Attribute) and node.attr in methods and is_own_object(node.value):
+                continue
             for name in private_uses(path, node, aliases, own):
                 found.append(f"{at(path, node)}: private name {name}; move its use to private_torch.py")
     return found
+
+
+@cache
+def names_of_torch_objects() -> set[str]:
+    """The attributes of those objects of torch that the package handles most, of classes and of instances."""
+    objects = (nn.Module(), torch.optim.SGD([torch.zeros(1)]), torch.Tensor, DTensor)
+    return set().union(*map(dir, objects))
+
+
+def is_own_object(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("self", "super()")
 
 
 def is_private(name: str) -> bool:
@@ -390,7 +407,8 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
     ],
     private_torch_is_kept_apart: [
         ({"private_torch.py": "import torch\ntorch._C.x"}, 0),
-        ({"tensor.py": "self._kept = x._local_tensor\nself._kept, self.__class__, x._replace()"}, 0),
+        ({"tensor.py": "self._kept = x\nself._kept, self.__class__, x._replace()"}, 0),
+        ({"tensor.py": "class C(Module):\n    def _apply(self): return super()._apply(), self._apply"}, 0),
         ({"ops.py": "import torch\naten = torch.ops.aten\naten._to_copy.default, torch.ops.aten._foreach_add_"}, 0),
         ({"tensor.py": "from quantshard.private_torch import _x\nfrom ._y import z"}, 0),
         ({"tensor.py": "import torch._C"}, 1),
@@ -401,6 +419,11 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"tensor.py": "import torch\nfsdp = torch.distributed.fsdp\nfsdp._init()"}, 1),
         ({"tensor.py": "param._spec"}, 1),
         ({"tensor.py": "getattr(param, '_spec')"}, 1),
+        ({"tensor.py": "dtensor._local_tensor, Tensor._make_wrapper_subclass"}, 2),
+        ({"tensor.py": "def _version(): pass\ntensor._version"}, 1),
+        ({"tensor.py": "_parameters = 1\nmodule._parameters, getattr(module, '_parameters')"}, 2),
+        ({"tensor.py": "self._buffers = {}\nmodule._buffers"}, 2),
+        ({"tensor.py": "def _apply(self): return module._apply()", "ops.py": "def f(self): self._apply()"}, 2),
     ],
     operations_name_their_overload: [
         ({"ops.py": "import torch\naten = torch.ops.aten\naten.add.Tensor(x, y), rule(aten.mul.Tensor)"}, 0),
