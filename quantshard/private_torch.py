@@ -155,6 +155,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_place_changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, by which autograd notices that too; not through `.data`.
+
+    Operations on a DTensor count for it, those on its local tensor for that.
+    """
+    local = local_tensor(tensor)
+    return tensor._version + (0 if local is tensor else local._version)
+
+
 @dataclass(frozen=True)
 class CheckpointedRegions:
     """The regions of `torch.utils.checkpoint` around the running code: objects that autograd keeps until they are done.

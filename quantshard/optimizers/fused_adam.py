@@ -304,7 +304,7 @@ class FusedAdam(torch.optim.Optimizer):
             CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
         """
         loading.load(self, state_dict, self._names, loading.fused_adam_options)
-        self._versions.clear()  # the model may be loaded before or after
+        self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -375,12 +375,18 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 states, version = self._states[param], guards.weight_version(param)
                 if self._versions.setdefault(param, version) != version and MASTER in states:
-                    raise ConfigurationError(
-                        f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
-                        "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
-                    )
+                    self._take_over(param, states[MASTER])
                 of_group, stream = hyperparameters[number], self._streams[param]
                 yield Work(param, grad, states, self._weights[param], number, of_group, seed, stream)
+
+    def _take_over(self, param: Tensor, master: State) -> None:
+        """Take the values that others gave a parameter over into its master."""
+        if components.quantized(param) is not None:
+            raise ConfigurationError(
+                f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
+                "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
+            )
+        master.adopt()
 
     def _hyperparameters(self, group: dict[str, Any]) -> Hyperparameters:
         beta1, beta2 = group["betas"]
@@ -444,6 +450,8 @@ def _make_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 def _check_options(group: Mapping[str, Any]) -> None:
     """Raise ConfigurationError unless the numbers of a group, as it is added, make a step."""
+    if len(group["betas"]) != 2:
+        raise ConfigurationError(f"FusedAdam(betas={group['betas']}): give two, of the first and the second moment")
     for beta in group["betas"]:
         if not 0 <= beta or torch.tensor(beta, dtype=torch.float32) >= 1:
             raise ConfigurationError(

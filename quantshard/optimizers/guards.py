@@ -50,9 +50,16 @@ def largest(value: int, params: Iterable[Tensor]) -> int:
 
 
 def weight_version(param: Tensor) -> int:
-    """How often a quantized parameter was given new values; 0 for others."""
+    """How often a parameter was given new values; of one that is not quantized, not through `.data`."""
     quantized = components.quantized(param)
-    return 0 if quantized is None else quantized._storage.version
+    if quantized is None:
+        return private_torch.in_place_changes(param)
+    return quantized._storage.version
+
+
+def plain_versions(params: Iterable[Tensor]) -> dict[Tensor, int]:
+    """`weight_version` of those that are not quantized."""
+    return {param: weight_version(param) for param in params if components.quantized(param) is None}
 
 
 def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import amax, components, private_torch
 from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading
+from quantshard.optimizers import guards, loading, rounding
 from quantshard.optimizers.state import PLAIN_DTYPES
 
 MASTER, UPDATES = "master_param", "updates"
@@ -205,7 +205,7 @@ class MasterWeights(torch.optim.Optimizer):
         loading.load(
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
         )
-        self._versions.clear()  # the model may be loaded before or after
+        self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -247,10 +247,18 @@ class MasterWeights(torch.optim.Optimizer):
             if param.grad is not None:
                 guards.check_alike(param, param.grad, name, "gradient")
             if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
-                raise ConfigurationError(
-                    f"{name} was given new values after this MasterWeights was built, and the next step would "
-                    "overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
-                )
+                self._take_over(param, name)
+
+    def _take_over(self, param: Tensor, name: str) -> None:
+        """Give the master of a parameter the values that others gave it."""
+        if components.quantized(param) is not None:
+            raise ConfigurationError(
+                f"{name} was given new values after this MasterWeights was built, and the next step would "
+                "overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
+            )
+        if self._masters[param] is not param:
+            master = private_torch.local_tensor(self._masters[param]).detach()
+            rounding.adopt(master, private_torch.local_tensor(param).detach(), master.to(param.dtype))
 
     @contextmanager
     def _inner_step(self) -> Iterator[None]:

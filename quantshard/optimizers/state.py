@@ -81,6 +81,14 @@ class State(ABC):
     def read(self) -> Tensor:
         """The local values, float32."""
 
+    def adopt(self) -> None:
+        """As a master, take the elements over that others changed of the parameter, which is not quantized.
+
+        By default nothing is done: it cannot be known of a master that was rounded itself, nor need it be of one whose
+        high half is the parameter.
+        """
+        return
+
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         """Register what writing these values needs reduced."""
         return None
@@ -128,6 +136,10 @@ class FloatState(State):
 
     def read(self) -> Tensor:
         return self.local.float()
+
+    def adopt(self) -> None:
+        param = private_torch.local_tensor(self.owner).detach()
+        rounding.adopt(self.local, param, rounding.rounded(self.local, param.dtype, None))
 
     def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
         dtype = self.local.dtype
