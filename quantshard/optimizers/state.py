@@ -32,8 +32,8 @@ MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 REMAINDER_SUFFIX = "_low"
 """What is appended to `master_param` for the low half of a master whose high half is the parameter."""
 
-
-MASTER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of masters, and of parameters that are not quantized: float32, in which all arithmetic is, holds their values."""
 
 
 class State(ABC):
@@ -262,7 +262,7 @@ class QuantizedWeight(QuantizedState):
 
 def check_dtype(role: str, dtype: torch.dtype) -> None:
     """Raise ConfigurationError if states of this role cannot have the dtype."""
-    allowed = MASTER_DTYPES if role == MASTER else tuple(STATE_CELLS)
+    allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
         raise ConfigurationError(
