@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import compute, private_torch, sharding
@@ -67,6 +68,15 @@ def spread_over(param: Tensor, group: dist.ProcessGroup) -> None:
 def is_spread(param: Tensor) -> bool:
     """Whether other ranks hold other parameters in its place."""
     return _others(param) is not None
+
+
+def spread_axis(module: nn.Module) -> DeviceMesh | None:
+    """The axis whose ranks hold other parameters of a module in the place of these; None of most modules.
+
+    It says so itself, since `fully_shard` puts other tensors in the place of those that it noted.
+    """
+    axis: DeviceMesh | None = getattr(module, "_spread_axis", None)
+    return axis
 
 
 def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, limits, private_torch
+from quantshard import amax, components, limits, private_torch
 from quantshard.checkpoints import commit, extras, fit, manifest, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
@@ -253,8 +253,7 @@ def read_tensors(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[s
 
 def _check_numbers(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        mesh = getattr(module, "ep_mesh", None)
-        if mesh is not None and mesh.size() > 1:
+        if amax.spread_axis(module) is not None:
             raise UnsupportedOperationError(limits.refusal("numbered states", name or type(module).__name__))
 
 

@@ -72,8 +72,8 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
     experts."""
     seen = set()
     for prefix, module in model.named_modules():
-        experts = getattr(module, "ep_mesh", None)  # a GroupedLinear's
-        spread = () if experts is None else private_torch.axis_groups(experts, range(experts.ndim))
+        axis = amax.spread_axis(module)
+        spread = () if axis is None else (axis.get_group(),)
         for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:
                 seen.add(param)
