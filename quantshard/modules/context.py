@@ -36,7 +36,7 @@ _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_p
 _init_plans: list[InitPlan] = []
 _autocasts: list[autocast] = []
 
-_flush_is_queued = False
+_queued_flush: weakref.ReferenceType[_Flush] | None = None
 
 forward_amaxes = PendingAmaxes()
 """Amaxes of inputs and weights seen since the outermost autocast was entered."""
@@ -140,23 +140,30 @@ def flush_after_backward() -> None:
     Called first thing in a recomputed forward too: a reentrant checkpoint then runs a backward pass within this one, at
     whose end it would be too early.
     """
-    global _flush_is_queued
-    if not _flush_is_queued:
-        _flush_is_queued = True
-        private_torch.at_end_of_backward(_flush_backward)
+    global _queued_flush
+    if _queued_flush is not None and _queued_flush() is None:
+        backward_amaxes.drop()  # of a backward pass that failed
+        _queued_flush = None
+    if _queued_flush is None:
+        flush = _Flush()
+        _queued_flush = weakref.ref(flush)
+        private_torch.at_end_of_backward(flush)
 
 
-def _flush_backward() -> None:
-    global _flush_is_queued
-    _flush_is_queued = False
-    backward_amaxes.flush()
+class _Flush:
+    """What is queued for the end of a backward pass, which alone holds it: it is gone if the pass fails."""
+
+    def __call__(self) -> None:
+        global _queued_flush
+        _queued_flush = None
+        backward_amaxes.flush()
 
 
 def drop_failed_backward() -> None:
-    """Outside of backward, forget what a backward pass that failed has left; else no later one would flush."""
-    global _flush_is_queued
+    """Outside of backward, forget what a backward pass that failed has left."""
+    global _queued_flush
     if not private_torch.in_backward():
-        _flush_is_queued = False
+        _queued_flush = None
         backward_amaxes.drop()
 
 

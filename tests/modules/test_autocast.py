@@ -380,6 +380,17 @@ def test_a_failed_backward_does_not_stop_the_next():
     assert torch.equal(layer.grad_output_amax_history, torch.tensor([0.0, 0.0, amax(data(1))]))
 
 
+def test_a_failed_backward_does_not_stop_the_next_of_a_graph_that_is_there():
+    layer = linear(DELAYED)
+    with autocast(recipe=DELAYED):
+        failing = layer(FailsInBackward.apply(data().requires_grad_()))
+        y = layer(data())
+    with pytest.raises(RuntimeError, match="boom"):
+        (failing * 100).sum().backward()
+    y.backward(data(1))
+    assert torch.equal(layer.grad_output_amax_history, torch.tensor([0.0, 0.0, amax(data(1))]))
+
+
 def test_used_twice_the_larger_is_recorded_once():
     layer = linear(DELAYED)
     small, large = data(1), data(2) * 5
