@@ -1,6 +1,6 @@
 """Saving and loading a model and its optimizer with stock `torch.distributed.checkpoint` (DCP).
 
-These do what the plain idiom does (state dicts, `dcp.save`, `dcp.load`, `load_state_dict`), and look first: before
+These do what the plain idiom does (state dicts, DCP's save and load, `load_state_dict`), and look first: before
 anything is overwritten, and before anything is loaded, so that a checkpoint of another model or recipe, or a damaged
 one, ends in one sentence on every rank.
 """
@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, limits, private_torch
+from quantshard import amax, components, limits, private_torch
 from quantshard.checkpoints import commit, extras, fit, manifest, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.reader import DamagedError, quiet, read_into
+from quantshard.checkpoints.reader import DamagedError, read_into
 from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError, UnsupportedOperationError
@@ -99,8 +98,13 @@ def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup 
         CheckpointError: the same on every rank.
     """
     try:
-        with quiet():
-            dcp.save(state, storage_writer=writer, planner=extras.Planner(), process_group=group)
+        private_torch.save_checkpoint(
+            state,
+            storage_writer=writer,
+            planner=extras.Planner(),
+            process_group=group,
+            no_dist=amax.world() is None,
+        )
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{writer.target.path} could not be written: {ranks.first_failure(error)}") from error
 
