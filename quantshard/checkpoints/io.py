@@ -151,17 +151,28 @@ def load_and_tell(
         if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
             _put(plan.state, plan.places[key], value)
     masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
-    try:
-        model.load_state_dict(plan.state["model"])
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if optimizer is not None:
-        optimizer.load_state_dict(plan.state["optimizer"])
-        requantization.set_masters(optimizer, masters)
+    ranks.alike(lambda: _load_states(path, plan.state, model, optimizer, masters))
     if left_out and ranks.rank() == 0:
         warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
     extra = {key: value for key, value in plan.reading[EXTRA].items() if f"{EXTRA}.{key}" not in left_out}
     return extra, requantization.tell(path, plan.changes)
+
+
+def _load_states(
+    path: Path_,
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    masters: list[tuple[Change, Tensor]],
+) -> None:
+    """Hand what was read to the model and the optimizer, which may refuse it on one rank alone."""
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        requantization.set_masters(optimizer, masters)
 
 
 @dataclass(frozen=True)

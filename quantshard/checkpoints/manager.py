@@ -313,7 +313,7 @@ class Manager:
 
     def _verify(self, step: int) -> str | None:
         """The first thing that is wrong with a checkpoint, on any rank; each reads a part of the files."""
-        found = ranks.gathered(next(iter(self._problems(step, contents=True)), None))
+        found = ranks.gathered(ranks.alike(lambda: next(iter(self._problems(step, contents=True)), None)))
         return next((problem for problem in found if problem is not None), None)
 
     def _problems(self, step: int, contents: bool) -> list[str]:
