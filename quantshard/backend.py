@@ -340,9 +340,9 @@ def _emulated(
     left = _values(a, Copy.COLUMNWISE if transpose_a else Copy.ROWWISE, dtype)
     right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE, dtype)
     left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
-    if dtype is not torch.float32 and bias is None and out_dtype is dtype:
-        return torch.mm(left, right)
-    out = torch.mm(left, right, out_dtype=torch.float32) if dtype is not torch.float32 else torch.mm(left, right)
+    sums = dtype if bias is None and out_dtype is dtype else torch.float32
+    with torch.autocast(a.device.type, enabled=False):  # it would round what is multiplied, and the sums
+        out = torch.mm(left, right) if sums is dtype else torch.mm(left, right, out_dtype=sums)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

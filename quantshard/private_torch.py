@@ -162,6 +162,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_place_changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, by which autograd notices that too; not through `.data`.
+
+    Operations on a DTensor count for it, those on its local tensor for that.
+    """
+    local = local_tensor(tensor)
+    return tensor._version + (0 if local is tensor else local._version)
+
+
 @dataclass(frozen=True)
 class CheckpointedRegions:
     """The regions of `torch.utils.checkpoint` around the running code: objects that autograd keeps until they are done.
@@ -382,7 +391,7 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement],
     The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
     and what is loaded into it lost. FSDP2 makes its own DTensors as here.
     """
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    meta = TensorMeta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
@@ -447,6 +456,15 @@ def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
         return ()
     assert names is not None
     return axis_groups(root, (axis for axis, name in enumerate(known) if name != names[0]))
+
+
+def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks that were registered on an optimizer's `load_state_dict`: those to run before, those to run after.
+
+    A class that replaces the method has no public way to run them.
+    """
+    before = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
+    return [*before.values()], [*optimizer._optimizer_load_state_dict_post_hooks.values()]  # type: ignore[attr-defined]
 
 
 def end_checkpoint_process() -> None:

@@ -86,9 +86,10 @@ class QuantizedTensor(Tensor):
                 "reduction of amaxes over them; call quantshard.requantize_([(parameter, local_values), ...]) on "
                 "every rank"
             )
-        if tensor.shape != self.shape:
+        if tensor.shape != self.shape or not tensor.is_floating_point():
             raise UnsupportedOperationError(
-                f"quantize_ needs a tensor of shape {tuple(self.shape)}, got {tuple(tensor.shape)}"
+                f"quantize_ needs a tensor of shape {tuple(self.shape)} and a floating dtype, got {tensor.dtype} "
+                f"{tuple(tensor.shape)}"
             )
         if noop_flag is None or not noop_flag.any():
             amax.requantize_([(self, tensor.to(self.device).reshape(self._storage.shard.shape))])
@@ -374,7 +375,14 @@ def quantize(
         dtype: the nominal dtype (default: that of `values`).
         state: the parameter's key, draws and amax history (default: new ones).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
+
+    Raises:
+        UnsupportedOperationError: they are of another number of dims, or of no floating dtype.
     """
+    if values.ndim != 2 or not values.is_floating_point():
+        raise UnsupportedOperationError(
+            f"quantize needs a matrix of a floating dtype, got {values.dtype} {tuple(values.shape)}"
+        )
     state = state if state is not None else storages.weight_state(cell, values.device)
     shard = sharding.whole((values.shape[0], values.shape[1]))
     storage = storages.empty(cell, shard, values.device, state)

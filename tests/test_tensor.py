@@ -165,6 +165,16 @@ def test_quantize_in_place_of_another_shape(cell, shape):
     assert not differing(before, contents(tensor))
 
 
+@pytest.mark.parametrize("values", [torch.ones(4), torch.ones(4, 4, dtype=torch.int64), torch.ones(2, 2).bool()])
+def test_what_is_no_matrix_of_floats_is_refused(values):
+    with pytest.raises(UnsupportedOperationError, match="quantize needs a matrix of a floating dtype, got torch"):
+        quantize(values, recipe.resolve("block").weight)
+    with pytest.raises(UnsupportedOperationError, match="a floating dtype, got torch"):
+        quantize(torch.ones(values.shape if values.ndim == 2 else (2, 2)), recipe.resolve("block").weight).quantize_(
+            values
+        )
+
+
 def test_quantize_in_place_through_the_flat_handle():
     values, tensor = random(48, 40, seed=1), weight(MXFP8)
     tensor.view(-1).quantize_(values.view(-1))

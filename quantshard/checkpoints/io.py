@@ -268,8 +268,7 @@ def read_tensors(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[s
 
 def _check_numbers(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        mesh = getattr(module, "ep_mesh", None)
-        if mesh is not None and mesh.size() > 1:
+        if amax.spread_axis(module) is not None:
             raise UnsupportedOperationError(limits.refusal("numbered states", name or type(module).__name__))
 
 

@@ -392,8 +392,7 @@ class QuantizedModule(OnMesh, Saved):
                 self._refuse_fallbacks(name, ("late history",))
             self._warn_of_late_history(name)
             device = private_torch.local_tensor(self.get_parameter(weight)).device
-            found = torch.zeros(length, dtype=torch.float32, device=device)
-            self.register_buffer(name, found)
+            self.register_buffer(name, found := _empty_history(length, device))
         if found.numel() != length:
             raise RecipeMismatchError(
                 f"{type(self).__name__}.{name} holds {found.numel()} past amaxes, but autocast's recipe "
@@ -415,7 +414,7 @@ class QuantizedModule(OnMesh, Saved):
                 f"{recipe.name!r} asks for {cell.scaling.history}; use one recipe object for both"
             )
         if history is None:
-            state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+            state[AMAX_HISTORY] = _empty_history(cell.scaling.history, device)
         elif history.device != device and weight in self._plain_states:
             # the module was moved; what is no parameter or buffer was not
             state[AMAX_HISTORY] = history.to(device)
@@ -455,6 +454,12 @@ class QuantizedModule(OnMesh, Saved):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = operator_arguments.handle(self)  # a copy is another module
+
+
+def _empty_history(length: int, device: torch.device) -> Tensor:
+    """Of float32; usable in training even if it is first needed where nothing else made is."""
+    with torch.inference_mode(False):
+        return torch.zeros(length, dtype=torch.float32, device=device)
 
 
 def _default_device() -> torch.device:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,9 @@ class InitPlan:
     quantize: bool
     preserve_high_precision: bool
 
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False)
 _init_plans: list[InitPlan] = []
@@ -118,11 +124,6 @@ def init_plan() -> InitPlan:
     return _init_plans[-1] if _init_plans else _HIGH_PRECISION_INIT
 
 
-def current_recipe() -> Recipe:
-    """The recipe of the innermost autocast, or high precision outside of one."""
-    return setting(current_setting()).recipe
-
-
 def in_autocast() -> bool:
     """True inside an autocast, an `enabled=False` one included."""
     return bool(_autocasts)
@@ -166,12 +167,12 @@ def _record_forward_amaxes() -> Tensor:
     Without one, inductor frees the output of the layer before and then uses it (torch 2.13).
     """
     forward_amaxes.flush()
-    return torch.empty(0)
+    return torch.empty(0, dtype=torch.float32)
 
 
 @_record_forward_amaxes.register_fake
 def _() -> Tensor:
-    return torch.empty(0)
+    return torch.empty(0, dtype=torch.float32)
 
 
 private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
@@ -187,8 +188,20 @@ def _check_flags(owner: str, **flags: object) -> None:
             )
 
 
+def _leave(entered: list[Any], one: object) -> None:
+    """Take a context off those that are entered: the last, unless a generator entered it that ends out of order."""
+    if entered[-1] is one:
+        entered.pop()
+    else:
+        del entered[max(place for place, other in enumerate(entered) if other is one)]
+
+
 class quantized_model_init:
     """Modules built inside store their weights quantized.
+
+    It holds for all threads, not only for the one that entered it.
+
+    As a decorator, it is entered anew in each call.
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
@@ -213,18 +226,27 @@ class quantized_model_init:
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
 
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
     def __enter__(self) -> None:
         _init_plans.append(self.plan)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _init_plans.pop()
+        _leave(_init_plans, self.plan)
 
 
 class autocast:
     """GEMMs of modules called inside are quantized by the recipe.
 
-    Contexts nest; the innermost decides. At the exit of the outermost one, the amaxes that delayed scaling saw are
-    reduced over the ranks and recorded, in one collective.
+    Contexts nest; the innermost decides, for all threads, unlike `torch.autocast`. At the exit of the outermost one,
+    the amaxes that delayed scaling saw are reduced over the ranks and recorded, in one collective. As a decorator, each
+    call enters one of its own.
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
@@ -259,6 +281,15 @@ class autocast:
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # kept alive: the setting itself does not
         self.records = is_delayed(self.setting)
+        self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
+
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with autocast(*self._arguments):
+                return function(*args, **kwargs)
+
+        return inside
 
     def __enter__(self) -> None:
         if self in _autocasts:
@@ -268,7 +299,7 @@ class autocast:
         _autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _autocasts.pop()
+        _leave(_autocasts, self)
         if _autocasts:
             if self.records:
                 _autocasts[-1].records = True

@@ -123,12 +123,16 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
         ep_mesh: the axis that experts are spread over, the one that `GroupedLinear` got; None: this rank has all.
 
     Raises:
-        ConfigurationError: on every rank, if an expert of one is out of range; or the shapes do not fit.
+        ConfigurationError: on every rank, if an expert of one is out of range; or shapes or dtypes do not fit.
     """
     if tokens.ndim != 2 or experts.ndim not in (1, 2) or len(experts) != len(tokens):
         raise ConfigurationError(
             f"dispatch_tokens: tokens {list(tokens.shape)} and experts {list(experts.shape)} must be [tokens, hidden] "
             "and [tokens, choices]"
+        )
+    if experts.dtype not in (torch.int64, torch.int32):
+        raise ConfigurationError(
+            f"dispatch_tokens: experts are {experts.dtype}; give their numbers as int64, not weights"
         )
     here = len(local_experts("dispatch_tokens", num_experts, ep_mesh))
     group = None if ep_mesh is None else ep_mesh.get_group()

@@ -14,7 +14,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules import parallel, unsupported
 from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
 from quantshard.modules.attention_backends import AUTO
-from quantshard.modules.base import InitMethod
+from quantshard.modules.base import InitMethod, QuantizedModule
 from quantshard.modules.composite import CompositeModule, child_name
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
@@ -181,7 +181,10 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
     def _dropped(self, block: Tensor) -> Tensor:
         if not self.training or self.hidden_dropout == 0:
             return block
-        return parallel.dropout(block, self.hidden_dropout, self.layernorm_mlp._tensor_parallel(None))
+        # asked of the first of ours: another module may be in the place of each
+        ours = next((module for module in self.modules() if isinstance(module, QuantizedModule)), None)
+        tp = parallel.NONE if ours is None else ours._tensor_parallel(None)
+        return parallel.dropout(block, self.hidden_dropout, tp)
 
     def extra_repr(self) -> str:
         number = f"layer_number={self.layer_number}, " if self.layer_number is not None else ""

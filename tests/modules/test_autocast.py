@@ -30,7 +30,7 @@ def data(seed=0):
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert context.current_recipe() == recipes.HighPrecision()
+    assert context.setting(context.current_setting()).recipe == recipes.HighPrecision()
     assert not context.forward_amaxes
     assert not context.backward_amaxes
 
@@ -107,6 +107,69 @@ def test_default_recipe_is_current_scaling():
         default = plain(x)
     with autocast(recipe="current"):
         assert torch.equal(plain(x), default)
+
+
+def test_a_generator_that_ends_late_takes_its_own_contexts_with_it():
+    def holding(made):
+        with made:
+            yield
+
+    late = holding(autocast(recipe="mxfp8"))
+    next(late)
+    with autocast(recipe="block"):
+        late.close()
+        assert context.setting(context.current_setting()).recipe.name == "block"
+    late = holding(quantized_model_init(recipe="mxfp8"))
+    next(late)
+    with quantized_model_init(recipe="block"):
+        late.close()
+        assert context.init_plan().recipe.name == "block"
+    assert not context.init_plan().quantize
+
+
+@pytest.mark.filterwarnings("ignore:.*an amax history was made in this forward")
+@pytest.mark.parametrize("stored", [None, "delayed"])
+def test_a_layer_whose_first_call_was_in_inference_mode_trains(stored):
+    """What delayed scaling remembers is made in the first forward, if not with the module."""
+    layers = [linear(stored), linear(stored)]
+    layers[0].eval()
+    with torch.inference_mode(), autocast(recipe="delayed"):
+        layers[0](data())
+    layers[0].train()
+    for layer in layers:
+        with autocast(recipe="delayed"):
+            out = layer(data())
+        out.sum().backward()
+    for name, buffer in layers[1].named_buffers():
+        assert torch.equal(layers[0].get_buffer(name), buffer)
+    assert layers[1].get_buffer("input_amax_history").any()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block", "nvfp4"])
+def test_torchs_autocast_changes_no_product(recipe):
+    results = []
+    for enabled in (False, True):
+        layer, x = linear(recipe), data().requires_grad_()
+        with autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = layer(x)
+        out.square().sum().backward()
+        results.append([out, x.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_as_decorators():
+    @autocast(recipe="mxfp8")
+    def recipe_inside(depth=0):
+        return recipe_inside(depth - 1) if depth else context.setting(context.current_setting()).recipe.name
+
+    @quantized_model_init(recipe="block")
+    def built():
+        """A layer."""
+        return Linear(SIZE, SIZE)
+
+    assert recipe_inside() == recipe_inside(2) == "mxfp8"
+    assert built.__doc__ == "A layer." and all("fp8_128x128" in repr(built().weight) for _ in range(2))
+    assert not context.init_plan().quantize
 
 
 def test_an_instance_is_entered_once():

@@ -138,6 +138,25 @@ def test_dropout_is_torchs_and_stops_in_eval():
     assert (default.hidden_dropout, default.self_attention.core_attention.attention_dropout) == (0.1, 0.1)
 
 
+def test_another_module_in_the_place_of_the_mlp():
+    """It trains, with dropout; and tensor parallelism asks how it is cut."""
+    x, module = torch.randn(SHAPE), layer(hidden_dropout=0.5)
+    module.layernorm_mlp = torch.nn.Linear(SHAPE[-1], SHAPE[-1])
+    torch.manual_seed(1)
+    out = module(x)
+    torch.manual_seed(1)
+    h = x + F.dropout(module.self_attention(x), 0.5)
+    assert torch.equal(out, h + F.dropout(module.layernorm_mlp(h), 0.5))
+    for method in ("set_device_mesh", "set_tensor_parallel_group"):
+        with pytest.raises(
+            ConfigurationError, match=rf"TransformerLayer\.{method}: the Linear inside has no such method"
+        ):
+            getattr(module, method)(None)
+    module.self_attention = torch.nn.Identity()
+    module.self_attention.forward = lambda x, *args, **kwargs: x
+    assert module(x).shape == x.shape
+
+
 def test_what_sees_the_mlp_does_not_see_the_residual():
     """A hook gets one tensor and gives one; what casts inputs in a hook, as FSDP2 does, leaves the residual alone."""
     plain, seen, cast = (layer("block", perturbed=True, **LLAMA) for _ in range(3))
