@@ -253,15 +253,6 @@ def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
     return values
 
 
-def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """True on every rank of `group` (None: this rank alone) if `flag` is true on one of them. One collective."""
-    if group is None:
-        return flag
-    value = torch.tensor([float(flag)], dtype=torch.float32, device=collective_device(group))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
-
-
 def world() -> dist.ProcessGroup | None:
     """The group of all processes, or None where there are no process groups."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,6 +60,11 @@ set_element = set_element
 
 flatten_state_dict = flatten_state_dict
 """Nested state dicts by the keys that DCP's planners give to their entries, and the path to each."""
+
+save_checkpoint = _save_state_dict
+load_checkpoint = _load_state_dict
+"""What `dcp.save` and `dcp.load` do, without their remark on a single process. That cannot be silenced beside training:
+filters of warnings are of the whole process, so a save in a thread would change what training hears."""
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
