@@ -11,9 +11,10 @@ brought into that form here: transposed, where one copy serves both directions, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -341,11 +342,18 @@ def _emulated(
     right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE, dtype)
     left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
     sums = dtype if bias is None and out_dtype is dtype else torch.float32
-    with torch.autocast(a.device.type, enabled=False):  # it would round what is multiplied, and the sums
+    with _without_autocast(a.device.type):
         out = torch.mm(left, right) if sums is dtype else torch.mm(left, right, out_dtype=sums)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """`torch.autocast` would round what is multiplied, and the sums; the meta device has none."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _values(operand: Operand, wanted: Copy, dtype: torch.dtype = torch.float32) -> Tensor:

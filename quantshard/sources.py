@@ -288,7 +288,10 @@ def _transposed(storage: QuantizedStorage, turned: Tensor) -> QuantizedStorage:
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:
-    """True if products read the scales of a copy column by column (`backend`): stored so, they need not be copied."""
+    """True if products read the scales of a copy column by column (`backend`): stored so, they need not be copied.
+
+    (A graph of torch.compile takes no such strides from an operator, and copies what is kept for backward.)
+    """
     return copy.scale.encoding is FP32 and copy.block[0] == 1 and copy.block[1] != ALL
 
 

@@ -126,6 +126,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
         self.softmax_scale, self.layer_number, self.name = softmax_scale, layer_number, name
+        self.window_size = window_size
         self.attention_backend = attention_backend
         self.sequence_parallel, self.tp_size = sequence_parallel, tp_size
         self._check_heads()
@@ -186,7 +187,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         layout, kind = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         check_choice(owner, "qkv_format", layout, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", kind, MASK_TYPES)
-        check_window(owner, window_size, kind)
+        check_window(owner, self.window_size if window_size is None else window_size, kind)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
         q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -195,6 +196,15 @@ def _check_flags(owner: str, **flags: object) -> None:
             )
 
 
+def _check_function(owner: str, function: Callable[..., Any]) -> None:
+    """What only runs after a call has returned would run outside of the context."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_of(function) for is_of in kinds):
+        raise ConfigurationError(
+            f"{owner} as a decorator of {function.__name__}, whose body runs after that call; enter it inside"
+        )
+
+
 def _leave(entered: list[Any], one: object) -> None:
     """Take a context off those that are entered: the last, unless a generator entered it that ends out of order."""
     if entered[-1] is one:
@@ -234,6 +244,8 @@ class quantized_model_init:
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        _check_function("quantized_model_init", function)
+
         @functools.wraps(function)
         def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             with self:
@@ -291,6 +303,8 @@ class autocast:
         self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        _check_function("autocast", function)
+
         @functools.wraps(function)
         def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             with autocast(*self._arguments):

@@ -325,7 +325,7 @@ def gradients(
             w = weight_operand(weight, part, call, state)
             fast = Gemm.DGRAD in call.recipe.fast_gemms
             summands.append(backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast))
-            _add_up(summands, part == len(weights) - 1, x_dtype)  # wgrad needs the memory
+            _add_up(summands, part == len(weights) - 1, x_dtype)  # before wgrad: it needs the memory
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
@@ -345,7 +345,10 @@ def gradients(
 
 
 def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
-    """Leave at most two of them, or behind the last one their sum, rounded to `dtype`."""
+    """Leave at most two of them, or behind the last one their sum, rounded to `dtype`.
+
+    Two, where one would do with another pass over both: those of queries, keys and values are summed in one.
+    """
     if is_last and len(summands) > 1:
         summands[:] = [compute.rounded_sum(summands, dtype)]
     elif len(summands) > 2:

@@ -181,9 +181,10 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
     def _dropped(self, block: Tensor) -> Tensor:
         if not self.training or self.hidden_dropout == 0:
             return block
-        # asked of the first of ours: another module may be in the place of each
-        ours = next((module for module in self.modules() if isinstance(module, QuantizedModule)), None)
-        tp = parallel.NONE if ours is None else ours._tensor_parallel(None)
+        # asked of the first that is cut: another module may be in the place of each
+        ours = (module for module in self.modules() if isinstance(module, QuantizedModule))
+        cut = next((module for module in ours if module.tp_mesh is not None), None)
+        tp = parallel.NONE if cut is None else cut._tensor_parallel(None)
         return parallel.dropout(block, self.hidden_dropout, tp)
 
     def extra_repr(self) -> str:

@@ -259,6 +259,7 @@ class MasterWeights(torch.optim.Optimizer):
         if self._masters[param] is not param:
             master = private_torch.local_tensor(self._masters[param]).detach()
             rounding.adopt(master, private_torch.local_tensor(param).detach(), master.to(param.dtype))
+        self._versions[param] = guards.weight_version(param)
 
     @contextmanager
     def _inner_step(self) -> Iterator[None]:
@@ -297,4 +298,5 @@ class MasterWeights(torch.optim.Optimizer):
         for param in written:
             if components.quantized(param) is None:
                 private_torch.local_tensor(param).copy_(values[param])
+        for param in self._updated(self._masters):
             self._versions[param] = guards.weight_version(param)

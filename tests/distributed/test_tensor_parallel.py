@@ -17,12 +17,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import quantshard as qs
-from quantshard.errors import ConfigurationError
-from tests.distributed.models import RECIPES
+from quantshard.errors import ConfigurationError, RankMismatchError
+from tests.distributed.models import RECIPES, sha
 from tests.distributed.pool import run_ranks
 from tests.distributed.tensor_parallel import BLOCKS, FFN, HIDDEN, LINEARS, MESHES, MODULES, Case, recomputed, table
 
@@ -258,3 +260,41 @@ def test_dropout_belongs_to_the_whole_activation() -> None:
         for same, share in run_ranks(2, dropped, sequence_parallel):
             assert same
             assert abs(share - 0.3) <= 4 * (0.3 * 0.7 / 6000) ** 0.5
+
+
+class Whole(nn.Module):
+    """A user's attention: each rank has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = qs.Linear(64, 64)
+
+    def set_device_mesh(self, *_: object) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        out: torch.Tensor = self.proj(x)
+        return out
+
+
+def dropped_behind_another_module() -> tuple[str, str]:
+    """With generators in step, and not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    layer = qs.TransformerLayer(64, 128, 4, hidden_dropout=0.5, set_parallel_mode=True, tp_size=2)
+    layer.self_attention = Whole()
+    layer.set_device_mesh(mesh)
+    torch.manual_seed(1)
+    found = sha(layer(torch.ones(8, 2, 64)))
+    torch.manual_seed(dist.get_rank())
+    try:
+        layer(torch.ones(8, 2, 64))
+    except RankMismatchError as error:
+        return found, str(error)
+    return found, "no error"
+
+
+def test_dropout_behind_a_module_that_is_not_cut() -> None:
+    """2 ranks drop the same elements, or say that they would not."""
+    (one, told), (other, also_told) = run_ranks(2, dropped_behind_another_module)
+    assert one == other and "the random key" in told and "the random key" in also_told

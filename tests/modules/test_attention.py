@@ -323,6 +323,13 @@ def test_refused(make, message):
         make()
 
 
+def test_a_window_of_the_module_is_kept_in_a_call():
+    core = DotProductAttention(3, SIZE, attn_mask_type="causal", window_size=(-1, 0))
+    with pytest.raises(ConfigurationError, match="that window hides what follows a query"):
+        core(*qkv(), attn_mask_type="no_mask")
+    assert core(*qkv(), attn_mask_type="no_mask", window_size=(-1, -1)).isfinite().all()
+
+
 def test_no_window_and_no_groups_are_accepted():
     for window in (None, (-1, -1), (-1, 0)):
         core = DotProductAttention(3, SIZE, window_size=window)

@@ -172,6 +172,29 @@ def test_as_decorators():
     assert not context.init_plan().quantize
 
 
+@pytest.mark.parametrize("context", [autocast, quantized_model_init])
+def test_what_runs_after_its_call_is_not_decorated(context):
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(ConfigurationError, match=f"{context.__name__} as a decorator of {function.__name__}"):
+            context(recipe="mxfp8")(function)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_the_meta_device(recipe):
+    with torch.device("meta"):
+        layer, x = linear(recipe, device="meta"), torch.randn(5, SIZE, requires_grad=True)
+    with autocast(recipe=recipe):
+        out = layer(x)
+    out.sum().backward()
+    assert out.is_meta and x.grad.shape == x.shape
+
+
 def test_an_instance_is_entered_once():
     entered = autocast(recipe="current")
     with entered, pytest.raises(ConfigurationError, match="already entered; make a new one"), entered:

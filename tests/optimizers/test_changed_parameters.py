@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quantshard import Linear, autocast, quantized_model_init
-from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.optimizers import FusedAdam, MasterWeights, rounding
 
 OPTIMIZERS = {
     "masters": lambda params: FusedAdam(params, lr=1e-3),
@@ -102,15 +102,33 @@ def test_a_row_that_is_added_between_a_load_and_the_first_step(make):
     assert (param[6].float() - 8).abs().max() <= 0.0625
 
 
-def test_a_master_that_is_rounded_itself_stays():
-    """It does not tell what the parameter was; so it must be told."""
-    param = weight()
-    optimizer = FusedAdam([param], lr=1e-3, master_weight_dtype=torch.float16)
-    step(optimizer, param, 1)
-    before = optimizer.state[param]["master_param"].clone()
+def test_a_master_that_is_rounded_itself_stays_until_it_is_seeded_anew():
+    """It does not tell what the parameter was."""
+    params, optimizers = [weight(), weight()], []
+    for param in params:
+        torch.manual_seed(0)  # that of the random words
+        optimizers.append(FusedAdam([param], lr=1e-3, master_weight_dtype=torch.float16))
+    changed, untouched = params
+    for number in (1, 2):
+        for optimizer, param in zip(optimizers, params, strict=True):
+            step(optimizer, param, number)
+        with torch.no_grad():
+            assert torch.equal(changed, untouched)
+            changed.mul_(2)
+    optimizers[0].reseed_masters()
+    step(optimizers[0], changed, 3)
+    assert (changed.float() / untouched.float() - 2).abs().median() < 0.1
+
+
+def test_what_was_adopted_is_not_adopted_again(monkeypatch):
+    """Neither where there is no gradient, nor of a parameter that is its own master."""
+    params = [weight(), weight(), weight(torch.float32)]
+    optimizer, adopted = MasterWeights(torch.optim.AdamW, params, lr=1e-3), []
+    adopt = rounding.adopt
+    monkeypatch.setattr(rounding, "adopt", lambda *args: (adopted.append(args[0].shape), adopt(*args)))
     with torch.no_grad():
-        param.mul_(2)
-    optimizer.reseed_masters()
-    assert not torch.equal(optimizer.state[param]["master_param"], before)
-    step(optimizer, param, 2)
-    assert (param.float() / weight().float() - 2).abs().median() < 0.1
+        params[1].mul_(2)
+    for number in range(4):
+        step(optimizer, params[0], number)
+        params[2].grad = torch.ones_like(params[2])
+    assert len(adopted) == 1
