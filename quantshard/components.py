@@ -35,13 +35,24 @@ def quantized(tensor: object) -> QuantizedTensor | None:
     return local if isinstance(local, QuantizedTensor) else None
 
 
+def canonical_name(name: str) -> str:
+    """A module's or parameter's name as the keys of the model's state dict have it: with or without
+    `checkpoint_wrapper`."""
+    return name.replace(private_torch.CHECKPOINT_WRAPPER, "")
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by their keys in the model's state dict; a tied one under each of its names."""
+    return {canonical_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
+
+
 def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
     """Those keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
     found: set[str] = set()
     for prefix, module in model.named_modules():
         is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
         if is_held_elsewhere is not None:
-            start = f"{prefix}." if prefix else ""
+            start = f"{canonical_name(prefix)}." if prefix else ""
             found |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
     return found
 

@@ -125,7 +125,7 @@ def _kind(value: object) -> str:
 def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if a quantized weight, here or on rank 0, is another there, or not all of it is there."""
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in components.named_parameters(model).items():
         tag = tags.get(name + FORMAT_SUFFIX)
         if components.quantized(param) is not None:
             values = {s: described[name + s] for s in components.suffixes(param) if name + s in described}

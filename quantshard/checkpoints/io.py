@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from quantshard import components, limits, private_torch
-from quantshard.checkpoints import commit, extras, fit, manifest, ranks
+from quantshard.checkpoints import commit, extras, fit, manifest, optimizer_states, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.extras import EXTRA
@@ -50,7 +50,7 @@ def save(
         CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
             every rank.
         ConfigurationError: the pieces of a parameter are not where PyTorch would save them; an entry of `extra` is no
-            plain data.
+            plain data; the optimizer's `step()` needs a closure.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
         UnsupportedOperationError: experts are spread over ranks.
     """
@@ -76,7 +76,7 @@ def state_of(
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
     state = {"model": model.state_dict(), EXTRA: extras.checked(extra)}
-    return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
+    return state if optimizer is None else state | {"optimizer": ranks.alike(lambda: optimizer_states.saved(optimizer))}
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,9 @@ def load_and_tell(
     """What `load` does; gives the extra entries, and which weights were quantized anew, in words."""
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    plan = ranks.alike(lambda: _planned(path, model, optimizer, lossy if requantize else None))
+    metadata = ranks.alike(lambda: _metadata(path))
+    state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
+    plan = ranks.alike(lambda: _planned(path, metadata, state, model, optimizer, lossy if requantize else None))
     left_out = read_into(path, plan.metadata, plan.reading)
     for key, value in plan.reading.items():
         if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
@@ -152,7 +154,7 @@ def load_and_tell(
     except RuntimeError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if optimizer is not None:
-        optimizer.load_state_dict(plan.state["optimizer"])
+        optimizer_states.load(optimizer, plan.state["optimizer"])
         requantization.set_masters(optimizer, masters)
     if left_out and ranks.rank() == 0:
         warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
@@ -174,24 +176,45 @@ class _Plan:
     changes: list[Change]
 
 
-def _planned(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, lossy: bool | None) -> _Plan:
-    """Look at a checkpoint, as each rank does for itself. `lossy`: None if it must be of this model's recipe.
+def _metadata(path: Path_) -> Metadata:
+    """The metadata of a checkpoint, as each rank reads it for itself.
 
     Raises:
-        CheckpointError: it cannot be loaded; a DamagedError, if its metadata cannot be read.
+        CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
     """
-    manifest.read(path)  # one of a newer version is refused, by its number
+    manifest.read(path)
     try:
-        metadata = read_metadata(path)
+        return read_metadata(path)
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
+
+
+def _state_to_load(metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
+        state["optimizer"] = optimizer_states.to_load(optimizer, metadata.state_dict_metadata)
+    return state
+
+
+def _planned(
+    path: Path_,
+    metadata: Metadata,
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    lossy: bool | None,
+) -> _Plan:
+    """Compare a checkpoint with what is loaded, as each rank does for itself. `lossy`: None if it must be of this
+    model's recipe.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
     formats = _formats(path, metadata, state["model"])
     changes = _changes(path, metadata, model, optimizer, formats, lossy)
     wanted, places = private_torch.flatten_state_dict(state)
     stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if k.startswith(("model.", "optimizer."))}
+    compared = [] if optimizer is None else fit.own_entries(stored)
     skipped = fit.kept(stored, wanted, optimizer) | {
         key
         for key in (stored | wanted if changes else ())
@@ -202,6 +225,8 @@ def _planned(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | N
     fit.check_model(path, stored, wanted, None if lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(path, stored, wanted, optimizer)
+        fit.check_groups(path, _objects(path, metadata, compared), optimizer.param_groups)
+        wanted = {key: value for key, value in wanted.items() if key not in compared}
     extra = {
         key.removeprefix(f"{EXTRA}."): _placeholder(stored)
         for key, stored in metadata.state_dict_metadata.items()
@@ -246,6 +271,14 @@ def read_tensors(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[s
         if not isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata):
             raise CheckpointError(f"{path} is damaged: {key} is no tensor there; choose another checkpoint")
     state: dict[str, Any] = {key: _placeholder(metadata.state_dict_metadata[key]) for key in keys}
+    if state:
+        read_into(path, metadata, state, no_dist=True)
+    return state
+
+
+def _objects(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[str, Any]:
+    """Entries of a checkpoint that are plain objects; each rank reads for itself."""
+    state: dict[str, Any] = dict.fromkeys(keys)
     if state:
         read_into(path, metadata, state, no_dist=True)
     return state
