@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from quantshard import limits, private_torch, sharding
+from quantshard import limits, numerics, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.formats import FORMAT_NAME_BYTES, Component, Copy, Format
+from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Copy, Format, Role
 from quantshard.sharding import Shard
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
@@ -246,7 +246,34 @@ def fitting(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tupl
             "nothing without their scales, so load all or none (PyTorch's broadcast_from_rank0 leaves some out; "
             "quantshard.checkpoints.load_from_rank0(model, state_dict) sends all)"
         )
+    check_scales(param, values, name)
     return pairs
+
+
+def power_of_two_scales(param: Tensor) -> list[str]:
+    """The key suffixes of those scales of a parameter that its scaling wants to be powers of two, in an encoding that
+    holds others too: the format tag does not tell whether they are."""
+    local = quantized(param)
+    if local is None or not local._storage.cell.scaling.power_of_two:
+        return []
+    scales = (c for c in local._storage.cell.format.components if c.role is Role.SCALE and c.encoding == FP32)
+    return [component.key_suffix for component in scales]
+
+
+def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+    """Check the values of the scales among loaded components, by key suffix; a rank looks at those that it is given.
+
+    Raises:
+        CheckpointError: the parameter's scaling wants powers of two, and one is none.
+    """
+    for suffix in power_of_two_scales(param):
+        scale = None if suffix not in values else private_torch.local_tensor(values[suffix])
+        if scale is not None and not scale.is_meta and not numerics.are_powers_of_two(scale):
+            raise CheckpointError(
+                f"{name}{suffix}: the state dict holds scales that are not powers of two, but this model's weight is "
+                f"{storage_of(param).cell}; build the model with the recipe that the checkpoint was written with, or "
+                "load it with quantshard.checkpoints.load(requantize=True)"
+            )
 
 
 @torch.no_grad()

@@ -52,7 +52,8 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     components.check_offsets(model.named_parameters())
     described, error = ranks.from_rank0(lambda: _description(state_dict))
     live = model.state_dict()
-    ranks.raise_alike(error or _misfit(model, live, described, strict), _CALL)
+    sent = state_dict or {} if ranks.rank() == 0 else {}
+    ranks.raise_alike(error or _misfit(model, live, described, sent, strict), _CALL)
     parts = {}
     for keys in _buckets(described):
         for key, value in _broadcast(keys, described, state_dict or {}).items():
@@ -88,15 +89,20 @@ def _description(state_dict: Mapping[str, Tensor] | None) -> tuple[dict[str, Ten
     return described, None
 
 
-def _misfit(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], strict: bool) -> str | None:
-    """Why a state dict with this description cannot be loaded into this rank's model; None if it can."""
+def _misfit(
+    model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], sent: Mapping[str, Tensor], strict: bool
+) -> str | None:
+    """Why a state dict with this description cannot be loaded into this rank's model; None if it can.
+
+    `sent`: on rank 0 what is described.
+    """
     for key, own in live.items():
         if isinstance(own, Tensor) and own.is_meta and key in described:
             return (
                 f"{key} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first"
             )
     try:
-        _check_weights(model, live, described)
+        _check_weights(model, live, described, sent)
     except CheckpointError as found:
         return str(found)
     missing = [key for key in live if key not in described]
@@ -122,7 +128,9 @@ def _kind(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
-def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor]) -> None:
+def _check_weights(
+    model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], sent: Mapping[str, Tensor]
+) -> None:
     """Raise CheckpointError if a quantized weight, here or on rank 0, is another there, or not all of it is there."""
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
     for name, param in components.named_parameters(model).items():
@@ -132,6 +140,7 @@ def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping
             if tag is None:
                 values.pop(FORMAT_SUFFIX, None)
             components.fitting(param, values, name)
+            components.check_scales(param, {s: sent[name + s] for s in values if name + s in sent}, name)
         elif tag is not None and name + FORMAT_SUFFIX not in live:
             raise CheckpointError(
                 f"{name}: the state dict holds {components.read_format_tag(tag)!r}, but this model's weight is in high "

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, limits, private_torch
+from quantshard import components, limits, numerics, private_torch
 from quantshard.checkpoints import commit, extras, fit, manifest, optimizer_states, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
@@ -143,7 +143,11 @@ def load_and_tell(
     components.check_offsets(model.named_parameters())
     metadata = ranks.alike(lambda: _metadata(path))
     state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
-    plan = ranks.alike(lambda: _planned(path, metadata, state, model, optimizer, lossy if requantize else None))
+    formats = ranks.alike(lambda: _formats(path, metadata, state["model"]))
+    formats |= _of_other_scales(path, metadata, model, formats)
+    plan = ranks.alike(
+        lambda: _planned(path, metadata, state, formats, model, optimizer, lossy if requantize else None)
+    )
     left_out = read_into(path, plan.metadata, plan.reading)
     for key, value in plan.reading.items():
         if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
@@ -200,6 +204,7 @@ def _planned(
     path: Path_,
     metadata: Metadata,
     state: dict[str, Any],
+    formats: Mapping[str, tuple[str, str]],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     lossy: bool | None,
@@ -210,7 +215,6 @@ def _planned(
     Raises:
         CheckpointError: it cannot be loaded.
     """
-    formats = _formats(path, metadata, state["model"])
     changes = _changes(path, metadata, model, optimizer, formats, lossy)
     wanted, places = private_torch.flatten_state_dict(state)
     stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if k.startswith(("model.", "optimizer."))}
@@ -313,6 +317,35 @@ def _formats(path: Path_, metadata: Metadata, own: Mapping[str, Tensor]) -> dict
         here = components.read_format_tag(own[name]) if name in own else HIGH_PRECISION
         found[weight.removeprefix("model.")] = (saved, here)
     return found
+
+
+def _of_other_scales(
+    path: Path_, metadata: Metadata, model: nn.Module, formats: Mapping[str, tuple[str, str]]
+) -> dict[str, tuple[str, str]]:
+    """The same of the weights whose stored scales are not the powers of two that this model's are to be, which their
+    values alone tell. Each rank reads some of them. A collective call.
+
+    Raises:
+        DamagedError: they cannot be read; the same on every rank.
+    """
+    stored = metadata.state_dict_metadata
+    wanted = {
+        f"model.{name}{suffix}": (name, components.storage_of(param).cell)
+        for name, param in components.named_parameters(model).items()
+        for suffix in components.power_of_two_scales(param)
+        if len({*formats.get(name, ("there", "here"))}) == 1
+    }
+    float32 = [key for key in wanted if key in stored and _dtype(stored[key]) == torch.float32]
+    every = sorted({key for keys in ranks.gathered(float32) for key in keys})
+    mine = every[ranks.rank() :: ranks.count()]
+    read = ranks.alike(lambda: read_tensors(path, metadata, mine))
+    others = [key for key, scale in read.items() if not numerics.are_powers_of_two(scale)]
+    found = [wanted[key] for keys in ranks.gathered(others) for key in keys if key in wanted]
+    return {name: (cell.tag, str(cell)) for name, cell in found}
+
+
+def _dtype(entry: TensorStorageMetadata | BytesStorageMetadata) -> torch.dtype | None:
+    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 
 def _check_formats(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
