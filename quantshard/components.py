@@ -9,6 +9,7 @@ and reading them back needs no code of ours: see docs/format.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -285,6 +286,32 @@ def write(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
     if local is not None and pairs:
         local._storage.version += 1
         local._storage.high_precision = None  # what was kept are no longer this weight's values
+
+
+def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
+    """A quantized parameter like this one around the loaded components themselves, which lie where they were loaded to;
+    its random key, draws and amax history are copies. `pairs`: what was found to fit."""
+    storage, loaded = storage_of(param), {id(target): source for target, source in pairs}
+    parts = {name: loaded[id(part)] for name, part in storage.components.items()}
+    device = next(iter(parts.values())).device
+    for name, part in parts.items():
+        is_cut = isinstance(param, DTensor) and part.untyped_storage().nbytes() > part.nbytes  # it would keep the whole
+        parts[name] = part.to(device, copy=is_cut).contiguous()
+    state = {name: state_like(value, loaded.get(id(value)), device) for name, value in storage.state.items()}
+    new = replace(storage, components=parts, state=state, high_precision=None, version=storage.version + 1)
+    tensor: Tensor = QuantizedTensor(new, param.dtype)
+    if isinstance(param, DTensor):
+        tensor = as_dtensor(tensor, param, list(param.placements), tuple(param.shape))
+    return nn.Parameter(tensor, requires_grad=param.requires_grad)
+
+
+def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tensor:
+    """A copy of a loaded piece of a weight's state, on the device of its own one, or, if that is meta, on another.
+    Without a loaded one a copy of its own, or zeros."""
+    where = device if own.is_meta else own.device
+    if loaded is None:
+        return torch.zeros_like(own, device=where) if own.is_meta else own.clone()
+    return loaded.to(where, own.dtype, copy=True)
 
 
 def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
