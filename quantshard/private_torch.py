@@ -61,6 +61,9 @@ set_element = set_element
 flatten_state_dict = flatten_state_dict
 """Nested state dicts by the keys that DCP's planners give to their entries, and the path to each."""
 
+all_gather_of_dtensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+"""What `DTensor.full_tensor()` and `redistribute()` do to local tensors."""
+
 CHECKPOINT_WRAPPER = _CHECKPOINT_PREFIX
 """What `checkpoint_wrapper` puts into the names of a module's parameters, and takes out of the keys of its state dict.
 The wrapper itself is in a private module, from which users import it."""
@@ -383,6 +386,14 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement],
     """
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def handle_of_dtensor(operation: Any, handler: Callable[..., Any]) -> None:
+    """Let `handler(operation, args, kwargs)` do, or refuse, an operation that DTensor has no rule for.
+
+    The public `register_sharding` runs it on tensors that stand for plain ones, before our own class sees it.
+    """
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(operation, handler)
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
