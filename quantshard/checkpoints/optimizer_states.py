@@ -55,7 +55,8 @@ def to_load(optimizer: Optimizer, stored: Entries) -> dict[str, Any]:
     if _allocates(optimizer):
         return state
     by_number = _by_number(stored)
-    state["state"] = {number: own for number, own in state["state"].items() if number in by_number}
+    lacking = {number for number in state["state"] if isinstance(number, int)} - by_number.keys()
+    state["state"] = {key: own for key, own in state["state"].items() if key not in lacking}
     numbered = enumerate((param, group) for group in optimizer.param_groups for param in group["params"])
     for number, (param, group) in numbered:
         theirs = by_number.get(number, {})
@@ -131,8 +132,8 @@ def load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if _allocates(optimizer):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, loaded in state["state"].items():
-        live = optimizer.state[params[number]]
-        for key, value in loaded.items():
+    for number, param in enumerate(params):
+        live = optimizer.state.get(param, {})
+        for key, value in state["state"].get(number, {}).items():
             if isinstance(value, Tensor) and live[key].dtype != value.dtype:
                 live[key] = value

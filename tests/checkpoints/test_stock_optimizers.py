@@ -76,6 +76,21 @@ def test_a_run_goes_back(kind: str, tmp_path: Path) -> None:
     assert not differing(before, held(model, optimizer))
 
 
+def test_states_of_no_parameter_are_loaded(tmp_path: Path) -> None:
+    """Under a name of their own, where both sides have them."""
+    found = []
+    for seen in (7, 0):
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.state["all"] = {"seen": seen, "mean": torch.full((2,), float(seen))}  # type: ignore[index]
+        if seen:
+            checkpoints.save(tmp_path / "c", model, optimizer)
+        else:
+            checkpoints.load(tmp_path / "c", model, optimizer)
+            found = [optimizer.state["all"]["seen"], *optimizer.state["all"]["mean"].tolist()]  # type: ignore[index]
+    assert found == [7, 7.0, 7.0]
+
+
 class Noisy(Rows):
     """Draws random numbers, and remembers what it saw."""
 
