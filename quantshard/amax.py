@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import compute, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.compute import RandomWords
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.storage import AMAX_HISTORY, QuantizedStorage
 
 Group = dist.ProcessGroup | None
 Groups = Group | tuple[dist.ProcessGroup, ...]
@@ -67,6 +68,15 @@ def spread_over(param: Tensor, group: dist.ProcessGroup) -> None:
 def is_spread(param: Tensor) -> bool:
     """Whether other ranks hold other parameters in its place."""
     return _others(param) is not None
+
+
+def spread_axis(module: nn.Module) -> DeviceMesh | None:
+    """The axis whose ranks hold other parameters of a module in the place of these; None of most modules.
+
+    It says so itself, since `fully_shard` puts other tensors in the place of those that it noted.
+    """
+    axis: DeviceMesh | None = getattr(module, "_spread_axis", None)
+    return axis
 
 
 def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -129,6 +139,7 @@ class FlatMax:
 
     def add(self, tensor: Tensor, group: Groups) -> None:
         """Register a float32 tensor; it is written in place by `reduce`. Without a group it stays as it is."""
+        assert tensor.dtype is torch.float32, f"FlatMax compares the bits of float32, not of {tensor.dtype}"
         if _members(group):
             self._pending.append((tensor, _members(group)))
 
@@ -153,6 +164,20 @@ class FlatMax:
         reduced = flat.view(torch.float32)[:numel].split([tensor.numel() for tensor in tensors])
         views = [part.view(tensor.shape) for tensor, part in zip(tensors, reduced, strict=True)]
         torch.ops.aten._foreach_copy_.default(tensors, views)  # a few launches for all of them
+
+
+_DIGEST = 0xFFFFFF  # a float32 holds integers of 24 bits exactly
+
+
+def digest(identity: object, device: torch.device) -> Tensor:
+    """Float32 [2], for `FlatMax`: a digest of what must be equal on all ranks, by its `repr`, and its complement."""
+    found = zlib.crc32(repr(identity).encode()) & _DIGEST
+    return torch.tensor([found, _DIGEST - found], dtype=torch.float32, device=device)
+
+
+def was_alike(highest: float, complement: float) -> bool:
+    """Whether all ranks gave the same `digest`, from what MAX made of it: else the two do not add up."""
+    return highest + complement == _DIGEST
 
 
 def _members(group: Groups) -> tuple[dist.ProcessGroup, ...]:
@@ -226,15 +251,6 @@ def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
             f"{storage.shard.shape}"
         )
     return values
-
-
-def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """True on every rank of `group` (None: this rank alone) if `flag` is true on one of them. One collective."""
-    if group is None:
-        return flag
-    value = torch.tensor([float(flag)], device=collective_device(group))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
 
 
 def world() -> dist.ProcessGroup | None:
@@ -340,25 +356,19 @@ class PendingAmaxes:
         self._pending.clear()
 
 
-_DIGEST, _PADDED_TO = 0xFFFFFF, 256  # a float32 holds integers of 24 bits exactly
-
-
 def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: Groups) -> Tensor:
     """Maxima over the group of amaxes [n] that belong to the given identities, which must be the same on all ranks."""
-    digest = zlib.crc32(repr(identities).encode()) & _DIGEST
-    padding = -(len(identities) + 2) % _PADDED_TO
-    flat = torch.cat([amaxes.new_tensor([digest, _DIGEST - digest]), amaxes, amaxes.new_zeros(padding)])
-    reduction = FlatMax()
+    flat = torch.cat([digest(identities, amaxes.device), amaxes])
+    reduction = FlatMax(padded=True)
     reduction.add(flat, group)
     reduction.reduce()
-    highest, lowest = flat[:2].tolist()
-    if highest + lowest != _DIGEST:
+    if not was_alike(*flat[:2].tolist()):
         raise RankMismatchError(
             "delayed scaling: ranks used different modules between entering and leaving the outermost autocast, or in "
             "one backward, so their amaxes cannot be reduced together; use the same modules on all ranks, or give "
             "autocast(amax_reduction_group=) the ranks that do"
         )
-    return flat[2 : 2 + len(identities)]
+    return flat[2:]
 
 
 SEED_ALIKE = "seed torch alike on all ranks (torch.manual_seed(seed)) before the model is built, or load a checkpoint"
@@ -390,25 +400,3 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
     if "cuda:nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-__all__ = [
-    "AMAX_HISTORY",
-    "DRAWS",
-    "KEY",
-    "FlatMax",
-    "PendingAmaxes",
-    "any_rank",
-    "Requantization",
-    "check_equal_on_ranks",
-    "collective_device",
-    "history_amax",
-    "history_amaxes",
-    "record_amax_",
-    "record_amaxes_",
-    "requantize_",
-    "shared_scales",
-    "sharding_group",
-    "united",
-    "world",
-]

@@ -15,7 +15,6 @@ other operation dequantizes, and none of these is differentiable, so no training
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -208,26 +207,17 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
         torch.autograd.graph.increment_version(weights[i])
 
 
-_DIGEST = 0xFFFFFF  # a float32 holds integers of 24 bits exactly
-
-
 def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
-    """Float32 [2 + n]: what ranks must agree on, and whether each of n weights changes.
-
-    The first two are a digest of the operation and the weights, and its complement: after MAX they still add up only if
-    all ranks gave the same.
-    """
+    """Float32 [2 + n]: a digest of the operation and the weights, and whether each of n weights changes."""
     identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
-    digest = zlib.crc32(repr(identity).encode()) & _DIGEST
     change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
-    agreed = torch.tensor([digest, _DIGEST - digest], dtype=torch.float32, device=results[0].device)
-    return torch.cat([agreed, torch.stack(change).float()])
+    return torch.cat([amax.digest(identity, results[0].device), torch.stack(change).float()])
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     """Those of the `members` whose values change."""
-    highest, lowest, *change = flags.tolist()
-    if highest + lowest != _DIGEST:
+    highest, complement, *change = flags.tolist()
+    if not amax.was_alike(highest, complement):
         raise RankMismatchError(
             f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most "
             "often a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the "

@@ -149,6 +149,11 @@ REFUSALS: Final[dict[str, Limit]] = {
         "the handle would change, and no code",
         "use quantize_() or quantshard.requantize_() for new values",
     ),
+    "wider parameters": Limit(
+        "FusedAdam trains parameters that are quantized, float32, bfloat16 or float16; MasterWeights float64 ones too",
+        "masters and arithmetic are float32, so further digits and imaginary parts would be lost in silence",
+        "cast the parameter, freeze it, or give it to an optimizer of torch.optim",
+    ),
     "numbered states": Limit(
         "checkpoints.save and load do not take a model whose experts are spread over ranks",
         "they number optimizer states, and one number is then of another expert on each rank",

@@ -162,7 +162,7 @@ def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
     e = (code >> mantissa) & ((1 << encoding.exponent_bits) - 1)
     m = (code & ((1 << mantissa) - 1)) + (e > 0).int() * (1 << mantissa)
     gap = ((e.clamp(min=1) - encoding.bias - mantissa + 127) << 23).view(torch.float32)
-    return m.float() * gap * torch.where(code >> (encoding.bits - 1) > 0, -1.0, 1.0)
+    return m.float() * gap * (1 - 2 * (code >> (encoding.bits - 1))).float()
 
 
 def split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -64,9 +66,16 @@ flatten_state_dict = flatten_state_dict
 all_gather_of_dtensor = torch.ops._c10d_functional.all_gather_into_tensor.default
 """What `DTensor.full_tensor()` and `redistribute()` do to local tensors."""
 
+dtensor_handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+"""By operation, what answers it for DTensors in place of their own rules; there is no public way to refuse one."""
+
 CHECKPOINT_WRAPPER = _CHECKPOINT_PREFIX
-"""What `checkpoint_wrapper` puts into the names of a module's parameters, and takes out of the keys of its state dict.
-The wrapper itself is in a private module, from which users import it."""
+"""What `checkpoint_wrapper` puts into names of parameters, and takes out of the keys of state dicts."""
+
+save_checkpoint = _save_state_dict
+load_checkpoint = _load_state_dict
+"""What `dcp.save` and `dcp.load` do, without their remark on a single process. That cannot be silenced beside training:
+filters of warnings are of the whole process, so a save in a thread would change what training hears."""
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -162,6 +171,15 @@ def is_recomputed_in_graph() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once when the backward pass now running ends. FSDP2 and DDP finish their work in the same way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_place_changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, by which autograd notices that too; not through `.data`.
+
+    Operations on a DTensor count for it, those on its local tensor for that.
+    """
+    local = local_tensor(tensor)
+    return tensor._version + (0 if local is tensor else local._version)
 
 
 @dataclass(frozen=True)
@@ -384,16 +402,8 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement],
     The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
     and what is loaded into it lost. FSDP2 makes its own DTensors as here.
     """
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    meta = TensorMeta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
-
-
-def handle_of_dtensor(operation: Any, handler: Callable[..., Any]) -> None:
-    """Let `handler(operation, args, kwargs)` do, or refuse, an operation that DTensor has no rule for.
-
-    The public `register_sharding` runs it on tensors that stand for plain ones, before our own class sees it.
-    """
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(operation, handler)
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
@@ -459,6 +469,15 @@ def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
     return axis_groups(root, (axis for axis, name in enumerate(known) if name != names[0]))
 
 
+def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks that were registered on an optimizer's `load_state_dict`: those to run before, those to run after.
+
+    A class that replaces the method has no public way to run them.
+    """
+    before = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
+    return [*before.values()], [*optimizer._optimizer_load_state_dict_post_hooks.values()]  # type: ignore[attr-defined]
+
+
 def end_checkpoint_process() -> None:
     """End the process that `dcp.async_save` keeps for saving, if there is one.
 
@@ -468,11 +487,8 @@ def end_checkpoint_process() -> None:
 
 
 def first_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], probe: nn.Parameter) -> dict[str, Any]:
-    """The state that the first `step()` of such an optimizer makes for a parameter, which has a gradient.
-
-    Of an object of its class with its attributes, but with states, groups and hooks of its own, so that neither the
-    optimizer, its parameters nor what watches its steps learn of it. No public call makes the states without a step.
-    """
+    """What a first `step()`, which alone makes states, makes for a parameter: that of an object of the same class with
+    states, groups and hooks of its own, so that nobody learns of it."""
     shadow = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         shadow.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value

@@ -120,6 +120,13 @@ def test_empty_tensors_are_not_sent():
     reduction.reduce()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
+def test_other_dtypes_than_float32_are_refused(dtype):
+    """Their bits would be compared two by two, or half by half."""
+    with pytest.raises(AssertionError, match=f"not of {dtype}"):
+        FlatMax().add(torch.zeros(2, dtype=dtype), "a group")
+
+
 def test_reduce_is_one_collective_a_group_and_begins_anew(monkeypatch):
     calls = []
     monkeypatch.setattr(

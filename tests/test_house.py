@@ -16,6 +16,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "quantshard"
@@ -36,13 +39,17 @@ LAYERS = {
 MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "kernels"}
 
 PRIVATE_ALLOWED = {
-    "_make_wrapper_subclass": "the documented way to build a tensor subclass has no public name",
-    "_local_tensor": "DTensor.to_local() is differentiable and makes a view; the components themselves are needed",
     "_asdict": "public API of named tuples",
     "_fields": "public API of named tuples",
     "_replace": "public API of named tuples",
 }
 """Private names that may be used outside private_torch.py, each with its reason."""
+
+FACTORIES = set(
+    "as_tensor asarray empty empty_strided eye full linspace logspace normal ones rand randn scalar_tensor tensor "
+    "zeros".split()
+)
+"""Functions of torch whose results have the default dtype where none is named, at least of some arguments."""
 
 FUNCTION_LINES, FILE_LINES = 60, 500
 
@@ -204,9 +211,11 @@ def sizes_are_small(tree: Tree) -> list[str]:
 def private_torch_is_kept_apart(tree: Tree) -> list[str]:
     """No private name of torch, nor any private attribute that the package does not define, but in private_torch.py.
 
-    Names below `torch.ops` are the names of operators, whose underscores are not a mark of privacy.
+    A name that the package defines and objects of torch have too is torch's, except on the `self` or `super()` of a
+    file that defines a method of that name: it calls or overrides its own. Names below `torch.ops` are the names of
+    operators, whose underscores are not a mark of privacy.
     """
-    own = set().union(*map(defined, map(parse, tree.values())))
+    own = set().union(*map(defined, map(parse, tree.values()))) - names_of_torch_objects()
     found = []
     for path, source in tree.items():
         if path == "private_torch.py":
@@ -214,10 +223,24 @@ def private_torch_is_kept_apart(tree: Tree) -> list[str]:
         aliases: dict[str, str] = {}
         for node in ast.walk(parsed := parse(source)):
             aliases.update(torch_aliases(path, node, aliases))
+        methods = {function.name for function in functions(parsed)}
         for node in ast.walk(parsed):
+            if isinstance(node, ast.Attribute) and node.attr in methods and is_own_object(node.value):
+                continue
             for name in private_uses(path, node, aliases, own):
                 found.append(f"{at(path, node)}: private name {name}; move its use to private_torch.py")
     return found
+
+
+@cache
+def names_of_torch_objects() -> set[str]:
+    """The attributes of those objects of torch that the package handles most, of classes and of instances."""
+    objects = (nn.Module(), torch.optim.SGD([torch.zeros(1)]), torch.Tensor, DTensor)
+    return set().union(*map(dir, objects))
+
+
+def is_own_object(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("self", "super()")
 
 
 def is_private(name: str) -> bool:
@@ -278,6 +301,49 @@ def operations_name_their_overload(tree: Tree) -> list[str]:
             if called or not (isinstance(parent, ast.Attribute) or path == "arithmetic.py"):
                 found.append(f"{at(path, node)}: {name} names no overload; say .default, or the one that fits")
     return found
+
+
+def floats_have_a_named_dtype(tree: Tree) -> list[str]:
+    """Nothing but a module's parameters follows `torch.set_default_dtype`, and these ask for it by name.
+
+    Also refused: `torch.where` of two numbers, which takes no dtype, and `torch.Tensor(...)`.
+    """
+    found = []
+    for path, source in tree.items():
+        aliases: dict[str, str] = {}
+        calls = []
+        for node in ast.walk(parse(source)):
+            aliases |= torch_aliases(path, node, aliases)
+            calls += [node] if isinstance(node, ast.Call) else []
+        for call in calls:
+            name = full_name(call.func, aliases)
+            if name.startswith("torch.") and follows_the_default_dtype(name.removeprefix("torch."), call):
+                found.append(f"{at(path, call)}: {ast.unparse(call)} follows the default dtype; name the one it needs")
+    return found
+
+
+def follows_the_default_dtype(function: str, call: ast.Call) -> bool:
+    if any(keyword.arg in ("dtype", None) for keyword in call.keywords):
+        return False
+    if function == "where":
+        return len(call.args) == 3 and all(map(is_number, call.args[1:])) and any(map(is_float, call.args[1:]))
+    if function == "arange":
+        return any(map(is_float, call.args))
+    return function in FACTORIES or function == "Tensor"
+
+
+def is_number(node: ast.expr) -> bool:
+    """A number as it is written, with a sign or not, or `torch.nan` and its like."""
+    if isinstance(node, ast.UnaryOp):
+        return is_number(node.operand)
+    constant = isinstance(node, ast.Attribute) and node.attr in ("nan", "inf", "pi", "e")
+    return constant or (isinstance(node, ast.Constant) and isinstance(node.value, int | float))
+
+
+def is_float(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return is_float(node.operand)
+    return is_number(node) and not (isinstance(node, ast.Constant) and isinstance(node.value, int))
 
 
 def private_uses(path: str, node: ast.AST, aliases: dict[str, str], own: set[str]) -> list[str]:
@@ -341,7 +407,8 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
     ],
     private_torch_is_kept_apart: [
         ({"private_torch.py": "import torch\ntorch._C.x"}, 0),
-        ({"tensor.py": "self._kept = x._local_tensor\nself._kept, self.__class__, x._replace()"}, 0),
+        ({"tensor.py": "self._kept = x\nself._kept, self.__class__, x._replace()"}, 0),
+        ({"tensor.py": "class C(Module):\n    def _apply(self): return super()._apply(), self._apply"}, 0),
         ({"ops.py": "import torch\naten = torch.ops.aten\naten._to_copy.default, torch.ops.aten._foreach_add_"}, 0),
         ({"tensor.py": "from quantshard.private_torch import _x\nfrom ._y import z"}, 0),
         ({"tensor.py": "import torch._C"}, 1),
@@ -352,6 +419,11 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"tensor.py": "import torch\nfsdp = torch.distributed.fsdp\nfsdp._init()"}, 1),
         ({"tensor.py": "param._spec"}, 1),
         ({"tensor.py": "getattr(param, '_spec')"}, 1),
+        ({"tensor.py": "dtensor._local_tensor, Tensor._make_wrapper_subclass"}, 2),
+        ({"tensor.py": "def _version(): pass\ntensor._version"}, 1),
+        ({"tensor.py": "_parameters = 1\nmodule._parameters, getattr(module, '_parameters')"}, 2),
+        ({"tensor.py": "self._buffers = {}\nmodule._buffers"}, 2),
+        ({"tensor.py": "def _apply(self): return module._apply()", "ops.py": "def f(self): self._apply()"}, 2),
     ],
     operations_name_their_overload: [
         ({"ops.py": "import torch\naten = torch.ops.aten\naten.add.Tensor(x, y), rule(aten.mul.Tensor)"}, 0),
@@ -360,6 +432,17 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"mlp.py": "import torch\ncurve(torch.ops.aten.silu_backward)"}, 1),
         ({"ops.py": "import torch\naten = torch.ops.aten\ndef f():\n    aten.add(x, y)"}, 1),
         ({"ops.py": "import torch\ntorch.ops.aten._foreach_maximum_(x, y)"}, 1),
+    ],
+    floats_have_a_named_dtype: [
+        ({"ops.py": "import torch\ntorch.zeros(3, dtype=torch.float32), torch.zeros_like(x), x.new_zeros(3)"}, 0),
+        ({"ops.py": "import torch\ntorch.arange(n), torch.arange(0, 4, 2), torch.where(y, 1, -1)"}, 0),
+        ({"ops.py": "import torch\ntorch.where(y, x, 0.0), torch.ones(3, **options)"}, 0),
+        ({"ops.py": "import numpy as torch\ntorch.zeros(3)"}, 0),
+        ({"ops.py": "import torch\ntorch.zeros(3, 4, device=x.device)"}, 1),
+        ({"ops.py": "import torch\ndef f(): return torch.tensor([y])"}, 1),
+        ({"ops.py": "from torch import randn as r, Tensor\nr(3), Tensor(3)"}, 2),
+        ({"ops.py": "import torch\ntorch.arange(0, 1, 0.5)"}, 1),
+        ({"ops.py": "import torch\ntorch.where(y, -1.0, 1), torch.where(y, 0, torch.nan)"}, 2),
     ],
 }
 

@@ -118,6 +118,15 @@ def test_decode_every_code(encoding):
     np.testing.assert_array_equal(mine.double().numpy(), also)
 
 
+@encodings
+def test_decoded_values_are_float32_whatever_the_default_dtype(encoding):
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert numerics.decode(all_codes(encoding), encoding).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @elements
 def test_decode_by_definition(encoding):
     """The formula that decodes E2M1 holds for finite codes of the others too."""

@@ -50,16 +50,15 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     components.check_offsets(model.named_parameters())
-    described, error = ranks.from_rank0(lambda: _description(state_dict))
-    live = model.state_dict()
+    described = ranks.from_rank0(lambda: _description(state_dict))
     sent = state_dict or {} if ranks.rank() == 0 else {}
-    ranks.raise_alike(error or _misfit(model, live, described, sent, strict), _CALL)
+    live = ranks.alike(lambda: _fitting(model, described, sent, strict), _CALL)
     parts = {}
     for keys in _buckets(described):
         for key, value in _broadcast(keys, described, state_dict or {}).items():
             if key in live:
                 parts[key] = _local_part(value, live[key])
-    error = None
+    error: str | None = None
     try:
         result = model.load_state_dict(parts, strict=strict)
     except Exception as found:  # a module of the user's can refuse in any way, and the other ranks wait
@@ -70,56 +69,59 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     return result
 
 
-def _description(state_dict: Mapping[str, Tensor] | None) -> tuple[dict[str, Tensor], str | None]:
-    """A state dict with format tags, and of other tensors shape and dtype alone; and why it cannot be sent, if so."""
+def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """A state dict with format tags, and of other tensors shape and dtype alone.
+
+    Raises:
+        CheckpointError: it cannot be sent.
+    """
     remedy = (
         "pass on rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
         "cpu_offload=True)) returns there, or a file of it"
     )
     if not isinstance(state_dict, Mapping) or not state_dict:
-        return {}, f"rank 0 has no state dict; {remedy}"
+        raise CheckpointError(f"{_CALL}rank 0 has no state dict; {remedy}")
     described = {}
     for key, value in state_dict.items():
         if type(value) not in (Tensor, nn.Parameter):
-            return {}, f"{key} is a {type(value).__name__} on rank 0, not a plain tensor; {remedy}"
+            raise CheckpointError(f"{_CALL}{key} is a {type(value).__name__} on rank 0, not a plain tensor; {remedy}")
         if value.is_meta:
-            return {}, f"{key} is on the meta device on rank 0, so it has no data to send; {remedy}"
+            raise CheckpointError(f"{_CALL}{key} is on the meta device on rank 0, so it has no data to send; {remedy}")
         is_tag = str(key).endswith(FORMAT_SUFFIX) and value.shape == (FORMAT_TAG_BYTES,) and value.dtype == torch.uint8
         described[key] = value.cpu().clone() if is_tag else torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return described, None
+    return described
 
 
-def _misfit(
-    model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], sent: Mapping[str, Tensor], strict: bool
-) -> str | None:
-    """Why a state dict with this description cannot be loaded into this rank's model; None if it can.
+def _fitting(
+    model: nn.Module, described: Mapping[str, Tensor], sent: Mapping[str, Tensor], strict: bool
+) -> dict[str, Any]:
+    """This rank's live state. `sent`: on rank 0 what is described.
 
-    `sent`: on rank 0 what is described.
+    Raises:
+        CheckpointError: a state dict with this description cannot be loaded into it.
     """
+    live = model.state_dict()
     for key, own in live.items():
         if isinstance(own, Tensor) and own.is_meta and key in described:
-            return (
+            raise CheckpointError(
                 f"{key} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first"
             )
-    try:
-        _check_weights(model, live, described, sent)
-    except CheckpointError as found:
-        return str(found)
+    _check_weights(model, live, described, sent)
     missing = [key for key in live if key not in described]
     unexpected = sorted(described.keys() - live.keys() - components.held_elsewhere(model, described))
     if strict and (missing or unexpected):
-        return (
+        raise CheckpointError(
             f"rank 0's state dict is of another model: it lacks {len(missing)} of this model's entries (first: "
             f"{missing[:1] or '-'}) and has {len(unexpected)} that this one lacks (first: {unexpected[:1] or '-'}); "
             "build the model that was saved, or pass strict=False to load what both have"
         )
     for key, value in described.items():
         if key in live and _kind(live[key]) != _kind(value):
-            return (
+            raise CheckpointError(
                 f"{key}: {_kind(value)} in rank 0's state dict, {_kind(live[key])} in this model; build the model that "
                 "was saved"
             )
-    return None
+    return live
 
 
 def _kind(value: object) -> str:

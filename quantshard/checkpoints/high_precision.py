@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
+from quantshard.checkpoints import ranks
 from quantshard.errors import CheckpointError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 
@@ -30,7 +31,8 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             (`X_scale_inv`, ...) are errors.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, quantized, or of another shape; on every rank, if so on one.
+        CheckpointError: a tensor is missing, unknown, quantized, or of another shape, or an entry is none or cannot be
+            read; on every rank, if so on one.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     components.check_offsets(model.named_parameters())
@@ -38,16 +40,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         if isinstance(module, FSDPModule):
             module.reshard()  # else a forward without backward may have left the gathered copies in place
     params = dict(model.named_parameters(remove_duplicate=False))
-    error: CheckpointError | None = None
-    try:
-        others = _other_entries(model, params, state_dict)
-        parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
-    except CheckpointError as found:
-        error = found
-    if amax.any_rank(error is not None, amax.world()):
-        raise error or CheckpointError(
-            "load_high_precision: the state dict of another rank does not fit; see its error"
-        )
+    others, parts = ranks.alike(lambda: _fitting(model, params, state_dict))
     for tensor, value in others:
         tensor.copy_(value)
     quantized: list[tuple[Tensor, Tensor]] = []
@@ -67,6 +60,14 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         components.storage_of(params[name]).high_precision = values
 
 
+def _fitting(
+    model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
+) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """What this rank will write: the entries that belong to no parameter, and its part of each parameter."""
+    others = _other_entries(model, params, given)
+    return others, {name: _local_part(name, param, given[name]) for name, param in params.items()}
+
+
 def _other_entries(
     model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
@@ -84,13 +85,7 @@ def _other_entries(
             f"{missing[:1] or '-'}) and {len(unknown)} entries fit no parameter (first: {unknown[:1] or '-'}); a "
             "quantized checkpoint is loaded with dcp.load and load_state_dict instead"
         )
-    for name in live.keys() & given.keys():
-        if live[name].shape != given[name].shape:
-            raise CheckpointError(
-                f"load_high_precision: {name} has shape {tuple(given[name].shape)} in the state dict, "
-                f"{tuple(live[name].shape)} in the model"
-            )
-    return [(live[name], given[name]) for name in sorted(live.keys() & given.keys())]
+    return [(live[name], _value(name, given[name], live[name])) for name in sorted(live.keys() & given.keys())]
 
 
 def _by_attributes(model: nn.Module, name: str) -> Tensor | None:
@@ -101,26 +96,37 @@ def _by_attributes(model: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _local_part(name: str, param: Tensor, value: Tensor) -> Tensor:
+def _local_part(name: str, param: Tensor, given: Tensor) -> Tensor:
     if param.is_meta:
         raise CheckpointError(
             f"load_high_precision: {name} is on the meta device; call reset_parameters() on the modules first"
         )
-    if not value.is_floating_point():
-        raise CheckpointError(f"load_high_precision: {name} is {value.dtype}, not a floating-point tensor")
-    if value.shape != param.shape:
-        raise CheckpointError(
-            f"load_high_precision: {name} has shape {tuple(value.shape)} in the state dict, {tuple(param.shape)} in "
-            "the model"
-        )
-    local = private_torch.local_tensor(param)
+    if isinstance(given, Tensor) and not given.is_floating_point():
+        raise CheckpointError(f"load_high_precision: {name} is {given.dtype}, not a floating-point tensor")
+    value = _value(name, given, param)
     if isinstance(value, DTensor):
-        if not isinstance(param, DTensor) or param.placements != value.placements:
-            raise CheckpointError(
-                f"load_high_precision: {name} is a DTensor with placements {value.placements}, the parameter is not; "
-                "pass whole tensors, or DTensors sharded as the parameters are"
-            )
         return private_torch.local_tensor(value)
-    quantized = components.quantized(param)
+    local, quantized = private_torch.local_tensor(param), components.quantized(param)
     first = private_torch.global_offset(param) if quantized is None else quantized._storage.shard.origin
     return value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
+
+
+def _value(name: str, value: object, live: Tensor) -> Tensor:
+    """An entry of the state dict, shown to hold values for a live tensor."""
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"load_high_precision: {name} is a {type(value).__name__}, not a tensor")
+    if value.is_meta:
+        raise CheckpointError(
+            f"load_high_precision: {name} is on the meta device in the state dict, where it has no values"
+        )
+    if value.shape != live.shape:
+        raise CheckpointError(
+            f"load_high_precision: {name} has shape {tuple(value.shape)} in the state dict, {tuple(live.shape)} in "
+            "the model"
+        )
+    if isinstance(value, DTensor) and (not isinstance(live, DTensor) or live.placements != value.placements):
+        raise CheckpointError(
+            f"load_high_precision: {name} is a DTensor with placements {value.placements}, the model's is not; "
+            "pass whole tensors, or DTensors sharded as the parameters are"
+        )
+    return value

@@ -1,6 +1,6 @@
 """Saving and loading a model and its optimizer with stock `torch.distributed.checkpoint` (DCP).
 
-These do what the plain idiom does (state dicts, `dcp.save`, `dcp.load`, `load_state_dict`), and look first: before
+These do what the plain idiom does (state dicts, DCP's save and load, `load_state_dict`), and look first: before
 anything is overwritten, and before anything is loaded, so that a checkpoint of another model or recipe, or a damaged
 one, ends in one sentence on every rank.
 """
@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, limits, numerics, private_torch
+from quantshard import amax, components, limits, numerics, private_torch
 from quantshard.checkpoints import commit, extras, fit, manifest, optimizer_states, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.reader import DamagedError, quiet, read_into
+from quantshard.checkpoints.reader import DamagedError, read_into
 from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError, UnsupportedOperationError
@@ -99,8 +98,13 @@ def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup 
         CheckpointError: the same on every rank.
     """
     try:
-        with quiet():
-            dcp.save(state, storage_writer=writer, planner=extras.Planner(), process_group=group)
+        private_torch.save_checkpoint(
+            state,
+            storage_writer=writer,
+            planner=extras.Planner(),
+            process_group=group,
+            no_dist=amax.world() is None,
+        )
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{writer.target.path} could not be written: {ranks.first_failure(error)}") from error
 
@@ -153,17 +157,28 @@ def load_and_tell(
         if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
             _put(plan.state, plan.places[key], value)
     masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
-    try:
-        model.load_state_dict(plan.state["model"])
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if optimizer is not None:
-        optimizer_states.load(optimizer, plan.state["optimizer"])
-        requantization.set_masters(optimizer, masters)
+    ranks.alike(lambda: _load_states(path, plan.state, model, optimizer, masters))
     if left_out and ranks.rank() == 0:
         warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
     extra = {key: value for key, value in plan.reading[EXTRA].items() if f"{EXTRA}.{key}" not in left_out}
     return extra, requantization.tell(path, plan.changes)
+
+
+def _load_states(
+    path: Path_,
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    masters: list[tuple[Change, Tensor]],
+) -> None:
+    """Hand what was read to the model and the optimizer, which may refuse it on one rank alone."""
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if optimizer is not None:
+        optimizer_states.load(optimizer, state["optimizer"])
+        requantization.set_masters(optimizer, masters)
 
 
 @dataclass(frozen=True)
@@ -290,8 +305,7 @@ def _objects(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[str, 
 
 def _check_numbers(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        mesh = getattr(module, "ep_mesh", None)
-        if mesh is not None and mesh.size() > 1:
+        if amax.spread_axis(module) is not None:
             raise UnsupportedOperationError(limits.refusal("numbered states", name or type(module).__name__))
 
 

@@ -11,10 +11,12 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,8 @@ from quantshard.errors import CheckpointError, ConfigurationError
 
 _NAME = re.compile(r"step-(\d{6,})")
 MODES = (None, "thread", "process")
+CLOSE_SECONDS = 60.0
+"""For how long the end of a run waits for the save that is under way: ranks that are gone may keep it from ending."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,18 @@ class Restored:
 
 @dataclass
 class _Pending:
-    """A save in the background."""
+    """A save in the background. Until it is done its future holds it, and so the `owner`, whatever the Manager does."""
 
     report: SaveReport
     target: Target
     future: Future[Any]
+    owner: Ownership | None
     began: float
-    ended: float = 0.0
+    ended: float | None = None
+
+    def end(self, _: object) -> None:
+        """What its future calls when it is done."""
+        self.ended, self.owner = time.perf_counter(), None
 
 
 class Manager:
@@ -98,6 +107,9 @@ class Manager:
         CheckpointError: another run writes there, or the directory cannot be made; the same on every rank.
         ConfigurationError: an argument does not fit.
     """
+
+    _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
+    """Saves by the process that all Managers share, which takes one at a time: torch would mix up the answers."""
 
     def __init__(
         self,
@@ -120,6 +132,7 @@ class Manager:
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
         self._pending: _Pending | None = None
+        self._closed = False
         self._left_behind: set[int] = set()  # later steps than the restored one, which are saved anew
         if not read_only:
             ranks.from_rank0(self._own)
@@ -173,12 +186,11 @@ class Manager:
             CheckpointError: the step is saved already (unless the run went back behind it by `restore`), or cannot be
                 written; the same on every rank, and what was saved before is as it was.
             ConfigurationError, RankMismatchError: the step is not an int of 0 or more, `extra` or what `state` names is
-                no plain data, or `extra` is not equal on all ranks; raised by this call in any mode, on every rank.
+                no plain data, `extra` is not equal on all ranks, or the Manager is read_only or closed; raised by this
+                call in any mode, on every rank.
         """
-        if self._read_only:
-            raise ConfigurationError(f"this Manager of {self.directory} is read_only, so it cannot save")
         began = time.perf_counter()
-        ranks.alike(lambda: _check_step(step))
+        ranks.alike(lambda: self._check_save(step))
         self.wait()
         state = io.state_of(model, optimizer, extra)
         state[rank_state.RANKS] = ranks.alike(lambda: rank_state.entries(self.state))
@@ -193,9 +205,17 @@ class Manager:
         future = self._start(state, writer)
         now = time.perf_counter()
         report = replace(report, held_seconds=now - began, background_seconds=None)
-        pending = self._pending = _Pending(report, target, future, now)
-        future.add_done_callback(lambda _: setattr(pending, "ended", time.perf_counter()))
+        pending = self._pending = _Pending(report, target, future, self._owner, now)
+        future.add_done_callback(pending.end)
         return report
+
+    def _check_save(self, step: object) -> None:
+        if self._read_only:
+            raise ConfigurationError(f"this Manager of {self.directory} is read_only, so it cannot save")
+        if self._closed:
+            raise ConfigurationError(f"this Manager of {self.directory} is closed, so it cannot save; make another")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")
 
     def _prepare(self, step: int) -> Target:
         assert self._owner is not None
@@ -210,6 +230,7 @@ class Manager:
         assert self._stager is not None
         if self._thread is not None:
             return self._thread.submit(io.write, self._stager.stage(state), writer, self._group)
+        wait_for(Manager._by_process)
         saving = dcp.async_save(
             state,
             storage_writer=writer,
@@ -219,6 +240,7 @@ class Manager:
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
         assert isinstance(saving, Future)
+        Manager._by_process.add(saving)
         return saving
 
     def wait(self) -> SaveReport | None:
@@ -227,25 +249,27 @@ class Manager:
         Raises:
             CheckpointError: it failed on some rank; the same on every rank.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return None
         error = pending.future.exception()
+        self._pending = None  # only now: whoever interrupts the waiting closes what is still being written
         path, step = pending.report.path, pending.report.step
         with _abandoned_if_it_fails(pending.target):
             ranks.raise_alike(None if error is None else _said_of(path, error))
         ranks.from_rank0(lambda: self._retire(step))
-        return replace(pending.report, background_seconds=pending.ended - pending.began)
+        ended = pending.ended or time.perf_counter()  # it is done just now, and is yet to say so
+        return replace(pending.report, background_seconds=ended - pending.began)
 
     def _retire(self, last: int) -> None:
-        """Remove the checkpoints that need not be kept. Later steps than the last saved are not counted."""
+        """Remove the checkpoints that need not be kept, unless this is closed. Later than the last do not count."""
         self._left_behind.discard(last)
         if not self._is_complete(last):
             raise CheckpointError(
                 f"{self.path(last)} was saved and is not to be seen from the process that trains; save to a place that "
                 "all processes share, which the memory of one is not"
             )
-        if self.keep_last is None:
+        if self.keep_last is None or self._closed:
             return
         good = [step for step in self.steps() if step <= last and (step == last or self._has_all_files(step))]
         kept = {*good[-self.keep_last :], *(step for step in good if self.keep_every and step % self.keep_every == 0)}
@@ -313,7 +337,7 @@ class Manager:
 
     def _verify(self, step: int) -> str | None:
         """The first thing that is wrong with a checkpoint, on any rank; each reads a part of the files."""
-        found = ranks.gathered(next(iter(self._problems(step, contents=True)), None))
+        found = ranks.gathered(ranks.alike(lambda: next(iter(self._problems(step, contents=True)), None)))
         return next((problem for problem in found if problem is not None), None)
 
     def _problems(self, step: int, contents: bool) -> list[str]:
@@ -348,13 +372,26 @@ class Manager:
     # The end ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the directory, and of what saving in the background takes. Waits for no save."""
+        """Let go of the directory, and of what saving in the background takes. Not a collective call.
+
+        A save that is under way is waited for first, but no longer than `CLOSE_SECONDS`. Then it goes on alone, and the
+        directory stays this run's until it is done. `wait` says how it ended, and removes nothing any more.
+        """
+        self._closed = True
         if self._thread is not None:
             self._thread.shutdown(wait=False)
-        if self._stager is not None and self._pending is None:
+        if self._pending is not None:
+            future = self._pending.future
+            future.add_done_callback(lambda _: self._release())
+            if wait_for([future], CLOSE_SECONDS).not_done:
+                return
+        if self._stager is not None:
             self._stager.close()
-        if self.async_ == "process" and self._pending is None:
+        if self.async_ == "process":
             private_torch.end_checkpoint_process()
+        self._release()
+
+    def _release(self) -> None:
         if self._owner is not None:
             self._owner.release()
 
@@ -364,7 +401,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last save, unless an error ends the run: then other ranks may not come to it."""
+        """Wait for the last save together; alone, as `close` does, if an error ends the run: others may not come."""
         try:
             if kind is None:
                 self.wait()
@@ -395,8 +432,3 @@ def _held_bytes(state: Any) -> int:
     if isinstance(state, list | tuple):
         return sum(_held_bytes(value) for value in state)
     return private_torch.local_tensor(state).nbytes if isinstance(state, Tensor) else 0
-
-
-def _check_step(step: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")

@@ -1,7 +1,8 @@
 """One run at a time writes into a directory: by a lock, or by a file that names its owner.
 
-A lock is held until the process ends, however it ends. A store without locks cannot tell whether an owner is alive:
-there the newest run owns the directory, and an older one that is still there finds out when it next saves.
+A lock is held until the process ends that took it, however it ends: children that it forked do not hold it. A store
+without locks cannot tell whether an owner is alive: there the newest run owns the directory, and an older one that is
+still there finds out when it next saves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
 from quantshard.checkpoints.store import LocalStore, Path_, Store, locate, why
@@ -28,6 +29,36 @@ LOCK_FILE = ".lock"
 OWNER_FILE = "owner.json"
 LOCK_SECONDS = 5.0
 """How long a run that is ending is waited for."""
+
+
+class Handle:
+    """An open file of this process, for locks.
+
+    A lock belongs to the file as it was opened, which a forked child has too: a DataLoader's worker, which outlives a
+    run that is killed by seconds, would hold it. So children close theirs, which unlocks nothing here.
+    """
+
+    def __init__(self, path: str, flags: int) -> None:
+        self.number = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        _handles.add(self)
+
+    def close(self) -> None:
+        """Close it, if that has not been done: its number may be another file's by now."""
+        with suppress(KeyError):
+            _handles.remove(self)
+            os.close(self.number)
+
+
+_handles: set[Handle] = set()
+
+
+def _close_all() -> None:
+    for handle in list(_handles):
+        handle.close()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_close_all)
 
 
 @dataclass(frozen=True)
@@ -72,7 +103,7 @@ class Ownership:
         self.proof = Proof(folder, secrets.token_hex(8))
         store.mkdir(folder)
         handle = _locked(folder) if isinstance(store, LocalStore) else None
-        self._close = None if handle is None else weakref.finalize(self, os.close, handle)
+        self._close = None if handle is None else weakref.finalize(self, handle.close)
         if not store.renames:
             owner = {"token": self.proof.token, "host": socket.gethostname(), "pid": os.getpid()}
             store.write(store.join(folder, OWNER_FILE), json.dumps({**owner, "since": int(time.time())}).encode())
@@ -83,7 +114,7 @@ class Ownership:
             self._close()
 
 
-def _locked(folder: str) -> int | None:
+def _locked(folder: str) -> Handle | None:
     try:
         return lock(folder)
     except BlockingIOError:
@@ -92,9 +123,9 @@ def _locked(folder: str) -> int | None:
         ) from None
 
 
-def lock(folder: Path_) -> int | None:
+def lock(folder: Path_) -> Handle | None:
     """Lock a folder of this machine: the handle that holds it, until that is closed or this process ends, however it
-    ends. None, with a warning that names the folder, where there are no locks.
+    ends; the caller need not keep it. None, with a warning that names the folder, where there are no locks.
 
     Raises:
         BlockingIOError: another process holds it, and did not end within `LOCK_SECONDS`.
@@ -103,19 +134,19 @@ def lock(folder: Path_) -> int | None:
     if sys.platform == "win32":
         _warn_of(folder, "on this system")
         return None
-    handle = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = Handle(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return handle
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(handle)
+                handle.close()
                 raise
             time.sleep(0.1)
         except OSError as error:  # as on some network file systems
-            os.close(handle)
+            handle.close()
             _warn_of(folder, f"there ({why(error)})")
             return None
 
@@ -134,28 +165,19 @@ def being_read(store: Store, file: str) -> Iterator[None]:
     if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
         yield
         return
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH)
-    except OSError:
-        pass
-    try:
+    with closing(Handle(file, os.O_RDONLY)) as handle:
+        with suppress(OSError):
+            fcntl.flock(handle.number, fcntl.LOCK_SH)
         yield
-    finally:
-        os.close(handle)
 
 
 def is_being_read(store: Store, file: str) -> bool:
     """True if some process on this file system reads the checkpoint that `file` is of; False where nobody can tell."""
     if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
         return False
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
+    with closing(Handle(file, os.O_RDONLY)) as handle:
+        try:
+            fcntl.flock(handle.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+    return False

@@ -64,8 +64,8 @@ def raise_alike(error: str | None, prefix: str = "") -> None:
             raise CheckpointError(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}")
 
 
-def alike(own: Callable[[], T]) -> T:
-    """What each rank finds out for itself, if all of them do. A collective call.
+def alike(own: Callable[[], T], prefix: str = "") -> T:
+    """What each rank finds out for itself, if all of them do. A collective call. Errors are said behind the prefix.
 
     Raises:
         CheckpointError: the first rank's, or one of its kind, on every rank; any other error too is said as one.
@@ -85,7 +85,7 @@ def alike(own: Callable[[], T]) -> T:
     for number, other in enumerate(gathered(failed)):
         if other is not None:
             kind, message = other
-            raise kind(f"{'' if number == 0 else f'on rank {number}: '}{message}") from cause
+            raise kind(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}") from cause
     return found[0]
 
 

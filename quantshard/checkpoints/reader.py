@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from quantshard import private_torch
+from quantshard import amax, private_torch
 from quantshard.checkpoints import entries, ranks
 from quantshard.checkpoints.entries import Call
 from quantshard.checkpoints.extras import EXTRA
@@ -207,21 +205,11 @@ def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: b
     """
     planner = SafePlanner()
     try:
-        with quiet():
-            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=planner, no_dist=no_dist)
+        reader, alone = SafeReader(path, metadata), no_dist or amax.world() is None
+        private_torch.load_checkpoint(state, storage_reader=reader, planner=planner, no_dist=alone)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         why = ranks.first_failure(error)
         raise DamagedError(
             f"{path} is damaged or incomplete: {why}; restore its files or choose another checkpoint"
         ) from error
     return planner.left_out
-
-
-class quiet(warnings.catch_warnings):
-    """Without DCP's remarks on running in a single process, which is intended here."""
-
-    def __enter__(self) -> Any:
-        result = super().__enter__()
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        return result

@@ -203,7 +203,7 @@ class Windows:
                 pieces.append(_read(document, offset, length))
                 left -= length
             if left:
-                pieces.append(torch.tensor([END_OF_DOCUMENT]))
+                pieces.append(torch.tensor([END_OF_DOCUMENT], dtype=torch.int64))
                 left -= 1
             at, start = at + 1, self._ends[at]
         return torch.cat(pieces)

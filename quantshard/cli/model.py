@@ -203,9 +203,11 @@ def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0,
     model.eval()
     for chance in distributions.uniform(words).tolist():
         # alike sequences, where one cannot be divided: no scale of an activation depends on how many there are
-        window = torch.tensor([tokens[-model.settings.seq_length :]] * model.batch_multiple, device=device)
+        window = torch.tensor(
+            [tokens[-model.settings.seq_length :]] * model.batch_multiple, dtype=torch.int64, device=device
+        )
         probabilities = (model(window)[0, -1].double() / temperature).softmax(-1)
-        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], device=device))
+        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], dtype=torch.float32, device=device))
         token.clamp_(max=VOCABULARY - 1)
         if dist.is_initialized():
             dist.broadcast(token, 0)

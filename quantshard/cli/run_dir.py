@@ -165,7 +165,7 @@ class RunDir:
             ConfigurationError: another process holds it, and did not end within a few seconds.
         """
         try:
-            ownership.lock(self.path)  # its handle stays open until the process ends
+            ownership.lock(self.path)
         except BlockingIOError:
             said = f"{self.path} is in use by another training process; stop that one first"
             raise ConfigurationError(said) from None

@@ -223,7 +223,8 @@ class Trainer:
             return
         if done < settings.steps:
             self.sample(saved)
-        self.progress.note(f"done: {saved} steps, saved in {self.run.checkpoint(saved)}")
+        more = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
+        self.progress.note(f"done: {saved} steps{more}, saved in {self.run.checkpoint(saved)}")
 
     def record(self, step: int, loss: float, norm: float, seconds: float, heldout: float | None) -> None:
         """Write the line of a step, and show it."""

@@ -84,7 +84,7 @@ def wanted(
 def one_way(x: Tensor, fmt: Format, turned: bool, next_amax: bool, which: Copy = Copy.ROWWISE) -> Case:
     """Codes and scales of one copy, and the transpose's codes: with the amax known, or taken from the blocks."""
     request, is_right, _ = wanted(x, fmt, which=which, turned=turned)
-    seen = torch.zeros((), device=x.device) if next_amax else None
+    seen = torch.zeros((), dtype=torch.float32, device=x.device) if next_amax else None
     sample, _ = quantize(x, request, None, seen)
 
     def both_are_right(found: tuple[Target, Target | None]) -> bool:

@@ -37,7 +37,8 @@ def are_right(name: str, shape: Shape, device: torch.device) -> bool:
     rows, features = shape
     counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + 3
     generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(rows, size, generator=generator).bfloat16().to(device) for size in (features, outputs))
+    sizes = ((rows, features), (rows, outputs))
+    x, dy = (torch.randn(size, dtype=torch.float32, generator=generator).bfloat16().to(device) for size in sizes)
     layer = _layer(recipes.resolve(name), counts, (outputs, features), device)
     segments, values = layer.segments(device), [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
     (a, a_turned), (b, b_turned) = (
@@ -61,9 +62,9 @@ def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: 
     cell, block = recipe.weight, backend.block_together(recipe)
     assert cell is not None and block is not None
     generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(shape, generator=generator).to(device) for _ in counts]
+    values = [torch.randn(shape, dtype=torch.float32, generator=generator).to(device) for _ in counts]
     weights = [quantize(value, cell, dtype=torch.bfloat16) for value in values]
-    past = [torch.full((2,), PAST, device=device) for _ in counts]
+    past = [torch.full((2,), PAST, dtype=torch.float32, device=device) for _ in counts]
     return Layer(
         weights, (), counts, block, Call(recipe, None, False), dict.fromkeys(TensorRole, past), False, None
     )  # fmt: skip
@@ -76,7 +77,7 @@ def _oracle(layer: Layer, values: Tensor, role: TensorRole) -> Oracles:
     """Of each expert's rows and their transpose."""
     first, second = cells(layer.call.recipe, role)
     assert first is not None and second is not None
-    past = torch.full((), PAST, device=values.device) if first.scaling.history else None
+    past = torch.full((), PAST, dtype=torch.float32, device=values.device) if first.scaling.history else None
     with compute.kernels_only_on():
         return [
             (operands.quantize(part, first, amax=past), operands.quantize(part.t(), second, amax=past))

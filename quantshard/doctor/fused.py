@@ -41,7 +41,8 @@ def values(shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _values(shape: tuple[int, ...], seed: int) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, dtype=torch.float32, generator=generator) * 3).bfloat16()
 
 
 def close(found: Tensor, exact: Tensor, error: Tensor) -> bool:
@@ -114,7 +115,7 @@ def norm(shape: Shape, device: torch.device, centered: bool) -> bool:
 def norm_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
     """LayerNorm with quantization, by rows and by columns: the oracle's codes of its results."""
     x, p = values(shape, device, 0), _parameters(shape[1], device, True)
-    amax, high = torch.zeros((), device=device), torch.empty_like(x)
+    amax, high = torch.zeros((), dtype=torch.float32, device=device), torch.empty_like(x)
     statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
     kn.normalize_and_quantize(x, statistics, p, Outputs(high=high))
     outputs, is_right = _wanted(high, fmt)
@@ -182,8 +183,8 @@ def activation_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
 
 def gradient_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
     """The gradient of an output as it is, with its amax and the sum over its rows."""
-    dy, amax = values(shape, device, 0), torch.zeros((), device=device)
-    sums = torch.empty(shape[1], device=device)
+    dy, amax = values(shape, device, 0), torch.zeros((), dtype=torch.float32, device=device)
+    sums = torch.empty(shape[1], dtype=torch.float32, device=device)
     request, is_right, _ = wanted(dy, fmt, turned=fmt.transposable)
     target, _ = ka.quantize_gradient(dy, Outputs(request, amax=amax, sums=sums))
     exact = dy.double()

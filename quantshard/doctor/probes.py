@@ -78,7 +78,7 @@ def _sizes(device: torch.device) -> Sizes:
 
 
 def _matrix(device: torch.device, sizes: Sizes) -> Tensor:
-    return torch.randn(sizes.rows, sizes.cols, device=device).bfloat16()
+    return torch.randn(sizes.rows, sizes.cols, dtype=torch.bfloat16, device=device)
 
 
 def copy(device: torch.device, sizes: Sizes) -> float:

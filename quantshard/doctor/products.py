@@ -25,7 +25,7 @@ class Product(NamedTuple):
 
 def codes(shape: tuple[int, int], device: str) -> Tensor:
     """Random FP8 numbers."""
-    return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+    return torch.randn(shape, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
 
 
 def grid(rows: int, cols: int, device: str) -> Tensor:
@@ -50,7 +50,7 @@ def by_four(scales: Tensor) -> Tensor:
 
 def bf16(m: int, n: int, k: int, device: str) -> Product:
     """Of two operands without scales."""
-    x, y = (torch.randn(rows, k, device=device).bfloat16() for rows in (m, n))
+    x, y = (torch.randn(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
     return Product(lambda: x @ y.t(), x[:CHECKED_ROWS].float() @ y.float().t())
 
 

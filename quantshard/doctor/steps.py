@@ -26,14 +26,14 @@ def weights(shapes: Sequence[Shape], device: str) -> Iterator[Tensor]:
     """Random float32 matrices."""
     generator = torch.Generator(device).manual_seed(0)
     for shape in shapes:
-        yield torch.randn(shape, device=device, generator=generator).mul_(0.02)
+        yield torch.randn(shape, dtype=torch.float32, device=device, generator=generator).mul_(0.02)
 
 
 def with_gradients(params: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
     """The same, each with a random gradient of a dtype."""
     generator = torch.Generator(params[0].device).manual_seed(1)
     for param in params:
-        grad = torch.randn(param.shape, device=param.device, generator=generator).mul_(1e-3)
+        grad = torch.randn(param.shape, dtype=torch.float32, device=param.device, generator=generator).mul_(1e-3)
         param.grad = grad.to(dtype)
     return params
 
@@ -72,8 +72,8 @@ def _stored(tensor: Tensor) -> list[Tensor]:
 def histories(shape: Shape, device: torch.device) -> bool:
     """As many histories as the shape has rows, of two lengths; amaxes with zeros, infinities and NaN."""
     generator = torch.Generator().manual_seed(0)
-    kept = [torch.rand(16 + number % 2 * 5, generator=generator).to(device) for number in range(shape[0])]
-    amaxes = torch.rand(shape[0], generator=generator).to(device)
+    lengths = [*(16 + number % 2 * 5 for number in range(shape[0])), shape[0]]
+    *kept, amaxes = (torch.rand(n, dtype=torch.float32, generator=generator).to(device) for n in lengths)
     for at, odd in enumerate((0.0, float("inf"), float("nan"))):
         amaxes[at::7] = odd
     expected = [history.clone() for history in kept]
@@ -88,7 +88,7 @@ def too_large(shape: Shape, device: torch.device) -> bool:
     """Which of some tensors, of all dtypes that kernels read, have a number beyond a limit or none at all."""
     generator = torch.Generator().manual_seed(0)
     tensors = [
-        torch.randn(shape, generator=generator).to(dtype).to(device)
+        torch.randn(shape, dtype=torch.float32, generator=generator).to(dtype).to(device)
         for dtype in compute.KERNEL_DTYPES
         for _ in range(3)
     ]

@@ -44,9 +44,17 @@ def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]
         raise ConfigurationError(f"{owner}({argument}={value!r}) is not supported; use one of: {', '.join(choices)}")
 
 
-def check_window(owner: str, window_size: Window | None) -> None:
-    """Raise for a sliding window; None, (-1, -1) and (-1, 0) are TransformerEngine's ways to ask for none."""
-    if window_size is not None and tuple(window_size) not in ((-1, -1), (-1, 0)):
+def check_window(owner: str, window_size: Window | None, attn_mask_type: str) -> None:
+    """Raise for a sliding window; None, (-1, -1) and for causal masks (-1, 0) are TransformerEngine's ways to ask for
+    none."""
+    if window_size is None or tuple(window_size) == (-1, -1):
+        return
+    if tuple(window_size) == (-1, 0) and "causal" not in attn_mask_type:
+        raise ConfigurationError(
+            f"{owner}(window_size={window_size}, attn_mask_type={attn_mask_type!r}): that window hides what follows a "
+            "query, and that mask does not; ask for a causal mask, or leave window_size out"
+        )
+    if tuple(window_size) != (-1, 0):
         raise ConfigurationError(
             f"{owner}(window_size={window_size}) is not supported: {unsupported.NO_SLIDING_WINDOW}"
         )
@@ -107,9 +115,9 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         owner = "DotProductAttention"
         unsupported.refuse(owner, others)
         _check_attention_type(owner, attention_type)
-        check_window(owner, window_size)
         check_choice(owner, "qkv_format", qkv_format, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", attn_mask_type, MASK_TYPES)
+        check_window(owner, window_size, attn_mask_type)
         check_choice(owner, "attention_backend", attention_backend, BACKENDS)
         if not isinstance(kv_channels, int):
             raise ConfigurationError(f"{owner}(kv_channels={kv_channels}): keys and values have heads of one size here")
@@ -175,10 +183,10 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         """
         owner = "DotProductAttention.forward"
         unsupported.refuse(owner, others)
-        check_window(owner, window_size)
         layout, kind = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         check_choice(owner, "qkv_format", layout, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", kind, MASK_TYPES)
+        check_window(owner, window_size, kind)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
         q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))

@@ -35,6 +35,7 @@ DEFAULT_STD = 0.023
 """Standard deviation of the default initialization, as in TransformerEngine."""
 
 INPUT_HISTORY, GRAD_OUTPUT_HISTORY = "input_amax_history", "grad_output_amax_history"
+_PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MATERIALIZED = "quantshard_materialized"  # attribute of a parameter on the meta device: what took its place
 
 
@@ -123,6 +124,11 @@ class QuantizedModule(OnMesh, Saved):
         self._plan = context.init_plan()
         self._device = self_device
         self._dtype = params_dtype or torch.get_default_dtype()
+        if self._dtype not in _PARAMS_DTYPES:
+            raise ConfigurationError(
+                f"{type(self).__name__}(params_dtype={params_dtype}): it is the dtype that weights stand for; choose "
+                f"one of {', '.join(map(str, _PARAMS_DTYPES))}, and a recipe for what they are stored in"
+            )
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._born_states: dict[str, dict[str, Tensor]] = {}

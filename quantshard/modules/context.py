@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,14 @@ class InitPlan:
     preserve_high_precision: bool
 
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False)
 _init_plans: list[InitPlan] = []
 _autocasts: list[autocast] = []
 
-_flush_is_queued = False
+_queued_flush: weakref.ReferenceType[_Flush] | None = None
 
 forward_amaxes = PendingAmaxes()
 """Amaxes of inputs and weights seen since the outermost autocast was entered."""
@@ -135,23 +140,30 @@ def flush_after_backward() -> None:
     Called first thing in a recomputed forward too: a reentrant checkpoint then runs a backward pass within this one, at
     whose end it would be too early.
     """
-    global _flush_is_queued
-    if not _flush_is_queued:
-        _flush_is_queued = True
-        private_torch.at_end_of_backward(_flush_backward)
+    global _queued_flush
+    if _queued_flush is not None and _queued_flush() is None:
+        backward_amaxes.drop()  # of a backward pass that failed
+        _queued_flush = None
+    if _queued_flush is None:
+        flush = _Flush()
+        _queued_flush = weakref.ref(flush)
+        private_torch.at_end_of_backward(flush)
 
 
-def _flush_backward() -> None:
-    global _flush_is_queued
-    _flush_is_queued = False
-    backward_amaxes.flush()
+class _Flush:
+    """What is queued for the end of a backward pass, which alone holds it: it is gone if the pass fails."""
+
+    def __call__(self) -> None:
+        global _queued_flush
+        _queued_flush = None
+        backward_amaxes.flush()
 
 
 def drop_failed_backward() -> None:
-    """Outside of backward, forget what a backward pass that failed has left; else no later one would flush."""
-    global _flush_is_queued
+    """Outside of backward, forget what a backward pass that failed has left."""
+    global _queued_flush
     if not private_torch.in_backward():
-        _flush_is_queued = False
+        _queued_flush = None
         backward_amaxes.drop()
 
 
@@ -162,12 +174,12 @@ def _record_forward_amaxes() -> Tensor:
     Without one, inductor frees the output of the layer before and then uses it (torch 2.13).
     """
     forward_amaxes.flush()
-    return torch.empty(0)
+    return torch.empty(0, dtype=torch.float32)
 
 
 @_record_forward_amaxes.register_fake
 def _() -> Tensor:
-    return torch.empty(0)
+    return torch.empty(0, dtype=torch.float32)
 
 
 private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
@@ -196,6 +208,8 @@ class quantized_model_init:
 
     It holds for all threads, not only for the one that entered it.
 
+    As a decorator, it is entered anew in each call.
+
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
         recipe: a `Recipe` or its name; its weight format is used. With `enabled=False` the recipe only tells which
@@ -219,6 +233,14 @@ class quantized_model_init:
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
 
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
     def __enter__(self) -> None:
         _init_plans.append(self.plan)
 
@@ -230,7 +252,8 @@ class autocast:
     """GEMMs of modules called inside are quantized by the recipe.
 
     Contexts nest; the innermost decides, for all threads, unlike `torch.autocast`. At the exit of the outermost one,
-    the amaxes that delayed scaling saw are reduced over the ranks and recorded, in one collective.
+    the amaxes that delayed scaling saw are reduced over the ranks and recorded, in one collective. As a decorator, each
+    call enters one of its own.
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
@@ -265,6 +288,15 @@ class autocast:
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # kept alive: the setting itself does not
         self.records = is_delayed(self.setting)
+        self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
+
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(function)
+        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with autocast(*self._arguments):
+                return function(*args, **kwargs)
+
+        return inside
 
     def __enter__(self) -> None:
         if self in _autocasts:

@@ -148,7 +148,8 @@ def both_ways(
     if delayed is not None and delayed.notes:
         delayed.note(compute.block_amax(values, (ALL, ALL)).view(()))
     amax = None if delayed is None else delayed.amax
-    poison = torch.where(torch.isfinite(values).all(), 0.0, torch.nan) if wanted.poison else None
+    zero = torch.zeros((), dtype=torch.float32, device=values.device)
+    poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
     words = _Words.of_layer(state, part)
     as_is, kept = _in_pieces(values, role, first, second, state.split(role), amax, words, wanted)
@@ -207,7 +208,7 @@ class Asked:
         if self.delayed is not None and outputs.amax is not None:
             self.delayed.note(outputs.amax)
         first, second = as_is if as_is is not None else values, turned if turned is not None else values
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.float32)
         return Ways(
             nothing if first is None else first,
             WgradOperand(nothing if second is None or not self.wanted.second else second, turned is not None),

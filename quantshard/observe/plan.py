@@ -61,8 +61,10 @@ def plan(
     Raises:
         ConfigurationError: an argument does not fit the others, or the model is sharded already.
     """
-    if not isinstance(mesh, Mapping):
+    if not isinstance(mesh, Mapping) or not all(isinstance(size, int) for size in mesh.values()):
         raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
+    if not isinstance(layers, Iterable):
+        raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
     place = _Place.of(mesh, rank)
     cut_by_tp, inner = dict(tensor_parallel or {}), {id(module) for layer in layers for module in layer.modules()}
     moments = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}

@@ -58,7 +58,7 @@ def clip_grad_norm_(
                 mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float32))
     device = grads[0].device if grads else torch.device("cpu")
     norms = [_over_ranks(mine, groups, norm_type, device) for groups, mine in parts.items()]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    total = torch.linalg.vector_norm(torch.stack(norms or [_zero(device)]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -72,8 +72,8 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
     experts."""
     seen = set()
     for prefix, module in model.named_modules():
-        experts = getattr(module, "ep_mesh", None)  # a GroupedLinear's
-        spread = () if experts is None else private_torch.axis_groups(experts, range(experts.ndim))
+        axis = amax.spread_axis(module)
+        spread = () if axis is None else (axis.get_group(),)
         for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:
                 seen.add(param)
@@ -82,10 +82,14 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
 
 def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: float, device: torch.device) -> Tensor:
     """The norm of all elements behind local norms, of all ranks of the groups together; one collective for each."""
-    found = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), p) if norms else torch.zeros(())
-    found = found.to(device)
+    found = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [_zero(device)]), p)
     for group in groups:
         powers = (found if math.isinf(p) else found**p).to(amax.collective_device(group))
         dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
         found = (powers if math.isinf(p) else powers ** (1 / p)).to(device)
     return found
+
+
+def _zero(device: torch.device) -> Tensor:
+    """The norm of no element."""
+    return torch.zeros((), dtype=torch.float32, device=device)

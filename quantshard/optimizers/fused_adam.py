@@ -22,6 +22,7 @@ from quantshard.optimizers.state import (
     EXP_AVG_SQ,
     MASTER,
     MOMENTS,
+    PLAIN_DTYPES,
     ROLES,
     WEIGHT,
     State,
@@ -60,7 +61,8 @@ class FusedAdam(torch.optim.Optimizer):
     On GPUs a step runs in kernels over all parameters, with the same bits (`on_kernels`).
 
     Args:
-        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device.
+        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
+            are trained are quantized, float32, bfloat16 or float16.
         lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
         betas, eps, weight_decay: Adam's.
         bias_correction: divide the moments by 1 - beta**step.
@@ -135,6 +137,8 @@ class FusedAdam(torch.optim.Optimizer):
             **dict.fromkeys(COUNTERS, 0),
         }
         super().__init__(params, defaults)
+        if capturable:
+            self.register_state_dict_post_hook(_make_numbers)  # the first, so that others see what is returned
         self._kernels = OnKernels()
         self._states: dict[Tensor, dict[str, State]] = {}
         self._weights: dict[Tensor, State] = {}
@@ -183,11 +187,11 @@ class FusedAdam(torch.optim.Optimizer):
         if self._seed is not None:
             group[SEED] = self._seed
         if self._capturable:
-            first = next(iter([*group["params"], *self._names]), torch.empty(0))
+            first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32))
             device = private_torch.local_tensor(first).device
             lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
             group["lr"] = lr.clone()  # of this group alone
-            group.update({key: torch.tensor(int(group[key]), device=device) for key in COUNTERS})
+            group.update({key: torch.tensor(int(group[key]), dtype=torch.int64, device=device) for key in COUNTERS})
 
     def _check_remainders(self) -> None:
         if not self._master_weights or self._dtypes[MASTER] is not torch.float32:
@@ -207,10 +211,7 @@ class FusedAdam(torch.optim.Optimizer):
         remainders = self._remainders if store_param_remainders is None else store_param_remainders
         if remainders:
             self._check_remainders()
-        if param.is_meta:
-            raise ConfigurationError(
-                f"FusedAdam: {name} is on the meta device; call reset_parameters() on the modules first"
-            )
+        guards.check_trainable("FusedAdam", name, param, PLAIN_DTYPES)
         if self._capturable and not self._master_weights and components.quantized(param) is not None:
             raise ConfigurationError(
                 f"FusedAdam(capturable=True, master_weights=False): {name} is {private_torch.local_tensor(param)!r}, "
@@ -261,7 +262,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def _check_parameters(self) -> None:
-        seed = {} if self._seed is None else {f"FusedAdam's {SEED}": torch.tensor([self._seed])}
+        seed = {} if self._seed is None else {f"FusedAdam's {SEED}": torch.tensor([self._seed], dtype=torch.int64)}
         guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
@@ -290,13 +291,11 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
         """
-        state_dict = super().state_dict()
         if self._capturable:
             self._raise_for_bad_steps()
-            for group in state_dict["param_groups"]:
-                group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
-        return state_dict
+        return super().state_dict()
 
+    @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict of this class into the states, without casting any.
@@ -305,7 +304,7 @@ class FusedAdam(torch.optim.Optimizer):
             CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
         """
         loading.load(self, state_dict, self._names, loading.fused_adam_options)
-        self._versions.clear()  # the model may be loaded before or after
+        self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -376,12 +375,18 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 states, version = self._states[param], guards.weight_version(param)
                 if self._versions.setdefault(param, version) != version and MASTER in states:
-                    raise ConfigurationError(
-                        f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
-                        "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
-                    )
+                    self._take_over(param, states[MASTER])
                 of_group, stream = hyperparameters[number], self._streams[param]
                 yield Work(param, grad, states, self._weights[param], number, of_group, seed, stream)
+
+    def _take_over(self, param: Tensor, master: State) -> None:
+        """Take the values that others gave a parameter over into its master."""
+        if components.quantized(param) is not None:
+            raise ConfigurationError(
+                f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
+                "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
+            )
+        master.adopt()
 
     def _hyperparameters(self, group: dict[str, Any]) -> Hyperparameters:
         beta1, beta2 = group["betas"]
@@ -437,8 +442,16 @@ class FusedAdam(torch.optim.Optimizer):
             self._last_bad.check_skipped(self.param_groups, self._max_skipped_in_a_row)
 
 
+def _make_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Read the entries of groups that `capturable` keeps in tensors."""
+    for group in state_dict["param_groups"]:
+        group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
+
+
 def _check_options(group: Mapping[str, Any]) -> None:
     """Raise ConfigurationError unless the numbers of a group, as it is added, make a step."""
+    if len(group["betas"]) != 2:
+        raise ConfigurationError(f"FusedAdam(betas={group['betas']}): give two, of the first and the second moment")
     for beta in group["betas"]:
         if not 0 <= beta or torch.tensor(beta, dtype=torch.float32) >= 1:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, compute, private_torch
+from quantshard import amax, components, compute, limits, private_torch
 from quantshard.amax import FlatMax, Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.storage import KEY
@@ -42,7 +42,7 @@ def largest(value: int, params: Iterable[Tensor]) -> int:
     """
     params = list(params)
     groups = dict.fromkeys(map(amax.stepping_group, params))
-    found = torch.tensor([value])
+    found = torch.tensor([value], dtype=torch.int64)
     for group in amax.united(groups) if len(groups) > 1 or any(map(amax.is_spread, params)) else ():
         found = found.to(amax.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
@@ -50,9 +50,30 @@ def largest(value: int, params: Iterable[Tensor]) -> int:
 
 
 def weight_version(param: Tensor) -> int:
-    """How often a quantized parameter was given new values; 0 for others."""
+    """How often a parameter was given new values; of one that is not quantized, not through `.data`."""
     quantized = components.quantized(param)
-    return 0 if quantized is None else quantized._storage.version
+    if quantized is None:
+        return private_torch.in_place_changes(param)
+    return quantized._storage.version
+
+
+def plain_versions(params: Iterable[Tensor]) -> dict[Tensor, int]:
+    """`weight_version` of those that are not quantized."""
+    return {param: weight_version(param) for param in params if components.quantized(param) is None}
+
+
+def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that a parameter has values, and that they are quantized or of one of some dtypes.
+
+    Raises:
+        ConfigurationError: naming the parameter.
+    """
+    if param.is_meta:
+        raise ConfigurationError(
+            f"{optimizer}: {name} is on the meta device; call reset_parameters() on the modules first"
+        )
+    if components.quantized(param) is None and param.dtype not in dtypes:
+        raise ConfigurationError(limits.refusal("wider parameters", f"{optimizer}: {name} is {param.dtype}"))
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:
@@ -156,7 +177,7 @@ class GradientFlags:
         """Make `table` of the reduced flags; a collective call where parameters are sharded over different axes, or
         ranks hold different ones."""
         if not self._parts:
-            self.table = torch.zeros(3, 0)
+            self.table = torch.zeros(3, 0, dtype=torch.float32)
             return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._spread:
@@ -249,7 +270,7 @@ def _warn_of_no_gradient(names: Sequence[str], grads: Sequence[Tensor | None]) -
 
 
 def _flags_of(grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None) -> Tensor:
-    flags, at = torch.zeros(3, len(grads), device=device), 0
+    flags, at = torch.zeros(3, len(grads), dtype=torch.float32, device=device), 0
     for there, run in groupby(grad is not None for grad in grads):
         end = at + len(list(run))
         flags[0 if there else 1, at:end].fill_(1.0)

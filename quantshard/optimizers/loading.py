@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,8 +17,30 @@ from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
 OWN_ENTRIES = ("params", "param_names")
 """Entries of a group that a load leaves as they are."""
 
-
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Options = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
+
+
+def with_hooks(
+    load_state_dict: Callable[[AnyOptimizer, dict[str, Any]], None],
+) -> Callable[[AnyOptimizer, dict[str, Any]], None]:
+    """Run the hooks that were registered on the method around it, as PyTorch's own does.
+
+    Each of those before may change the copy of the state dict that they are given, or return another.
+    """
+
+    @wraps(load_state_dict)
+    def hooked(self: AnyOptimizer, state_dict: dict[str, Any]) -> None:
+        before, after = private_torch.load_hooks(self)
+        state_dict = dict(state_dict)
+        for hook in before:
+            returned = hook(self, state_dict)
+            state_dict = state_dict if returned is None else returned
+        load_state_dict(self, state_dict)
+        for hook in after:
+            hook(self)
+
+    return hooked
 
 
 def load(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options) -> None:

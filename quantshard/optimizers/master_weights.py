@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from quantshard import amax, components, private_torch
 from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading
+from quantshard.optimizers import guards, loading, rounding
+from quantshard.optimizers.state import PLAIN_DTYPES
 
 MASTER, UPDATES = "master_param", "updates"
 OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
@@ -33,9 +34,9 @@ class MasterWeights(torch.optim.Optimizer):
     It is an optimizer over the model's parameters: `param_groups` are those of the inner optimizer, so LR schedulers
     and `group["lr"] = ...` reach it, and `state[parameter]` is the inner optimizer's state of its master together with
     `master_param` (float32) and `updates` (how many it had; float32 scalar). Masters and states are DTensors where
-    parameters are. All parameters that are neither float32 nor float64 have a master, seeded from
-    `get_high_precision_init_val` where that was kept, else from the (dequantized) parameter; the others are given to
-    the inner optimizer as they are. During its step float32 copies of all gradients are held too.
+    parameters are. Quantized, bfloat16 and float16 parameters have a master, seeded from `get_high_precision_init_val`
+    where that was kept, else from the (dequantized) parameter; float32 and float64 ones are given to the inner
+    optimizer as they are. During its step float32 copies of all gradients are held too.
 
     States are allocated here, so that a new process can load them: with zeros, of the kinds that a step of the inner
     optimizer on zeros makes. They mean nothing before the first update, which starts from what the inner optimizer
@@ -47,12 +48,14 @@ class MasterWeights(torch.optim.Optimizer):
     Args:
         optimizer_class: a `torch.optim.Optimizer` class, or a function that returns such an optimizer for
             `(groups, **options)`. Its `step()` must work without a closure.
-        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device.
+        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
+            are trained are quantized, float64, float32, bfloat16 or float16.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
         options: those of `optimizer_class`, e.g. lr and weight_decay; `fused=True` and `foreach=True` are fine.
 
     Raises:
-        ConfigurationError: a parameter is on the meta device, or the inner optimizer needs a closure.
+        ConfigurationError: a parameter is on the meta device or of another dtype; or the inner optimizer needs a
+            closure.
         RankMismatchError: ranks have different random keys for one weight.
     """
 
@@ -136,11 +139,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
-        if param.is_meta:
-            raise ConfigurationError(
-                f"MasterWeights: {self._names[param]} is on the meta device; call reset_parameters() on the modules "
-                "first"
-            )
+        guards.check_trainable("MasterWeights", self._names[param], param, (*PLAIN_DTYPES, torch.float64))
         if components.quantized(param) is None and param.dtype in (torch.float32, torch.float64):
             return param
         master = guards.initial_master(param)
@@ -177,7 +176,7 @@ class MasterWeights(torch.optim.Optimizer):
         for value in state.values():
             if isinstance(value, Tensor):
                 private_torch.local_tensor(value).zero_()
-        return self._with_own(param, state, torch.zeros(()))
+        return self._with_own(param, state, torch.zeros((), dtype=torch.float32))
 
     def _with_own(self, param: Tensor, state: dict[str, Any], updates: Tensor) -> dict[str, Any]:
         """An inner state, completed in place."""
@@ -194,6 +193,7 @@ class MasterWeights(torch.optim.Optimizer):
                 private_torch.local_tensor(master).copy_(guards.initial_master(param))
             self._versions[param] = guards.weight_version(param)
 
+    @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict of this class into the states, without casting any.
@@ -205,7 +205,7 @@ class MasterWeights(torch.optim.Optimizer):
         loading.load(
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
         )
-        self._versions.clear()  # the model may be loaded before or after
+        self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -247,10 +247,18 @@ class MasterWeights(torch.optim.Optimizer):
             if param.grad is not None:
                 guards.check_alike(param, param.grad, name, "gradient")
             if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
-                raise ConfigurationError(
-                    f"{name} was given new values after this MasterWeights was built, and the next step would "
-                    "overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
-                )
+                self._take_over(param, name)
+
+    def _take_over(self, param: Tensor, name: str) -> None:
+        """Give the master of a parameter the values that others gave it."""
+        if components.quantized(param) is not None:
+            raise ConfigurationError(
+                f"{name} was given new values after this MasterWeights was built, and the next step would "
+                "overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
+            )
+        if self._masters[param] is not param:
+            master = private_torch.local_tensor(self._masters[param]).detach()
+            rounding.adopt(master, private_torch.local_tensor(param).detach(), master.to(param.dtype))
 
     @contextmanager
     def _inner_step(self) -> Iterator[None]:

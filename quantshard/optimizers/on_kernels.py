@@ -2,8 +2,8 @@
 
 A plan for each device holds the addresses of what a step reads and writes, and lasts until one of them changes; it also
 holds the tensors, so that no address is given to another tensor meanwhile. What no kernel takes is left to `step.Work`:
-parameters or gradients of other dtypes than float32, bfloat16 and float16, tensors that are not contiguous, pieces of
-more than two dims that are cut along another than the first.
+gradients of other dtypes than float32, bfloat16 and float16, tensors that are not contiguous, pieces of more than two
+dims that are cut along another than the first.
 
 The kernels write new values as they compute them, so ranks agree before on whether a step is skipped: where they share
 blocks that is one collective more than in `step`, and a pass over states and weights less.
@@ -106,7 +106,7 @@ class OnKernels:
         if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
             return flags[0]
         device = private_torch.local_tensor(self._work[0].param).device
-        columns = [torch.zeros((), device=device)] * len(self._work)
+        columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(self._work)
         for planned, found in zip(self._planned, flags, strict=True):
             for place, flag in zip(planned.places, found.to(device).unbind(), strict=True):
                 columns[place] = flag
@@ -219,7 +219,7 @@ def _thing(state: State) -> Plain | Low | Scaled | None:
             return None
         if isinstance(state, RemainderState):
             return Low(tensor)
-        return Plain(tensor) if tensor.dtype in GRADIENT_DTYPES else None
+        return Plain(tensor)
     fmt, origin = storage.cell.format, storage.shard.origin
     packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
     if origin[1] % packed or not all(part.is_contiguous() for part in storage.components.values()):

@@ -72,6 +72,13 @@ class Draw(NamedTuple):
         return words
 
 
+def adopt(master: Tensor, param: Tensor, written: Tensor) -> None:
+    """Give a float32 master the elements of its parameter that others changed: all that are not as they were `written`,
+    which is the master as the optimizer rounds it.
+    """
+    master.copy_(torch.where(param == written, master, param.to(master.dtype)))
+
+
 def rounded(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
     """Float32 -> `dtype`, stochastically if there are words, else to nearest (as `numerics.split_bfloat16` does).
 

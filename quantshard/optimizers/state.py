@@ -32,8 +32,8 @@ MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 REMAINDER_SUFFIX = "_low"
 """What is appended to `master_param` for the low half of a master whose high half is the parameter."""
 
-
-MASTER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of masters, and of parameters that are not quantized: float32, in which all arithmetic is, holds their values."""
 
 
 class State(ABC):
@@ -80,6 +80,14 @@ class State(ABC):
     @abstractmethod
     def read(self) -> Tensor:
         """The local values, float32."""
+
+    def adopt(self) -> None:
+        """As a master, take the elements over that others changed of the parameter, which is not quantized.
+
+        By default nothing is done: it cannot be known of a master that was rounded itself, nor need it be of one whose
+        high half is the parameter.
+        """
+        return
 
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         """Register what writing these values needs reduced."""
@@ -128,6 +136,10 @@ class FloatState(State):
 
     def read(self) -> Tensor:
         return self.local.float()
+
+    def adopt(self) -> None:
+        param = private_torch.local_tensor(self.owner).detach()
+        rounding.adopt(self.local, param, rounding.rounded(self.local, param.dtype, None))
 
     def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
         dtype = self.local.dtype
@@ -250,7 +262,7 @@ class QuantizedWeight(QuantizedState):
 
 def check_dtype(role: str, dtype: torch.dtype) -> None:
     """Raise ConfigurationError if states of this role cannot have the dtype."""
-    allowed = MASTER_DTYPES if role == MASTER else tuple(STATE_CELLS)
+    allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
         raise ConfigurationError(

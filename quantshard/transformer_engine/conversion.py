@@ -255,11 +255,11 @@ class _Job:
             return {}
         shape = tuple(group.shape or ())
         if values is None:
-            values = self._values_here(name) if role == MASTER else torch.zeros(shape)
+            values = self._values_here(name) if role == MASTER else torch.zeros(shape, dtype=torch.float32)
             self.report.own[label] = "seeded from the weight" if role == MASTER else "zero, as before a first step"
         entry = self.like.entries[key]
         assert isinstance(entry, TensorStorageMetadata)
-        state = make_state(torch.empty(shape), entry.properties.dtype, role)
+        state = make_state(torch.empty(shape, dtype=torch.float32), entry.properties.dtype, role)
         assign(state, values.float())
         if label not in self.report.own:
             is_same = torch.equal(state.read(), values.float())

@@ -82,7 +82,7 @@ def _whole(pieces: Sequence[Piece], which: Copy, shape: tuple[int, int]) -> Plan
     if any(plane.block != block for _, plane in found):
         raise NotExact(f"its shards have blocks of different shapes, among them {said(block)}")
     codes = torch.empty(shape, dtype=torch.uint8)
-    scales = torch.empty([ceil_div(size, side) for size, side in zip(shape, block, strict=True)]).to(first.scales.dtype)
+    scales = first.scales.new_empty([ceil_div(size, side) for size, side in zip(shape, block, strict=True)])
     for (row, col), plane in found:
         if any(start % side for start, side in zip((row, col), block, strict=True) if side != ALL):
             raise NotExact(

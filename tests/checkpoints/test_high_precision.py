@@ -133,6 +133,14 @@ def test_integers(value):
     refused(model("mxfp8"), high_precision() | {"1.weight": value}, r"1\.weight is torch\.\w*int")
 
 
+@pytest.mark.parametrize("key", ["0.weight", "0.bias", "2.running_mean"])
+def test_what_has_no_values(key):
+    """Of parameters and of buffers."""
+    state = high_precision()
+    refused(model("mxfp8"), state | {key: state[key].numpy()}, rf"{key} is a ndarray, not a tensor")
+    refused(model("mxfp8"), state | {key: state[key].to("meta")}, rf"{key} is on the meta device in the state dict")
+
+
 @pytest.mark.parametrize("key", ["0.weight", "1.weight", "0.bias", "2.bias"])
 @pytest.mark.parametrize("shape", [(48, 41), (40, 48), (1,), ()], ids=str)
 def test_another_shape(key, shape):

@@ -453,6 +453,16 @@ def both_skipped() -> tuple[tuple[bool, int, bool], dict[str, Any]]:
     return skipped(), skipped_without_fully_shard()
 
 
+class Routed(nn.Module):
+    """A user's module that keeps the mesh of its experts beside a parameter that all ranks have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ep_mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+        self.router = nn.Parameter(torch.ones(4))
+        self.router.grad = torch.ones(4)
+
+
 def clipped(dp: int, ep: int) -> dict[str, float]:
     """Norms of the same gradients, on any mesh, before and after clipping."""
     with small():
@@ -470,6 +480,7 @@ def clipped(dp: int, ep: int) -> dict[str, float]:
             norms[f"{p}"] = float(qs.optimizers.clip_grad_norm_(model, float("inf"), p))
         qs.optimizers.clip_grad_norm_(model, 3.0)
         norms["after"] = float(qs.optimizers.clip_grad_norm_(model, 9.0))
+        norms["of a router"] = float(qs.optimizers.clip_grad_norm_(Routed(), 9.0))
         norms["still"] = float(qs.optimizers.clip_grad_norm_(model, 9.0))
         if dp * ep == 1:
             norms["of PyTorch"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0))

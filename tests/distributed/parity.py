@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import quantshard as qs
-from quantshard import amax, backend, operands
+from quantshard import amax, backend, components, operands
 from quantshard.storage import QuantizedStorage
 from tests.distributed.models import RECIPES
 
@@ -156,19 +156,39 @@ def _run(case: Case, mesh: DeviceMesh) -> Run:
     born = wholes(model.state_dict())
     # An epsilon above all gradients makes Adam linear in them: it does not magnify what is left of a sum near zero.
     eps, rate = (1e-8, 3e-3) if case.exact else (1.0, 0.1)
-    optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=rate, eps=eps)
+    params = dict(model.named_parameters())
+    twins = {name: nn.Parameter(param.detach().float()) for name, param in params.items() if is_plain_float64(param)}
+    optimizer = qs.optimizers.FusedAdam({**params, **twins}.items(), lr=rate, eps=eps)
     losses, gradients = [], {}
     for step in range(STEPS):
         losses.append(_forward_and_backward(model, recipe, mesh, step))
         if step == 0:
             gradients = wholes({name: param.grad for name, param in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
+        step_twins(params, twins, optimizer)
+        model.zero_grad()
     trained = {}
-    for name, param in model.named_parameters():
+    for name, param in params.items():
         has_master = "master_param" in optimizer.state.get(param, {})
         trained[name] = optimizer.get_unscaled_state(param, "master_param") if has_master else param
     return Run(born, losses, gradients, wholes(trained))
+
+
+def is_plain_float64(param: Tensor) -> bool:
+    """Sums of these are exact; they are trained as float32, which FusedAdam's arithmetic is."""
+    return param.requires_grad and param.dtype is torch.float64 and components.quantized(param) is None
+
+
+@torch.no_grad()
+def step_twins(
+    params: dict[str, nn.Parameter], twins: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    for name, twin in twins.items():
+        grad = params[name].grad
+        assert grad is not None
+        twin.grad = grad.float()
+    optimizer.step()
+    for name, twin in twins.items():
+        params[name].copy_(twin)
 
 
 def build(case: Case, mesh: DeviceMesh, recipe: Any) -> example.Llama:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -25,8 +26,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from quantshard import private_torch, recipe
-from quantshard.checkpoints import Manager
-from quantshard.checkpoints.commit import Target
+from quantshard.checkpoints import Manager, ownership
+from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints.commit import CommitWriter, Target
 from quantshard.checkpoints.compare import compare
 from quantshard.checkpoints.verify import verify
 from quantshard.cli import model as models
@@ -150,9 +152,61 @@ def behind_urls(folder: str) -> list[str]:
         return [str(manager.steps()), *verify(manager.path(2)).problems]
 
 
-def all_three(folder: str) -> tuple[list[str], list[str], list[str]]:
+class LateWriter(CommitWriter):
+    """Commits nothing before a file is there."""
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not os.path.exists(f"{os.path.dirname(self.target.path)}.gate"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        super().finish(*args, **kwargs)
+
+
+def left_by_an_error(folder: str) -> list[str]:
+    """The steps that are there after a run that raised while a process saved for it; of one that closed before the save
+    was done, whether the next run could start before, and its steps."""
+    run = Run("nvfp4", "dp_shard=2")
+    try:
+        with Manager(folder, async_="process") as manager:
+            manager.save(1, run.model, run.optimizer)
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        said = [str(manager.steps())]
+    with mock.patch.object(managers, "CommitWriter", LateWriter), mock.patch.object(managers, "CLOSE_SECONDS", 0.1):
+        manager = Manager(folder, async_="process")
+        manager.save(2, run.model, run.optimizer)
+        manager.close()
+    try:
+        with mock.patch.object(ownership, "LOCK_SECONDS", 0.2):
+            Manager(folder)
+    except CheckpointError as error:
+        said.append(str(error))
+    Path(f"{folder}.gate").touch()
+    with mock.patch.object(ownership, "LOCK_SECONDS", 60), Manager(folder, async_="process") as following:
+        said.append(str(following.steps()))
+        following.save(3, run.model, run.optimizer)
+    return [*said, str(following.steps())]
+
+
+def two_at_once(folder: str) -> list[str]:
+    """Whether the one save by the process is done when another Manager's has begun, and the steps of both."""
+    run = Run("nvfp4", "dp_shard=2")
+    with mock.patch.object(managers, "CommitWriter", LateWriter):
+        first = Manager(f"{folder}/first", async_="process")
+        first.save(1, run.model, run.optimizer)
+    assert first._pending is not None
+    threading.Timer(1, Path(f"{folder}/first.gate").touch).start()
+    with first, Manager(f"{folder}/second", async_="process") as second:
+        second.save(2, run.model, run.optimizer)
+        done = first._pending.future.done()
+    return [str(done), str(first.steps()), str(second.steps())]
+
+
+def all_of_them(folder: str) -> tuple[list[str], ...]:
     """In one set of processes."""
-    return plain_saves(f"{folder}/plain"), failed_in_a_process(f"{folder}/failed"), behind_urls(f"{folder}/urls")
+    functions = (plain_saves, failed_in_a_process, behind_urls, left_by_an_error, two_at_once)
+    return tuple(function(f"{folder}/{function.__name__}") for function in functions)
 
 
 def _serve(rank: int, meeting: str, function: Callable[[str], Any], folder: str, answers: Any) -> None:
@@ -187,12 +241,14 @@ def on_two(function: Callable[[str], Any], folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_saved_by_a_thread_and_by_a_process(tmp_path: Path) -> None:
-    """2 ranks: by stock PyTorch, each recipe by both, on FSDP2 and tensor-parallel; and a process that fails."""
-    by_rank = on_two(all_three, tmp_path)
+    """2 ranks: by stock PyTorch, each recipe by both, on FSDP2 and tensor-parallel; a process fails, and a run."""
+    by_rank = on_two(all_of_them, tmp_path)
     assert by_rank[0] == by_rank[1]
-    plain, failed, urls = by_rank[0]
+    plain, failed, urls, left, two = by_rank[0]
     assert plain == []
     assert failed[0].startswith("/proc/none/step-000002 could not be written: "), failed
     assert failed[1].startswith("extra['folder'], a PosixPath, cannot be saved as plain data"), failed
     assert failed[2:] == ["[1, 3]", "{'seen': {1: {}, 'last': [tensor([1., 1.])]}}"], failed
     assert urls == ["[2]"]
+    assert (left[0], *left[2:]) == ("[1]", "[1, 2]", "[1, 2, 3]") and "in use by another run" in left[1], left
+    assert two == ["True", "[1]", "[2]"]

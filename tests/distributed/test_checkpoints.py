@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from quantshard import checkpoints
+from quantshard import checkpoints, components
+from quantshard.checkpoints import manifest
 from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError
 from tests.distributed.models import RECIPES, Case, bits, build, optimizer_of, train
 from tests.distributed.pool import run_ranks
@@ -255,3 +258,42 @@ def test_what_one_rank_cannot_read_is_told_on_all_at_once(tmp_path: Path) -> Non
         assert same
         for number, (message, (_, said)) in enumerate(zip(found, ONE_DISK.values(), strict=True)):
             assert message.startswith(f"on rank 2: {path}-{number}-2") and said in message, message
+
+
+FAILING: tuple[tuple[Any, str], ...] = (
+    (manifest, "wrong_file"),
+    (torch.nn.Module, "load_state_dict"),
+    (components, "fitting"),
+)
+"""What is called while a checkpoint is verified, when it was read, and while what rank 0 has is looked at."""
+
+
+def fail_on_the_last(case: Case, folder: str) -> list[str]:
+    """What is said where the last rank runs out of memory."""
+    model, found = build(case), []
+    optimizer = optimizer_of(model, case)
+    whole = build(replace(case, mesh=None)).state_dict()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory")
+
+    def load(what: str) -> None:
+        if what == "fitting":
+            checkpoints.load_from_rank0(model, whole)
+        else:
+            manager.restore(model, optimizer)
+
+    with checkpoints.Manager(folder) as manager:
+        manager.save(1, model, optimizer)
+        for where, what in FAILING:
+            with mock.patch.object(where, what, fail if dist.get_rank() == 2 else getattr(where, what)):
+                found.append(failure(case, what, lambda _, what: load(what)))
+    return found
+
+
+def test_what_fails_on_one_rank_in_any_way_fails_on_all(tmp_path: Path) -> None:
+    """3 ranks: errors that nobody foresees leave no rank waiting."""
+    for found in run_ranks(3, fail_on_the_last, Case("mxfp8", (3,), shapes=((32, 32),)), str(tmp_path)):
+        assert [message.removeprefix("load_from_rank0: ") for message in found] == [
+            "on rank 2: MemoryError: no memory"
+        ] * 3

@@ -149,6 +149,7 @@ def test_the_norm_of_a_gradient_over_several_meshes() -> None:
     """1, 2 and 4 ranks: of all experts, sum, Euclidean and maximum; PyTorch's where that takes the model."""
     (alone,) = run_ranks(1, clipped, 1, 1)
     assert alone["2.0"] > 3 and alone["after"] == alone["still"] == pytest.approx(3.0)
+    assert alone["of a router"] == 2.0
     assert alone["of PyTorch"] == pytest.approx(alone["still"])
     for dp, ep in ((1, 2), (2, 2), (3, 1)):
         first, *others = run_ranks(dp * ep, clipped, dp, ep)

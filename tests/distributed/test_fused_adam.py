@@ -144,6 +144,30 @@ def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, show: Callable[[st
     assert not wrong, "\n".join(rows)
 
 
+def change_and_step() -> list[tuple[dict[str, str], float]]:
+    """Others give vectors and matrices that are not quantized new values between two steps, on every rank."""
+    found = []
+    for masters in ("fp32", "remainder"):
+        model, optimizer = build(("mxfp8", masters, "fp32", False))
+        step(model, optimizer, 0)
+        with torch.no_grad():
+            model[0].bias.fill_(9.0)
+            model[2].weight.mul_(3.0)
+        model.unshard()
+        model.reshard()
+        step(model, optimizer, 1)
+        found.append((bits(model, optimizer), float(model[0].bias.full_tensor().mean())))
+    return found
+
+
+def test_new_values_of_parameters_that_are_not_quantized_stay() -> None:
+    """1, 2 and 3 ranks: they and their masters have the same bits."""
+    [alone] = run_ranks(1, change_and_step)
+    assert all(abs(mean - 9) < 0.1 for _, mean in alone), [mean for _, mean in alone]
+    for ranks in (2, 3):
+        assert run_ranks(ranks, change_and_step) == [alone] * ranks
+
+
 def message_of(call: Any, kind: type[Exception]) -> str:
     try:
         call()

@@ -93,15 +93,31 @@ def different_modules(case: Case) -> list[str]:
     return [message_of(forward)]
 
 
+class Unreadable(dict):
+    """As a mapping of the user's over files that are not there."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise ConnectionError("no route to host")
+
+
 def one_bad_state_dict(case: Case) -> list[str]:
-    model = build(case)
-    state = whole_values(model)
-    if dist.get_rank() == 1:
-        del state["0.weight"]
+    """On one rank something else each time; that it is said on all of them is what `load_high_precision` promises."""
+    model, found = build(case), []
+    values = whole_values(model)
+    weight = values["0.weight"]
+    bad: list[Any] = [
+        {key: value for key, value in values.items() if key != "0.weight"},
+        values | {"0.weight": weight.numpy()},
+        values | {"0.weight": weight.to("meta")},
+        Unreadable(values),
+        None,
+    ]
     before = bits(model)
-    found = message_of(lambda: qs.checkpoints.load_high_precision(model, state))
+    for wrong in bad:
+        state = wrong if dist.get_rank() == 1 else values
+        found.append(message_of(lambda state=state: qs.checkpoints.load_high_precision(model, state)))
     assert bits(model) == before
-    return [found]
+    return found
 
 
 def change_resharding(case: Case) -> list[str]:
@@ -115,7 +131,7 @@ REFUSED = {
     write_while_gathered: (2, "current", "call reshard()"),
     call_a_shard: (2, "block", "still sharded"),
     different_modules: (3, "delayed", "different modules"),
-    one_bad_state_dict: (3, "mxfp8", "load_high_precision"),
+    one_bad_state_dict: (3, "mxfp8", "on rank 1: "),
     change_resharding: (2, "mxfp8 two copies", "before the first forward"),
 }
 

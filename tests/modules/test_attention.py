@@ -304,6 +304,10 @@ def test_rotary_survives_meta():
         (lambda: MultiheadAttention(96, 3, attention_type="cross"), "no cross-attention"),
         (lambda: MultiheadAttention(96, 3, qk_norm_type="RMSNorm"), "queries and keys are not normalized"),
         (lambda: MultiheadAttention(96, 3, window_size=(0, 0)), "no sliding window"),
+        (
+            lambda: DotProductAttention(3, SIZE, attn_mask_type="no_mask", window_size=(-1, 0)),
+            "that window hides what follows a query, and that mask does not",
+        ),
         (lambda: MultiheadAttention(97, 3), "97 is not a multiple of num_attention_heads 3; give kv_channels"),
         (lambda: MultiheadAttention(96, 3, num_gqa_groups=0), "num_gqa_groups 0"),
         (lambda: MultiheadAttention(96, 3, qkv_format="thd"), "'thd'"),

@@ -157,6 +157,21 @@ def test_torchs_autocast_changes_no_product(recipe):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_as_decorators():
+    @autocast(recipe="mxfp8")
+    def recipe_inside(depth=0):
+        return recipe_inside(depth - 1) if depth else context.setting(context.current_setting()).recipe.name
+
+    @quantized_model_init(recipe="block")
+    def built():
+        """A layer."""
+        return Linear(SIZE, SIZE)
+
+    assert recipe_inside() == recipe_inside(2) == "mxfp8"
+    assert built.__doc__ == "A layer." and all("fp8_128x128" in repr(built().weight) for _ in range(2))
+    assert not context.init_plan().quantize
+
+
 def test_an_instance_is_entered_once():
     entered = autocast(recipe="current")
     with entered, pytest.raises(ConfigurationError, match="already entered; make a new one"), entered:
@@ -361,6 +376,17 @@ def test_a_failed_backward_does_not_stop_the_next():
         (y * 100).sum().backward()
     with autocast(recipe=DELAYED):
         y = layer(data())
+    y.backward(data(1))
+    assert torch.equal(layer.grad_output_amax_history, torch.tensor([0.0, 0.0, amax(data(1))]))
+
+
+def test_a_failed_backward_does_not_stop_the_next_of_a_graph_that_is_there():
+    layer = linear(DELAYED)
+    with autocast(recipe=DELAYED):
+        failing = layer(FailsInBackward.apply(data().requires_grad_()))
+        y = layer(data())
+    with pytest.raises(RuntimeError, match="boom"):
+        (failing * 100).sum().backward()
     y.backward(data(1))
     assert torch.equal(layer.grad_output_amax_history, torch.tensor([0.0, 0.0, amax(data(1))]))
 

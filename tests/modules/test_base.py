@@ -66,3 +66,9 @@ def test_an_input_of_integers_is_refused(module):
     for enabled in (True, False):
         with autocast(enabled, recipe="current"), pytest.raises(ConfigurationError, match=r"of torch.int64; give a fl"):
             layer(torch.ones(2, 40, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_params_dtype_that_weights_cannot_stand_for(dtype):
+    with pytest.raises(ConfigurationError, match=r"Linear\(params_dtype=torch.*it is the dtype that weights stand for"):
+        Linear(8, 8, params_dtype=dtype)

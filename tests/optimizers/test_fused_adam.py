@@ -476,12 +476,12 @@ def test_a_skipped_step_leaves_no_trace(cell, dtypes):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_bad_gradients_of_every_dtype_are_seen(dtype, bad):
-    param = nn.Parameter(torch.ones(3, dtype=dtype))
-    optimizer = FusedAdam([param], lr=0.5)
-    param.grad = torch.full((3,), bad, dtype=dtype)
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([param], lr=0.5, use_decoupled_grad=True)
+    param.decoupled_grad = torch.full((3,), bad, dtype=dtype)
     optimizer.step()
-    assert optimizer.skipped_steps == 1 and torch.equal(param.detach(), torch.ones(3, dtype=dtype))
-    param.grad.fill_(6e4)
+    assert optimizer.skipped_steps == 1 and torch.equal(param.detach(), torch.ones(3))
+    param.decoupled_grad.fill_(6e4)
     optimizer.step()
     assert optimizer.skipped_steps == 1 and (param < 1).all()
 
@@ -762,6 +762,31 @@ def test_meta_parameters_are_refused(recipe):
         layer = Linear(40, 48, device="meta")
     with pytest.raises(ConfigurationError, match=r"weight is on the meta device.*reset_parameters"):
         FusedAdam(layer.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_parameters_that_float32_does_not_hold_are_refused(dtype):
+    """They were rounded, or lost their imaginary part, by a step of rate 0. Frozen ones are no matter."""
+    params = parameters()
+    params["wide"] = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+    optimizer = FusedAdam(params.items())
+    params["wide"].requires_grad_(True)
+    refused = pytest.raises(ConfigurationError, match=rf"wide is {dtype}.*MasterWeights.*cast the parameter")
+    with refused:
+        FusedAdam(params.items())
+    with refused:
+        optimizer.initialize_state(params["wide"])
+    with refused:
+        FusedAdam([("fp32", params["fp32"])]).add_param_group({"params": [("wide", params["wide"])]})
+
+
+def test_quantized_weights_may_stand_for_float64():
+    with quantized_model_init(recipe="mxfp8"):
+        layer = Linear(40, 48, bias=False, params_dtype=torch.float64)
+    optimizer = FusedAdam(layer.parameters())
+    layer.weight.grad = torch.ones(48, 40, dtype=torch.float64)
+    optimizer.step()
+    assert optimizer.state[layer.weight]["master_param"].dtype is torch.float32
 
 
 def test_a_state_that_does_not_exist():

@@ -322,6 +322,28 @@ def test_refusals():
         MasterWeights(torch.optim.SGD, params.values(), betas=(0.9, 0.95))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_parameters_that_no_master_holds_are_refused(dtype):
+    params = {"fp32": nn.Parameter(random(3, 4)), "other": nn.Parameter(torch.ones(3, dtype=dtype))}
+    with pytest.raises(ConfigurationError, match=rf"MasterWeights: other is {dtype}"):
+        MasterWeights(torch.optim.SGD, params.items())
+    optimizer = MasterWeights(torch.optim.SGD, [params["fp32"]])
+    with pytest.raises(ConfigurationError, match=rf"parameter 1 is {dtype}"):
+        optimizer.add_param_group({"params": [params["other"]]})
+
+
+def test_float64_parameters_are_the_inner_optimizers():
+    """To the last bit: no float32 stands between."""
+    param, twin = (nn.Parameter(torch.full((3,), 1 / 3, dtype=torch.float64)) for _ in range(2))
+    optimizer, inner = MasterWeights(torch.optim.AdamW, [param], lr=1e-12), torch.optim.AdamW([twin], lr=1e-12)
+    for step in range(2):
+        for own in (param, twin):
+            own.grad = torch.full((3,), 1 / (3 + step), dtype=torch.float64)
+        optimizer.step()
+        inner.step()
+    assert torch.equal(param, twin) and not torch.equal(param, torch.full((3,), 1 / 3, dtype=torch.float64))
+
+
 # -------------------------------------------------------------------------------------------------------- state dicts
 
 

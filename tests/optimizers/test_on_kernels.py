@@ -172,12 +172,11 @@ def test_decoupled_gradients_of_other_dtypes() -> None:
 
 
 def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
-    """float64, a tensor that is not contiguous; and their gradients count for all."""
+    """A tensor that is not contiguous; and its gradient counts for all."""
     results = []
     for devices in ((), (DEVICE,)):
         torch.manual_seed(0)
         params = {
-            "double": nn.Parameter(random(3, 5, seed=1).double().to(DEVICE)),
             "turned": nn.Parameter(random(3, 5, seed=2).bfloat16().to(DEVICE).t()),
             "plain": nn.Parameter(random(3, 5, seed=3).bfloat16().to(DEVICE)),
         }
@@ -190,7 +189,7 @@ def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
                 optimizer.step()
         results.append(everything(params, optimizer))
         assert optimizer.skipped_steps == 1
-        assert [planned.places for planned in optimizer._kernels._planned] == ([[2]] if devices else [])
+        assert [planned.places for planned in optimizer._kernels._planned] == ([[1]] if devices else [])
     assert not differing(*results)
 
 
