@@ -261,7 +261,8 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
     if owner is None:
         raise UnsupportedOperationError(
             f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "
-            "module: nothing tells which ranks hold the others; change the module's own parameter"
+            "module: nothing tells which ranks hold the others; change the module's own parameter, or for an average "
+            "of weights the parameters of a second fully_shard-ed model (docs/optimizers.md)"
         )
     return owner
 

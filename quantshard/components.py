@@ -9,6 +9,7 @@ and reading them back needs no code of ours: see docs/format.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from quantshard import limits, private_torch, sharding
+from quantshard import limits, numerics, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.formats import FORMAT_NAME_BYTES, Component, Copy, Format
+from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Copy, Format, Role
 from quantshard.sharding import Shard
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
@@ -35,13 +36,24 @@ def quantized(tensor: object) -> QuantizedTensor | None:
     return local if isinstance(local, QuantizedTensor) else None
 
 
+def canonical_name(name: str) -> str:
+    """A module's or parameter's name as the keys of the model's state dict have it: with or without
+    `checkpoint_wrapper`."""
+    return name.replace(private_torch.CHECKPOINT_WRAPPER, "")
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by their keys in the model's state dict; a tied one under each of its names."""
+    return {canonical_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
+
+
 def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
     """Those keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
     found: set[str] = set()
     for prefix, module in model.named_modules():
         is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
         if is_held_elsewhere is not None:
-            start = f"{prefix}." if prefix else ""
+            start = f"{canonical_name(prefix)}." if prefix else ""
             found |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
     return found
 
@@ -235,7 +247,34 @@ def fitting(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tupl
             "nothing without their scales, so load all or none (PyTorch's broadcast_from_rank0 leaves some out; "
             "quantshard.checkpoints.load_from_rank0(model, state_dict) sends all)"
         )
+    check_scales(param, values, name)
     return pairs
+
+
+def power_of_two_scales(param: Tensor) -> list[str]:
+    """The key suffixes of those scales of a parameter that its scaling wants to be powers of two, in an encoding that
+    holds others too: the format tag does not tell whether they are."""
+    local = quantized(param)
+    if local is None or not local._storage.cell.scaling.power_of_two:
+        return []
+    scales = (c for c in local._storage.cell.format.components if c.role is Role.SCALE and c.encoding == FP32)
+    return [component.key_suffix for component in scales]
+
+
+def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+    """Check the values of the scales among loaded components, by key suffix; a rank looks at those that it is given.
+
+    Raises:
+        CheckpointError: the parameter's scaling wants powers of two, and one is none.
+    """
+    for suffix in power_of_two_scales(param):
+        scale = None if suffix not in values else private_torch.local_tensor(values[suffix])
+        if scale is not None and not scale.is_meta and not numerics.are_powers_of_two(scale):
+            raise CheckpointError(
+                f"{name}{suffix}: the state dict holds scales that are not powers of two, but this model's weight is "
+                f"{storage_of(param).cell}; build the model with the recipe that the checkpoint was written with, or "
+                "load it with quantshard.checkpoints.load(requantize=True)"
+            )
 
 
 @torch.no_grad()
@@ -247,6 +286,32 @@ def write(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
     if local is not None and pairs:
         local._storage.version += 1
         local._storage.high_precision = None  # what was kept are no longer this weight's values
+
+
+def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
+    """A quantized parameter like this one around the loaded components themselves, which lie where they were loaded to;
+    its random key, draws and amax history are copies. `pairs`: what was found to fit."""
+    storage, loaded = storage_of(param), {id(target): source for target, source in pairs}
+    parts = {name: loaded[id(part)] for name, part in storage.components.items()}
+    device = next(iter(parts.values())).device
+    for name, part in parts.items():
+        is_cut = isinstance(param, DTensor) and part.untyped_storage().nbytes() > part.nbytes  # it would keep the whole
+        parts[name] = part.to(device, copy=is_cut).contiguous()
+    state = {name: state_like(value, loaded.get(id(value)), device) for name, value in storage.state.items()}
+    new = replace(storage, components=parts, state=state, high_precision=None, version=storage.version + 1)
+    tensor: Tensor = QuantizedTensor(new, param.dtype)
+    if isinstance(param, DTensor):
+        tensor = as_dtensor(tensor, param, list(param.placements), tuple(param.shape))
+    return nn.Parameter(tensor, requires_grad=param.requires_grad)
+
+
+def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tensor:
+    """A copy of a loaded piece of a weight's state, on the device of its own one, or, if that is meta, on another.
+    Without a loaded one a copy of its own, or zeros."""
+    where = device if own.is_meta else own.device
+    if loaded is None:
+        return torch.zeros_like(own, device=where) if own.is_meta else own.clone()
+    return loaded.to(where, own.dtype, copy=True)
 
 
 def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:

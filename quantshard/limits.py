@@ -161,6 +161,11 @@ REFUSALS: Final[dict[str, Limit]] = {
         "options=StateDictOptions(flatten_optimizer_state_dict=True)) with torch.distributed.checkpoint, as "
         "examples/moe.py does",
     ),
+    "states of closures": Limit(
+        "checkpoints.save does not take an optimizer whose step() needs a closure",
+        "a new process could not make its states to load them, without training the model",
+        "save the model alone, with optimizer=None, and optimizer.state_dict() with torch.save",
+    ),
     "pickle": Limit(
         "a quantized tensor is not pickled",
         "a checkpoint holds its plain components",

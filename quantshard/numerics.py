@@ -320,6 +320,11 @@ def _tensor_encode_scale(copy: QuantizedCopy, amaxes: Grids) -> Tensor:
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
+def are_powers_of_two(x: Tensor) -> Tensor:
+    """Bool scalar: is each of these float32 numbers a power of two, or 0?"""
+    return ((torch.frexp(x).mantissa == 0.5) | (x == 0)).all()
+
+
 def _reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 

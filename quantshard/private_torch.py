@@ -6,7 +6,8 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -60,6 +62,15 @@ set_element = set_element
 
 flatten_state_dict = flatten_state_dict
 """Nested state dicts by the keys that DCP's planners give to their entries, and the path to each."""
+
+all_gather_of_dtensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+"""What `DTensor.full_tensor()` and `redistribute()` do to local tensors."""
+
+dtensor_handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+"""By operation, what answers it for DTensors in place of their own rules; there is no public way to refuse one."""
+
+CHECKPOINT_WRAPPER = _CHECKPOINT_PREFIX
+"""What `checkpoint_wrapper` puts into names of parameters, and takes out of the keys of state dicts."""
 
 save_checkpoint = _save_state_dict
 load_checkpoint = _load_state_dict
@@ -473,3 +484,16 @@ def end_checkpoint_process() -> None:
     It lives as long as this one does, and keeps the ranks that it was started with; there is no public way to end it.
     """
     _async_process_executor._CHECKPOINT_PROCESS = None  # its destructor asks it to end, and waits
+
+
+def first_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], probe: nn.Parameter) -> dict[str, Any]:
+    """What a first `step()`, which alone makes states, makes for a parameter: that of an object of the same class with
+    states, groups and hooks of its own, so that nobody learns of it."""
+    shadow = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        shadow.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value
+    shadow.__dict__.pop("step", None)  # which an LR scheduler wraps to count steps
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    shadow.state, shadow.param_groups = defaultdict(dict), [{**settings, "params": [probe]}]
+    shadow.step()
+    return dict(shadow.state.get(probe, {}))

@@ -5,7 +5,7 @@ What does not fit is no damage: the run's other checkpoints do not fit either, s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from quantshard import components, private_torch
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
+
+OWN_ENTRIES = ("params", "param_names")
+"""Entries of a group that a load compares, and leaves as they are."""
 
 Stored = Mapping[str, STORAGE_TYPES]
 
@@ -50,6 +54,12 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
             f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
         )
     both = [found for found in _tensors(stored, wanted, _MODEL) if isinstance(found[2], Tensor)]
+    for key, _, value in both:
+        if private_torch.local_tensor(value).is_meta:
+            raise CheckpointError(
+                f"{path}: {key} is on the meta device here, where loading does nothing; call reset_parameters() or "
+                "to_empty() first"
+            )
     for key, entry, value in both:
         if entry.size != value.shape:
             raise CheckpointError(
@@ -74,6 +84,39 @@ def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], opti
             f"{path} is of another optimizer: {', '.join(found)}; build it with the options that it was saved with, "
             f"or {alone}"
         )
+
+
+def own_entries(keys: Iterable[str]) -> list[str]:
+    """The keys of `OWN_ENTRIES` among those of a checkpoint."""
+    return [key for key in keys if key.startswith(_GROUPS) and _group_entry(key)[1] in OWN_ENTRIES]
+
+
+def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the states of other parameters, or of the same in another order; where either has no names, by their
+    numbers alone.
+
+    Args:
+        theirs: what the checkpoint has under the `own_entries`.
+        groups: those of the optimizer.
+
+    Raises:
+        CheckpointError: naming the first group, or parameter, that differs.
+    """
+    for number, group in enumerate(groups):
+        params = theirs.get(f"{_GROUPS}{number}.params", ())
+        if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
+            count = len(params) if isinstance(params, list | tuple) else "no list of"
+            raise CheckpointError(
+                f"{path} is of another optimizer: its group {number} has {count} parameters and this one's "
+                f"{len(group['params'])}; build it over the same model, or load the model alone"
+            )
+        names = theirs.get(f"{_GROUPS}{number}.param_names"), group.get("param_names")
+        for index, (saved, own) in enumerate(zip(*(found or () for found in names), strict=False)):
+            if components.canonical_name(str(saved)) != components.canonical_name(own):
+                raise CheckpointError(
+                    f"{path} is of another optimizer: parameter {index} of its group {number} is {str(saved)!r:.200} "
+                    f"and this one's {own!r}; pass the same parameters in the same order, or load the model alone"
+                )
 
 
 def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any]) -> Iterator[str]:

@@ -51,7 +51,8 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     """
     components.check_offsets(model.named_parameters())
     described = ranks.from_rank0(lambda: _description(state_dict))
-    live = ranks.alike(lambda: _fitting(model, described, strict), _CALL)
+    sent = state_dict or {} if ranks.rank() == 0 else {}
+    live = ranks.alike(lambda: _fitting(model, described, sent, strict), _CALL)
     parts = {}
     for keys in _buckets(described):
         for key, value in _broadcast(keys, described, state_dict or {}).items():
@@ -91,8 +92,10 @@ def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     return described
 
 
-def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) -> dict[str, Any]:
-    """This rank's live state.
+def _fitting(
+    model: nn.Module, described: Mapping[str, Tensor], sent: Mapping[str, Tensor], strict: bool
+) -> dict[str, Any]:
+    """This rank's live state. `sent`: on rank 0 what is described.
 
     Raises:
         CheckpointError: a state dict with this description cannot be loaded into it.
@@ -103,7 +106,7 @@ def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) ->
             raise CheckpointError(
                 f"{key} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first"
             )
-    _check_weights(model, live, described)
+    _check_weights(model, live, described, sent)
     missing = [key for key in live if key not in described]
     unexpected = sorted(described.keys() - live.keys() - components.held_elsewhere(model, described))
     if strict and (missing or unexpected):
@@ -127,16 +130,19 @@ def _kind(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
-def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor]) -> None:
+def _check_weights(
+    model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], sent: Mapping[str, Tensor]
+) -> None:
     """Raise CheckpointError if a quantized weight, here or on rank 0, is another there, or not all of it is there."""
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in components.named_parameters(model).items():
         tag = tags.get(name + FORMAT_SUFFIX)
         if components.quantized(param) is not None:
             values = {s: described[name + s] for s in components.suffixes(param) if name + s in described}
             if tag is None:
                 values.pop(FORMAT_SUFFIX, None)
             components.fitting(param, values, name)
+            components.check_scales(param, {s: sent[name + s] for s in values if name + s in sent}, name)
         elif tag is not None and name + FORMAT_SUFFIX not in live:
             raise CheckpointError(
                 f"{name}: the state dict holds {components.read_format_tag(tag)!r}, but this model's weight is in high "

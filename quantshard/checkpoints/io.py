@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, limits, private_torch
-from quantshard.checkpoints import commit, extras, fit, manifest, ranks
+from quantshard import amax, components, limits, numerics, private_torch
+from quantshard.checkpoints import commit, extras, fit, manifest, optimizer_states, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.extras import EXTRA
@@ -49,7 +49,7 @@ def save(
         CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
             every rank.
         ConfigurationError: the pieces of a parameter are not where PyTorch would save them; an entry of `extra` is no
-            plain data.
+            plain data; the optimizer's `step()` needs a closure.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
         UnsupportedOperationError: experts are spread over ranks.
     """
@@ -75,7 +75,7 @@ def state_of(
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
     state = {"model": model.state_dict(), EXTRA: extras.checked(extra)}
-    return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
+    return state if optimizer is None else state | {"optimizer": ranks.alike(lambda: optimizer_states.saved(optimizer))}
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,13 @@ def load_and_tell(
     """What `load` does; gives the extra entries, and which weights were quantized anew, in words."""
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    plan = ranks.alike(lambda: _planned(path, model, optimizer, lossy if requantize else None))
+    metadata = ranks.alike(lambda: _metadata(path))
+    state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
+    formats = ranks.alike(lambda: _formats(path, metadata, state["model"]))
+    formats |= _of_other_scales(path, metadata, model, formats)
+    plan = ranks.alike(
+        lambda: _planned(path, metadata, state, formats, model, optimizer, lossy if requantize else None)
+    )
     left_out = read_into(path, plan.metadata, plan.reading)
     for key, value in plan.reading.items():
         if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
@@ -171,7 +177,7 @@ def _load_states(
     except RuntimeError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer_states.load(optimizer, state["optimizer"])
         requantization.set_masters(optimizer, masters)
 
 
@@ -189,24 +195,45 @@ class _Plan:
     changes: list[Change]
 
 
-def _planned(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, lossy: bool | None) -> _Plan:
-    """Look at a checkpoint, as each rank does for itself. `lossy`: None if it must be of this model's recipe.
+def _metadata(path: Path_) -> Metadata:
+    """The metadata of a checkpoint, as each rank reads it for itself.
 
     Raises:
-        CheckpointError: it cannot be loaded; a DamagedError, if its metadata cannot be read.
+        CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
     """
-    manifest.read(path)  # one of a newer version is refused, by its number
+    manifest.read(path)
     try:
-        metadata = read_metadata(path)
+        return read_metadata(path)
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
+
+
+def _state_to_load(metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
-    formats = _formats(path, metadata, state["model"])
+        state["optimizer"] = optimizer_states.to_load(optimizer, metadata.state_dict_metadata)
+    return state
+
+
+def _planned(
+    path: Path_,
+    metadata: Metadata,
+    state: dict[str, Any],
+    formats: Mapping[str, tuple[str, str]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    lossy: bool | None,
+) -> _Plan:
+    """Compare a checkpoint with what is loaded, as each rank does for itself. `lossy`: None if it must be of this
+    model's recipe.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
     changes = _changes(path, metadata, model, optimizer, formats, lossy)
     wanted, places = private_torch.flatten_state_dict(state)
     stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if k.startswith(("model.", "optimizer."))}
+    compared = [] if optimizer is None else fit.own_entries(stored)
     skipped = fit.kept(stored, wanted, optimizer) | {
         key
         for key in (stored | wanted if changes else ())
@@ -217,6 +244,8 @@ def _planned(path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | N
     fit.check_model(path, stored, wanted, None if lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(path, stored, wanted, optimizer)
+        fit.check_groups(path, _objects(path, metadata, compared), optimizer.param_groups)
+        wanted = {key: value for key, value in wanted.items() if key not in compared}
     extra = {
         key.removeprefix(f"{EXTRA}."): _placeholder(stored)
         for key, stored in metadata.state_dict_metadata.items()
@@ -266,6 +295,14 @@ def read_tensors(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[s
     return state
 
 
+def _objects(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[str, Any]:
+    """Entries of a checkpoint that are plain objects; each rank reads for itself."""
+    state: dict[str, Any] = dict.fromkeys(keys)
+    if state:
+        read_into(path, metadata, state, no_dist=True)
+    return state
+
+
 def _check_numbers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if amax.spread_axis(module) is not None:
@@ -294,6 +331,35 @@ def _formats(path: Path_, metadata: Metadata, own: Mapping[str, Tensor]) -> dict
         here = components.read_format_tag(own[name]) if name in own else HIGH_PRECISION
         found[weight.removeprefix("model.")] = (saved, here)
     return found
+
+
+def _of_other_scales(
+    path: Path_, metadata: Metadata, model: nn.Module, formats: Mapping[str, tuple[str, str]]
+) -> dict[str, tuple[str, str]]:
+    """The same of the weights whose stored scales are not the powers of two that this model's are to be, which their
+    values alone tell. Each rank reads some of them. A collective call.
+
+    Raises:
+        DamagedError: they cannot be read; the same on every rank.
+    """
+    stored = metadata.state_dict_metadata
+    wanted = {
+        f"model.{name}{suffix}": (name, components.storage_of(param).cell)
+        for name, param in components.named_parameters(model).items()
+        for suffix in components.power_of_two_scales(param)
+        if len({*formats.get(name, ("there", "here"))}) == 1
+    }
+    float32 = [key for key in wanted if key in stored and _dtype(stored[key]) == torch.float32]
+    every = sorted({key for keys in ranks.gathered(float32) for key in keys})
+    mine = every[ranks.rank() :: ranks.count()]
+    read = ranks.alike(lambda: read_tensors(path, metadata, mine))
+    others = [key for key, scale in read.items() if not numerics.are_powers_of_two(scale)]
+    found = [wanted[key] for keys in ranks.gathered(others) for key in keys if key in wanted]
+    return {name: (cell.tag, str(cell)) for name, cell in found}
+
+
+def _dtype(entry: TensorStorageMetadata | BytesStorageMetadata) -> torch.dtype | None:
+    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 
 def _check_formats(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:

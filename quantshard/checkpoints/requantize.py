@@ -82,12 +82,13 @@ def changes(
         formats: of each weight that is quantized there or here, its format there and here.
 
     Raises:
-        CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or no optimizer was given.
+        CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or no optimizer was given, or
+            one that has no `set_scaled_state`, as FusedAdam has, for masters of another kind.
     """
     stored, numbers = metadata.state_dict_metadata, _numbers(optimizer)
     found, without = [], []
     seen: set[int] = set()
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in components.named_parameters(model).items():
         saved, own = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
         index = numbers.get(id(param))
         sets_master = _sets_master(optimizer, param, index, stored)
@@ -97,6 +98,11 @@ def changes(
         source = _source(index, stored, saved)
         if source == "codes" and saved != own and not (lossy or saved == HIGH_PRECISION):
             without.append(f"{name} ({saved})")
+        if sets_master and not hasattr(optimizer, "set_scaled_state"):
+            raise CheckpointError(
+                f"the master of {name} is of another kind in the checkpoint, and a {type(optimizer).__name__} cannot "
+                "take it; use FusedAdam, or what it was saved with"
+            )
         found.append(Change(name, param, index, saved, own, source, sets_master))
     if without:
         why = "no optimizer was given to tell which masters are whose" if optimizer is None else "it has no masters"
@@ -224,18 +230,9 @@ def _reading(change: Change, stored: Mapping[str, STORAGE_TYPES], tensors: dict[
 
 
 def set_masters(optimizer: Optimizer | None, values: list[tuple[Change, Tensor]]) -> None:
-    """Write values into masters of another kind than the stored ones.
-
-    Raises:
-        CheckpointError: the optimizer has no `set_scaled_state`, as FusedAdam has.
-    """
+    """Write values into masters of another kind than the stored ones."""
     write: Any = getattr(optimizer, "set_scaled_state", None)
     for change, value in values:
-        if write is None:
-            raise CheckpointError(
-                f"the master of {change.name} is of another kind in the checkpoint, and a "
-                f"{type(optimizer).__name__} cannot take it; use FusedAdam, or what it was saved with"
-            )
         param, whole = change.param, value
         if hasattr(param, "device_mesh"):
             whole = components.as_dtensor(value, param, list(param.placements), tuple(param.shape))  # type: ignore[arg-type,attr-defined]

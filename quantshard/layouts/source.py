@@ -118,7 +118,7 @@ class Source:
             names, numbers = self._object(key), self._object(key.removesuffix("param_names") + "params")
             if isinstance(names, list) and isinstance(numbers, list) and len(names) == len(numbers):
                 states = [f"{OPTIMIZER}state.{number}.{MASTER}" for number in numbers]
-                found.update(zip(map(str, names), states, strict=True))
+                found.update(zip((components.canonical_name(str(name)) for name in names), states, strict=True))
         held = self._reader.entries.keys()
         return {name: key for name, key in found.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
 

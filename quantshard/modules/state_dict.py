@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantshard import components
+from quantshard import components, private_torch
 from quantshard.errors import CheckpointError
 
 
@@ -56,6 +56,7 @@ class Saved(nn.Module):
         error_msgs: list[str],
     ) -> None:
         rest = dict(state_dict)
+        assign = bool(local_metadata.get("assign_to_params_buffers"))
         ready = []
         for name in self._weights:
             keys = self._state_keys(name)
@@ -63,7 +64,7 @@ class Saved(nn.Module):
             self._drop_placeholders(name, found)
             is_quantized = components.quantized(getattr(self, name)) is not None
             try:
-                ready.append((name, self._fitting(name, found, prefix, is_quantized)))
+                ready.append((name, self._fitting(name, found, prefix, is_quantized, assign)))
             except CheckpointError as error:
                 error_msgs.append(str(error))
                 continue
@@ -71,10 +72,29 @@ class Saved(nn.Module):
         if len(ready) < len(self._weights):
             return  # a module whose weights do not fit keeps its biases and histories too
         for name, pairs in ready:
-            components.write(getattr(self, name), pairs)
+            if assign:
+                value = self._assign(name, pairs)
+                rest.update({} if value is None else {prefix + name: value})
+            else:
+                components.write(getattr(self, name), pairs)
         others: list[str] = []
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
         missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
+
+    def _assign(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+        """Take loaded tensors in place of a weight's own; gives that of a weight in high precision, which PyTorch
+        assigns."""
+        param, state = getattr(self, name), self._born_states[name]
+        if components.quantized(param) is not None:
+            if pairs:
+                setattr(self, name, components.assigned(param, pairs))
+            return None
+        loaded = {id(target): source for target, source in pairs}
+        value = loaded.pop(id(param), None)
+        device = private_torch.local_tensor(param if value is None else value).device
+        for key, own in state.items():
+            state[key] = components.state_like(own, loaded.get(id(own)), device)
+        return value
 
     def _drop_placeholders(self, name: str, found: dict[str, Tensor]) -> None:
         """Leave out of `found` what torch.distributed.checkpoint.state_dict has in place of a missing weight.
@@ -91,15 +111,15 @@ class Saved(nn.Module):
             found.clear()
 
     def _fitting(
-        self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool
+        self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool, assign: bool
     ) -> list[tuple[Tensor, Tensor]]:
         """What to copy where for one weight; nothing is written yet."""
         param = getattr(self, name)
         assert param is not None
-        if param.is_meta and found:
+        if param.is_meta and found and not assign:
             raise CheckpointError(
                 f"{prefix}{name} is on the meta device, where loading does nothing; call reset_parameters() or "
-                "to_empty() first"
+                "to_empty() first, or load_state_dict(assign=True)"
             )
         if is_quantized:
             return components.fitting(param, found, prefix + name)

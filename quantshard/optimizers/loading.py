@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quantshard import private_torch
+from quantshard import components, private_torch
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import guards
 from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
@@ -94,7 +94,7 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
     if saved is None or own is None:
         return
     for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
-        if theirs != ours:
+        if components.canonical_name(theirs) != components.canonical_name(ours):
             raise CheckpointError(
                 f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
                 "parameters in the same order"

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import quantshard as qs
 from quantshard import checkpoints
 from quantshard.checkpoints import Manager
-from quantshard.checkpoints.reader import DamagedError
+from quantshard.checkpoints.reader import DamagedError, SafeReader
 from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
+from quantshard.layouts.source import Source
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.checkpoints.small import built
 from tests.test_tensor import differing, same
@@ -29,7 +32,7 @@ SCHEDULES: dict[str, Callable[[Any], object]] = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 10),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=10),
 }
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda model: FusedAdam(model.named_parameters(), lr=1e-3),
     "MasterWeights": lambda model: MasterWeights(torch.optim.AdamW, model.named_parameters(), lr=1e-3),
     "AdamW": lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-3),
@@ -41,10 +44,16 @@ def mxfp8(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
         return nn.Sequential(qs.Linear(24, 18, params_dtype=dtype), qs.LayerNorm(18, params_dtype=dtype))
 
 
+def held(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    states = {} if optimizer is None else optimizer.state_dict()["state"]
+    return {f"{n}.{k}": torch.as_tensor(v).clone() for n, state in states.items() for k, v in state.items()}
+
+
 @contextmanager
 def refused(words: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """It ends in an error in one line that is not of damage, and the model is as it was."""
     before = {key: value.clone() for key, value in model.state_dict().items()}
+    states = held(optimizer)
     groups = [dict(group) for group in ([] if optimizer is None else optimizer.param_groups)]
     with warnings.catch_warnings(), pytest.raises(CheckpointError) as caught:
         warnings.simplefilter("error")
@@ -52,7 +61,7 @@ def refused(words: str, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     message = str(caught.value)
     assert re.search(words, message) and "\n" not in message, message
     assert not isinstance(caught.value, DamagedError)
-    assert not differing(before, model.state_dict())
+    assert not differing(before, model.state_dict()) and not differing(states, held(optimizer))
     assert optimizer is None or optimizer.param_groups == groups
 
 
@@ -203,6 +212,103 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
     optimizer.reseed_masters()
 
 
+# Other parameters, by their names -------------------------------------------------------------------------------------
+
+
+class InGroups:
+    """In place of a model, gives its parameters in groups."""
+
+    def __init__(self, *groups: list[tuple[str, nn.Parameter]]) -> None:
+        self.groups = groups
+
+    def named_parameters(self) -> list[dict[str, Any]]:
+        return [{"params": group} for group in self.groups]
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_in_another_order(kind: str, tmp_path: Path) -> None:
+    """Of the same shapes and in the same number, so that only their names tell."""
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    saved, own = (OPTIMIZERS[kind](model) for model in models)
+    names = [name for name, _ in models[1].named_parameters()]
+    own.param_groups[0]["param_names"] = [*names[2:], *names[:2]]
+    for model, optimizer in zip(models, (saved, own), strict=True):
+        stepped(model, optimizer)
+    checkpoints.save(tmp_path / "c", models[0], saved)
+    says = "parameter 0 of its group 0 is '0.weight' and this one's '1.weight'; pass the same parameters in the same"
+    with refused(f"another optimizer: {says}", models[1], own):
+        checkpoints.load(tmp_path / "c", models[1], own)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_in_other_groups(kind: str, tmp_path: Path) -> None:
+    """As many groups, of as many parameters together."""
+    model, make = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), OPTIMIZERS[kind]
+    named = list(model.named_parameters())
+    saved, own = (make(InGroups(named[:first], named[first:])) for first in (1, 2))
+    stepped(model, saved)
+    checkpoints.save(tmp_path / "c", model, saved)
+    with refused("its group 0 has 1 parameters and this one's 2; build it over the same model", model, own):
+        checkpoints.load(tmp_path / "c", model, own)
+
+
+# Modules in wrappers --------------------------------------------------------------------------------------------------
+
+
+def recomputing(wrapped: bool) -> nn.Sequential:
+    layer, norm = mxfp8()
+    return nn.Sequential(checkpoint_wrapper(layer) if wrapped else layer, norm)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("by_dcp", [True, False], ids=["by its own names, as earlier releases", "saved"])
+def test_activation_checkpointing_is_turned_on_or_off(kind: str, there: bool, by_dcp: bool, tmp_path: Path) -> None:
+    source, model = recomputing(there), recomputing(not there)
+    saved, own = (OPTIMIZERS[kind](m) for m in (source, model))
+    stepped(source, saved)
+    if by_dcp:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save({"model": source.state_dict(), "optimizer": saved.state_dict()}, checkpoint_id=tmp_path / "c")
+    else:
+        checkpoints.save(tmp_path / "c", source, saved)
+        (stored,) = SafeReader(tmp_path / "c").object("optimizer.param_groups.0.param_names")[:1]
+        assert stored == "0.weight"
+    assert kind != "FusedAdam" or Source(tmp_path / "c").has_master("0.weight")
+    names = own.param_groups[0]["param_names"]
+    checkpoints.load(tmp_path / "c", model, own)
+    assert not differing(source.state_dict(), model.state_dict()) and not differing(held(saved), held(own))
+    assert own.param_groups[0]["param_names"] == names
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_optimizer_alone_is_loaded_whatever_is_wrapped(there: bool) -> None:
+    source, model = recomputing(there), recomputing(not there)
+    saved, own = (OPTIMIZERS["FusedAdam"](m) for m in (source, model))
+    stepped(source, saved)
+    model.load_state_dict(source.state_dict())
+    own.load_state_dict(saved.state_dict())
+    assert not differing(held(saved), held(own))
+
+
+def test_wrapped_modules_are_quantized_anew_and_loaded_from_rank_0(tmp_path: Path) -> None:
+    source, states = built("block")
+    checkpoints.save(tmp_path / "c", source, states)
+    model, optimizer = built("mxfp8", seed=9)
+    wrapped = nn.Sequential(*map(checkpoint_wrapper, model))
+    with pytest.warns(match="2 from fp8_128x128 to mxfp8_32x32 by their masters"):
+        checkpoints.load(tmp_path / "c", wrapped, optimizer, requantize=True)
+    with refused("0.weight: the state dict holds 'fp8_128x128', but this model's weight is 'mxfp8_32x32'", wrapped):
+        checkpoints.load_from_rank0(wrapped, source.state_dict())
+
+
 # Another dtype --------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +339,28 @@ def test_masters_take_what_a_narrower_parameter_cannot(tmp_path: Path) -> None:
     checkpoints.load(tmp_path / "c", model, optimizer, requantize=True)
     assert (optimizer.get_unscaled_state(model[0].bias, "master_param") == 1 + 2**-20).all()
     assert (model[0].bias == 1).all()
+
+
+def test_masters_of_another_kind_that_the_optimizer_cannot_take(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "c", *built("block", master_weight_dtype=torch.float16))
+    model, _ = built("mxfp8", seed=9)
+    optimizer = MasterWeights(torch.optim.AdamW, model.named_parameters(), lr=1e-3)
+    with refused("master of 0.weight is of another kind in the checkpoint, and a MasterWeights", model, optimizer):
+        checkpoints.load(tmp_path / "c", model, optimizer, requantize=True)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, qs.Linear])
+def test_the_meta_device(layer: type[nn.Module], tmp_path: Path) -> None:
+    """Said before anything is written, and of a module of PyTorch's too, into which it would load nothing."""
+    make: Any = layer
+    checkpoints.save(tmp_path / "c", nn.Sequential(nn.Linear(3, 3), make(3, 3)), None)
+    model = nn.Sequential(nn.Linear(3, 3), make(3, 3, device="meta"))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(
+        CheckpointError, match=r"c: model.1.bias is on the meta device here, where loading does nothing"
+    ):
+        checkpoints.load(tmp_path / "c", model)
+    assert same(model[0].weight.detach(), before)
 
 
 # Nothing there --------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def bits(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, str]
     tensors: dict[str, Any] = dict(model.state_dict())
     if optimizer is not None:
         for index, entries in optimizer.state_dict()["state"].items():
-            tensors.update({f"{index}.{name}": value for name, value in entries.items()})
+            tensors.update({f"{index}.{key}": value for key, value in entries.items() if isinstance(value, Tensor)})
     return {name: sha(tensor) for name, tensor in whole(tensors).items()}
 
 

@@ -270,7 +270,10 @@ def refusals(case: Case, folder: str) -> dict[str, str]:
     broadcast = replace(FULL, broadcast_from_rank0=True)
     attempt("broadcast", lambda: set_model_state_dict(target.model, on_rank_0_alone, options=broadcast))
     whole = source.named_state(FULL)["model"]
-    attempt("meta", lambda: set_model_state_dict(described, whole, options=FULL))
+    attempt("meta", lambda: described.load_state_dict(whole))
+    set_model_state_dict(described, dict(whole), options=FULL)  # which assigns
+    differing = [key for key, value in described.state_dict().items() if not torch.equal(value, whole[key])]
+    assert not differing and len(whole) == len(described.state_dict()), differing
     return found
 
 

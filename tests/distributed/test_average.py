@@ -1,0 +1,100 @@
+"""An average of the weights (EMA) as docs/optimizers.md keeps it, and what is said of other ways on sharded weights.
+
+Each test names its rank count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantshard import components
+from quantshard.errors import UnsupportedOperationError
+from tests.distributed.models import Case, bits, build, optimizer_of, set_gradients
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+DOC = Path(__file__).parents[2] / "docs" / "optimizers.md"
+SHAPES = ((96, 150), (150, 67))
+
+
+def values(param: Tensor) -> Tensor:
+    """This rank's, float32."""
+    quantized = components.quantized(param)
+    local: Any = param.to_local() if hasattr(param, "to_local") else param  # type: ignore[operator]
+    return (local if quantized is None else quantized.dequantize(dtype=torch.float32)).detach().float().clone()
+
+
+def averaged(case: Case) -> tuple[dict[str, str], float]:
+    """Bits of the average after some steps, and how far it is from one in float32, by the distance from the model."""
+    section = DOC.read_text(encoding="utf-8").split("## An average of the weights")[1]
+    found = re.search(r"```python\n(.*?)```", section, flags=re.S)
+    model = build(case)
+    names: dict[str, Any] = {"torch": torch, "model": model, "build": lambda: build(Case(**{**vars(case), "seed": 8}))}
+    assert found is not None
+    exec(found[1], names)
+    optimizer = optimizer_of(model, case)
+    means = [values(param) for param in model.parameters()]
+    for step in range(12):
+        set_gradients(model, step)
+        optimizer.step()
+        names["update_average"](0.8)
+        means = [mean.lerp(values(param), 0.2) for mean, param in zip(means, model.parameters(), strict=True)]
+    near = sum(float((values(a) - m).norm() ** 2) for a, m in zip(names["average"].parameters(), means, strict=True))
+    far = sum(float((values(p) - m).norm() ** 2) for p, m in zip(model.parameters(), means, strict=True))
+    return bits(names["average"]), (near / far) ** 0.5
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "block"])
+def test_the_average_of_the_document(recipe: str) -> None:
+    """1, 2 and 3 ranks: the same bits, near the average in float32."""
+    wanted: dict[str, str] = {}
+    for ranks in (1, 2, 3):
+        for found, distance in run_ranks(ranks, averaged, Case(recipe, (ranks,), shapes=SHAPES)):
+            wanted = wanted or found
+            assert found == wanted and distance < 0.3, distance
+
+
+def said(case: Case) -> list[str]:
+    weight: Any = build(case)[0].weight
+    attempts: list[Callable[[], object]] = [
+        lambda: weight.dequantize(),
+        lambda: weight.full_tensor(),
+        lambda: weight.detach().clone().lerp_(weight.detach(), 0.1),
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(UnsupportedOperationError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_refused_says_what_to_do() -> None:
+    """2 ranks."""
+    for dequantize, gather, clone in run_ranks(2, said, Case("mxfp8", (2,), shapes=SHAPES)):
+        assert "dequantize" in dequantize and "use .to_local().dequantize() for this rank's values" in dequantize
+        assert gather.startswith("full_tensor() or redistribute() of a DTensor") and "unshard()" in gather
+        assert clone.endswith("of a second fully_shard-ed model (docs/optimizers.md)")
+
+
+def unsharded(case: Case) -> bool:
+    """What the messages advise: each rank has the whole weight's values."""
+    model = build(case)
+    model[0].unshard()
+    whole = model[0].weight.dequantize()
+    model[0].reshard()
+    first = components.storage_of(model[0].weight).shard.origin[0]
+    mine = model[0].weight.to_local().dequantize()
+    return torch.equal(whole[first : first + len(mine)], mine) and whole.shape == (150, 96)
+
+
+def test_the_advice_holds() -> None:
+    """2 ranks."""
+    assert run_ranks(2, unsharded, Case("mxfp8", (2,), shapes=SHAPES)) == [True, True]
