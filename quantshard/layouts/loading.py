@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import amax, components, numerics, private_torch
+from quantshard.checkpoints import ranks
 from quantshard.checkpoints.store import local
-from quantshard.errors import CheckpointError, QuantshardError
+from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Role
 from quantshard.layouts import conversion, files, table
 from quantshard.layouts.conversion import NotExact, Run
@@ -95,12 +95,7 @@ def load(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # else a forward without backward may have left the gathered copies in place
-    error: str | None = None
-    try:
-        loader = _Loader(local(path, "safetensors files"), model, names, config)
-    except QuantshardError as found:
-        error = str(found)
-    _raise_alike(error)
+    loader = ranks.alike(lambda: _Loader(local(path, "safetensors files"), model, names, config))
     loader.judge(lossy)
     loader.write()
     return loader.report
@@ -206,17 +201,8 @@ class _Loader:
         Raises:
             CheckpointError: there is such a weight, and `lossy` is not given.
         """
-        found: dict[str, str] = {}
-        error = None
-        try:
-            for item in self.items:
-                why = self._why_not(item)
-                if why is not None:
-                    found[item.name] = why
-        except QuantshardError as raised:
-            error = str(raised)
-        _raise_alike(error)
-        self.report.requantized = _united(found)
+        reasons = ranks.alike(lambda: {item.name: self._why_not(item) for item in self.items})
+        self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
         for name, why in list(self.report.requantized.items())[:1]:
             if not lossy:
                 raise CheckpointError(
@@ -279,27 +265,27 @@ class _Loader:
 
     def write(self) -> None:
         """Copy, and quantize in batches; a collective call."""
-        error = None
-        anew, batch = [], list[_Item]()
-        try:
-            for item in self.items:
-                storage = item.storage
-                if storage is None:
-                    self._fill(item)
-                elif not item.is_stored_quantized or item.name in self.report.requantized:
-                    anew.append(item)
-                else:
-                    self._copy(item, storage)
-        except QuantshardError as found:
-            error = str(found)
-        _raise_alike(error)
-        for item in anew:
+        batch: list[_Item] = []
+        for item in ranks.alike(self._copy_what_may_be):
             if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
                 self._quantize(batch)
                 batch = []
             batch.append(item)
         if batch:
             self._quantize(batch)
+
+    def _copy_what_may_be(self) -> list[_Item]:
+        """Returns what is left to be quantized."""
+        anew = []
+        for item in self.items:
+            storage = item.storage
+            if storage is None:
+                self._fill(item)
+            elif not item.is_stored_quantized or item.name in self.report.requantized:
+                anew.append(item)
+            else:
+                self._copy(item, storage)
+        return anew
 
     def _copy(self, item: _Item, storage: QuantizedStorage) -> None:
         assert self.layout is not None
@@ -366,12 +352,7 @@ class _Loader:
         local.copy_(values.reshape(local.shape))
 
     def _quantize(self, batch: Sequence[_Item]) -> None:
-        error, values = None, []
-        try:
-            values = [self._values(item) for item in batch]
-        except QuantshardError as found:
-            error = str(found)
-        _raise_alike(error)
+        values = ranks.alike(lambda: [self._values(item) for item in batch])
         kept: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
@@ -401,19 +382,4 @@ def _float(noted: str | None) -> float | None:
 
 def _united(found: dict[str, str]) -> dict[str, str]:
     """What any rank found, in one order on all of them."""
-    every = [found]
-    if amax.world() is not None:
-        every = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, found)
-    return {name: why for one in reversed(every) for name, why in one.items()}
-
-
-def _raise_alike(error: str | None) -> None:
-    """Raise the error of the first rank that has one, on every rank."""
-    every: list[str | None] = [error]
-    if amax.world() is not None:
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, error)
-    for rank, message in enumerate(every):
-        if message is not None:
-            raise CheckpointError(message if message == error else f"on rank {rank}: {message}")
+    return {name: why for one in reversed(ranks.gathered(found)) for name, why in one.items()}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from quantshard import checkpoints
@@ -146,6 +149,23 @@ def refused(folder: str) -> str:
     except CheckpointError as error:
         return str(error)
     return "nothing was raised"
+
+
+def failing_on_one_rank(folder: str) -> list[str]:
+    """What nobody foresaw, while files are looked through and while they are copied."""
+    found = []
+    for method in ("_why_not", "_copy"):
+        fails = mock.patch.object(loading._Loader, method, side_effect=IndexError("index 7 is out of range"))
+        with fails if dist.get_rank() == 1 else nullcontext():
+            found.append(refused(folder))
+    return found
+
+
+def test_an_unforeseen_error_of_one_rank_is_raised_on_all(written: tuple[Path, Path]) -> None:
+    """3 ranks: none waits for the others."""
+    _, folder = written
+    messages = run_ranks(3, failing_on_one_rank, str(folder / "mxfp8"))
+    assert messages == [["on rank 1: IndexError: index 7 is out of range"] * 2] * 3
 
 
 def test_what_one_rank_finds_all_raise(written: tuple[Path, Path], tmp_path: Path) -> None:
