@@ -12,8 +12,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard import private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.private_torch import recomputation
 from quantshard.recipe import DelayedScaling
 
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -126,15 +126,15 @@ def test_transformer_engines_arguments() -> None:
 def test_renamed_variables_of_checkpointing_are_noticed() -> None:
     """Without them nothing would fail: a recomputation would take another recipe, scale or draw."""
     codes = {
-        "checkpoint": private_torch._CHECKPOINT,
+        "checkpoint": recomputation._CHECKPOINT,
         "_checkpoint_without_reentrant_generator": torch_checkpoint._checkpoint_without_reentrant_generator.__code__,
-        "CheckpointFunction.forward": private_torch._REENTRANT_FORWARD,
-        "CheckpointFunction.backward": private_torch._REENTRANT_BACKWARD,
-        **private_torch._HOOK_CODES,
+        "CheckpointFunction.forward": recomputation._REENTRANT_FORWARD,
+        "CheckpointFunction.backward": recomputation._REENTRANT_BACKWARD,
+        **recomputation._HOOK_CODES,
     }
-    private_torch._require_names(codes)
+    recomputation._require_names(codes)
     for name in ("checkpoint", "pack_hook", "unpack_hook", "_checkpoint_without_reentrant_generator"):
         with pytest.raises(AssertionError, match=f"{name} of torch.utils.checkpoint has no variable"):
-            private_torch._require_names(codes | {name: (lambda x: x).__code__})
+            recomputation._require_names(codes | {name: (lambda x: x).__code__})
         with pytest.raises(AssertionError, match=f"{name} of torch.utils.checkpoint has no variable"):
-            private_torch._require_names({key: code for key, code in codes.items() if key != name})
+            recomputation._require_names({key: code for key, code in codes.items() if key != name})

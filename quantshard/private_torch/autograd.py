@@ -1,0 +1,81 @@
+"""Modules, autograd and graphs of torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if something sees, or changes, what goes into or comes out of a module's forward: a user's hook, or FSDP2's,
+    which casts inputs under a `MixedPrecisionPolicy`. Hooks can be registered in public, but not looked for."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """A parameter by its name, or None where there is none. As an attribute it takes ten times as long, which counts in
+    a layer of many experts."""
+    return module._parameters.get(name)
+
+
+def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
+    """The same of a buffer."""
+    return module._buffers.get(name)
+
+
+def take_saved(ctx: Any) -> tuple[Any, ...]:
+    """`ctx.saved_tensors` in the backward of an autograd function, which lets go of each as soon as its caller does.
+
+    The public attribute leaves them with the graph until backward has returned. Where the graph is to be kept
+    (`retain_graph=True`), so are they. It is what AOTAutograd calls in its own backward.
+    """
+    saved = tuple(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    return saved
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread. There is no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once when the backward pass now running ends. FSDP2 and DDP finish their work in the same way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """True while a graph is traced, or if the tensor has a shape but no values, as in tracing.
+
+    Of `FakeTensor`, PyTorch's only name for such a tensor.
+    """
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
+def constant_in_graphs(function: Any) -> Any:
+    """Let torch.compile call a function while it traces, and take its result for a constant.
+
+    This is the mark that `torch.compiler.assume_constant_result` sets; that imports all of Dynamo to do so, a second of
+    every process that starts, whether it compiles anything or not.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+def keep_order(operator: Any) -> None:
+    """Tell torch.compile that an operator does more than it returns: calls are neither dropped, merged nor reordered.
+
+    torch.library has no public name for it yet. Such an operator cannot stand in a checkpointed part of a graph.
+    """
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def is_recomputed_in_graph() -> bool:
+    """True where torch.compile traces what checkpointing inside the graph may run again in backward."""
+    return "recompute" in torch.fx.traceback.get_current_meta()

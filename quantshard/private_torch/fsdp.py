@@ -1,0 +1,135 @@
+"""What FSDP2 was told to do with parameters, and how it gathers them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class FsdpPlan:
+    """What FSDP2 was told to do with one parameter: free it after each pass (and gather it again), and into what."""
+
+    frees_between_passes: bool = False
+    reshards_to_other_mesh: bool = False
+    group: weakref.ReferenceType[Any] | None = None
+
+    def changed(self) -> bool:
+        """True if FSDP2 was told since to keep what it was to free; a plan to keep serves freeing too."""
+        group = None if self.group is None else self.group()
+        return group is not None and self.frees_between_passes and not _frees_between_passes(group)
+
+
+def _frees_between_passes(group: Any) -> bool:
+    return bool(group._reshard_after_forward and group.reshard_after_backward)
+
+
+def fsdp_plan(storage: Any) -> FsdpPlan:
+    """The plan for the sharded parameter whose local tensor has this storage.
+
+    FSDP2 hands its hooks no such fact, so its own state is asked: the parameter group that holds the parameter. Keep
+    everything gathered where no group is found.
+    """
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        for group in _param_groups(state):
+            for fsdp_param in group.fsdp_params:
+                local = fsdp_param.sharded_param._local_tensor
+                if getattr(local, "_storage", None) is storage:
+                    after, now = group.post_forward_mesh_info, group.mesh_info
+                    size = getattr(now, "shard_mesh_size", None)
+                    other = after is not None and getattr(after, "shard_mesh_size", None) != size
+                    return FsdpPlan(_frees_between_passes(group), other, weakref.ref(group))
+    return FsdpPlan()
+
+
+def sharded_parameters() -> Iterator[tuple[DTensor, str]]:
+    """FSDP2's sharded parameters in this process, each with its name, or where FSDP2 does not know it with its module's
+    class: it looks for names in the first forward, and then not for those of parameters that replaced its own.
+
+    Within an operation's dispatch only the local tensor is known, and no public record leads from it to its DTensor.
+    """
+    for reference in list(_module_state_mapping.values()):
+        for group in _param_groups(reference()):
+            for fsdp_param in group.fsdp_params:
+                info = fsdp_param._module_info
+                name = fsdp_param._param_fqn or f"{info.param_name} of a {type(info.module).__name__}"
+                yield _sharded_param(fsdp_param), name
+
+
+def _sharded_param(fsdp_param: Any) -> Any:
+    """The parameter that the optimizer has; FSDP2 learns of one that replaced its own in the first forward only."""
+    info = fsdp_param._module_info
+    sharded = fsdp_param.sharded_state.name == "SHARDED"
+    return getattr(info.module, info.param_name) if sharded else fsdp_param.sharded_param
+
+
+@dataclass(frozen=True)
+class FsdpGather:
+    """How FSDP2 gathers one parameter: over how many ranks, in backward too or not, and a plain one as what."""
+
+    param: nn.Parameter
+    ranks: int
+    in_backward: bool
+    padded_numel: int
+    dtype: torch.dtype | None
+
+
+def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
+    """How FSDP2 gathers each parameter, by (id of its module, name in it).
+
+    FSDP2 has no public way to ask which parameters it gathers together, in which dtype, and whether again in backward.
+    A module that is outermost and was not told otherwise keeps its parameters until backward, but FSDP2 decides that
+    in the first forward only.
+    """
+    found: dict[tuple[int, str], FsdpGather] = {}
+    outermost: list[str] = []
+    for prefix, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        inner = any(not outer or prefix.startswith(f"{outer}.") for outer in outermost)
+        outermost += [] if inner else [prefix]
+        keeps = not inner and state._is_root is None and bool(state._auto_reshard_after_forward)
+        for group in _param_groups(state):
+            for fsdp_param in group.fsdp_params:
+                info = fsdp_param._module_info
+                param = _sharded_param(fsdp_param)
+                dtype = group.mp_policy.param_dtype if param.is_floating_point() else None
+                gather = FsdpGather(
+                    param,
+                    ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
+                    in_backward=group.post_forward_mesh_info is not None and not keeps,
+                    padded_numel=fsdp_param.padded_sharded_param_size.numel(),
+                    dtype=dtype,
+                )
+                found[(id(info.module), info.param_name)] = gather
+                for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    found[(id(shared), name)] = gather
+    return found
+
+
+def has_gathered_parameters(module: nn.Module) -> bool:
+    """True if FSDP2 holds parameters of this very module gathered now."""
+    for reference in list(_module_state_mapping.values()):
+        for group in _param_groups(reference()):
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param._module_info.module is module and fsdp_param.sharded_state.name != "SHARDED":
+                    return True
+    return False
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """The parameter groups of one `fully_shard`-ed module; before torch 2.12 there is at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]

@@ -1,0 +1,111 @@
+"""Tensor subclasses and DTensors: how one is made, its local tensor, where that lies, and collectives on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
+PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public spelling."""
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 renamed both, and warns of the old names."""
+
+all_gather_of_dtensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+"""What `DTensor.full_tensor()` and `redistribute()` do to local tensors."""
+
+dtensor_handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+"""By operation, what answers it for DTensors in place of their own rules; there is no public way to refuse one."""
+
+
+def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of class `cls` with a shape, dtype and device but no data of its own.
+
+    `_make_wrapper_subclass` is the documented-by-example way (the torch.utils._python_dispatch notes) to build one.
+    """
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, for the result of an autograd function.
+
+    Where `to` (or `reshape`) changes nothing and returns its argument, torch 2.11's Dynamo takes the function's result
+    for one without a gradient, in silence.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor, or, of one that DTensor's collectives are still filling, its values once they are there.
+
+    Such an `AsyncCollectiveTensor` waits by itself before any operation of PyTorch, but has no address that a kernel
+    could read from; it has no public name. Not differentiable: for use inside an `autograd.Function`.
+    """
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, without the autograd node that the public `to_local()` adds; else the tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def in_place_changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, by which autograd notices that too; not through `.data`.
+
+    Operations on a DTensor count for it, those on its local tensor for that.
+    """
+    local = local_tensor(tensor)
+    return tensor._version + (0 if local is tensor else local._version)
+
+
+def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
+    """A DTensor of a global shape whose local tensor is this very one.
+
+    The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
+    and what is loaded into it lost. FSDP2 makes its own DTensors as here.
+    """
+    meta = TensorMeta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def global_offset(tensor: Tensor) -> tuple[int, ...]:
+    """Global index of the first local element of a plain parameter, a DTensor or not."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
+def told_extents(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """For each dim the first and one past the last index that DTensor's metadata gives to the rank at a coordinate of
+    the mesh. The public function tells of the running rank alone."""
+    lengths, starts = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def is_strided_over(placement: Placement, inner: int) -> bool:
+    """True for FSDP2's own placement on a dim that axes of `inner` ranks had cut before; it has no public name."""
+    return isinstance(placement, _StridedShard) and placement.split_factor == inner
+
+
+def cut_dims(placements: Iterable[Placement]) -> list[int | None]:
+    """For each mesh axis the dim that it shards, if any. FSDP2's placement over tensor parallelism is private."""
+    return [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
