@@ -36,6 +36,11 @@ def quantized(tensor: object) -> QuantizedTensor | None:
     return local if isinstance(local, QuantizedTensor) else None
 
 
+PARAMETER_ENTRIES = ("params", "param_names")
+"""The entries of an optimizer's group that say whose it is, which a load compares and leaves as they are. The others
+are its options."""
+
+
 def canonical_name(name: str) -> str:
     """A module's or parameter's name as the keys of the model's state dict have it: with or without
     `checkpoint_wrapper`."""

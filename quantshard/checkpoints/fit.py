@@ -19,9 +19,6 @@ from quantshard.errors import CheckpointError
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
 
-OWN_ENTRIES = ("params", "param_names")
-"""Entries of a group that a load compares, and leaves as they are."""
-
 Stored = Mapping[str, STORAGE_TYPES]
 
 
@@ -86,9 +83,9 @@ def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], opti
         )
 
 
-def own_entries(keys: Iterable[str]) -> list[str]:
-    """The keys of `OWN_ENTRIES` among those of a checkpoint."""
-    return [key for key in keys if key.startswith(_GROUPS) and _group_entry(key)[1] in OWN_ENTRIES]
+def parameter_entries(keys: Iterable[str]) -> list[str]:
+    """The keys of groups' `components.PARAMETER_ENTRIES` among those of a checkpoint."""
+    return [key for key in keys if key.startswith(_GROUPS) and _group_entry(key)[1] in components.PARAMETER_ENTRIES]
 
 
 def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -96,7 +93,7 @@ def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mappin
     numbers alone.
 
     Args:
-        theirs: what the checkpoint has under the `own_entries`.
+        theirs: what the checkpoint has under the `parameter_entries`.
         groups: those of the optimizer.
 
     Raises:

@@ -233,7 +233,7 @@ def _planned(
     changes = _changes(path, metadata, model, optimizer, formats, lossy)
     wanted, places = private_torch.flatten_state_dict(state)
     stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if k.startswith(("model.", "optimizer."))}
-    compared = [] if optimizer is None else fit.own_entries(stored)
+    compared = [] if optimizer is None else fit.parameter_entries(stored)
     skipped = fit.kept(stored, wanted, optimizer) | {
         key
         for key in (stored | wanted if changes else ())

@@ -110,7 +110,7 @@ def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dic
     """The state after a first step; {} if this optimizer cannot make it by itself."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return {}  # a step of one within it would be a step of the model
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in components.PARAMETER_ENTRIES}
     probe = nn.Parameter(components.zeros_like(param, param.dtype))
     probe.grad = components.zeros_like(param, param.dtype)
     device = private_torch.local_tensor(param).device

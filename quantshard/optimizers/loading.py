@@ -14,9 +14,6 @@ from quantshard.errors import CheckpointError
 from quantshard.optimizers import guards
 from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
 
-OWN_ENTRIES = ("params", "param_names")
-"""Entries of a group that a load leaves as they are."""
-
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Options = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 
@@ -151,7 +148,7 @@ def _option(states: Mapping[str, Tensor], role: str) -> str:
 def _load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Take over the entries of a group: tensors in place, since a captured step reads them where they are."""
     for key, value in saved.items():
-        if key in OWN_ENTRIES:
+        if key in components.PARAMETER_ENTRIES:
             continue
         if isinstance(own.get(key), Tensor):
             own[key].fill_(value)

@@ -157,7 +157,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
         """A new inner optimizer for one tensor, with a group's settings."""
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names", *OWN_ENTRIES)}
+        settings = {k: v for k, v in group.items() if k not in (*components.PARAMETER_ENTRIES, *OWN_ENTRIES)}
         return self._make([{**settings, "params": [tensor]}])
 
     def _blank_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard import numerics
+from quantshard import backend, numerics
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 
 pytest.importorskip("triton")
 
+from quantshard import sources
 from quantshard.kernels import amax, dequantize, transpose
 from quantshard.kernels.activation import quantize_gradient
 from quantshard.kernels.quantize import quantize
@@ -269,3 +270,15 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(target.codes, expected[copy.codes.name])
         assert torch.equal(target.turned, numerics.transpose_parts(fmt, expected, x.shape)[copy.codes.name])
         assert known is not None or torch.equal(target.scale, expected[copy.scale.name])
+
+
+def test_scales_lie_as_products_read_them() -> None:
+    """What `sources` has kernels store by columns is what a product of `backend` wants so, and nothing else."""
+    sides = [
+        (kind, side) for kinds, n in backend.NATIVE.items() for kind, side in zip(kinds, (n.left, n.right), strict=True)
+    ]
+    wanted = {kind for kind, side in sides if side.layout is backend._columns}
+    assert wanted
+    for copy in (copy for fmt in FORMATS.values() for copy in fmt.copies.values()):
+        kind = (copy.scale.encoding.name, *copy.block)
+        assert sources.read_by_columns(copy) == (kind in wanted), kind
