@@ -27,6 +27,7 @@ import torch
 from quantshard import formats
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
+from quantshard.recipe_arguments import Predicates, check_fixed, fixed
 
 
 class Gemm(str, Enum):
@@ -46,9 +47,14 @@ class TensorRole(str, Enum):
 
 
 class ElementFormats(str, Enum):
-    """Element encodings of a per-tensor recipe: E4M3 everywhere, or E4M3 forward and E5M2 for gradients (HYBRID)."""
+    """Element encodings: one everywhere, or E4M3 forward and E5M2 for gradients (HYBRID).
+
+    Per-tensor recipes take E4M3 and HYBRID, the others their own alone.
+    """
 
     E4M3 = "E4M3"
+    E5M2 = "E5M2"
+    E2M1 = "E2M1"
     HYBRID = "HYBRID"
 
 
@@ -66,6 +72,9 @@ class MMParams:
     """
 
     use_split_accumulator: bool = True
+
+
+_FLOAT32_SUMS = MMParams()
 
 
 def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
@@ -129,7 +138,7 @@ def _table(
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Predicates):
     """Base of all recipes. Subclasses are frozen dataclasses that derive `table` from their fields."""
 
     @property
@@ -182,6 +191,18 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class _NamedRecipe(Recipe):
+    """What all recipes of TransformerEngine take."""
+
+    fp8_dpa: bool = fixed("fp8_dpa")
+    fp8_mha: bool = fixed("fp8_mha")
+    backward_override: None = fixed("backward_override")
+
+    def __post_init__(self) -> None:
+        check_fixed(self)
+
+
+@dataclass(frozen=True)
 class TableRecipe(Recipe):
     """A recipe written as its table. `fast`: GEMMs that need not sum in float32; see `MMParams`."""
 
@@ -223,10 +244,13 @@ class HighPrecision(Recipe):
         return {}
 
 
+_PER_TENSOR = (ElementFormats.E4M3, ElementFormats.HYBRID)
+
+
 def _check_element_formats(name: str, fp8_format: str) -> None:
-    if fp8_format not in set(ElementFormats):
+    if fp8_format not in _PER_TENSOR:
         raise ConfigurationError(
-            f"{name}(fp8_format={fp8_format!r}): use one of: {', '.join(member.value for member in ElementFormats)}"
+            f"{name}(fp8_format={fp8_format!r}): use one of: {', '.join(member.value for member in _PER_TENSOR)}"
         )
 
 
@@ -234,16 +258,8 @@ def _gradient_row(fp8_format: str) -> formats.Format:
     return formats.FP8_E5M2 if ElementFormats(fp8_format) is ElementFormats.HYBRID else formats.FP8_E4M3
 
 
-def _refuse(name: str, **unsupported: bool) -> None:
-    for argument, asked in unsupported.items():
-        if asked:
-            raise ConfigurationError(
-                f"{name}({argument}=True) is not supported: attention runs in high precision here; leave it False"
-            )
-
-
 @dataclass(frozen=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(_NamedRecipe):
     """FP8 per tensor, each scale from the maximum of the last `amax_history_len` amaxes of that tensor.
 
     `amax_compute_algo` is "max" or "most_recent". The activations' amaxes are always reduced, over
@@ -255,22 +271,18 @@ class DelayedScaling(Recipe):
     fp8_format: str = ElementFormats.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
-    reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    reduce_amax: bool = fixed("reduce_amax")
+    interval: int = fixed("interval")
+    scaling_factor_compute_algo: None = fixed("scaling_factor_compute_algo")
+    override_linear_precision: tuple[bool, bool, bool] = fixed("override_linear_precision")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_element_formats("DelayedScaling", self.fp8_format)
-        _refuse("DelayedScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
         _fast(self)  # or raise
-        if not self.reduce_amax:
-            raise ConfigurationError(
-                "DelayedScaling(reduce_amax=False) is not supported: amax histories would differ between ranks, and a "
-                "checkpoint holds one; leave it True (the reduction is one small collective for all modules)"
-            )
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ConfigurationError(
                 f"DelayedScaling(amax_compute_algo={self.amax_compute_algo!r}): use 'max' or 'most_recent'"
@@ -298,7 +310,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_NamedRecipe):
     """FP8 per tensor, each scale from the amax of the tensor itself. Also called "tensorwise".
 
     TransformerEngine sums the forward as `fp8_gemm_fprop=MMParams(use_split_accumulator=False)` does here.
@@ -306,15 +318,13 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: str = ElementFormats.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_element_formats("Float8CurrentScaling", self.fp8_format)
-        _refuse("Float8CurrentScaling", fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
         _fast(self)  # or raise
 
     @property
@@ -333,10 +343,17 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_NamedRecipe):
     """FP8 E4M3 with one scale for 128x128 elements of a weight and for 1x128 of an activation or gradient."""
 
     use_f32_scales: bool = False
+    fp8_format: str = fixed("fp8_format")
+    x_block_scaling_dim: int = fixed("x_block_scaling_dim")
+    w_block_scaling_dim: int = fixed("w_block_scaling_dim")
+    grad_block_scaling_dim: int = fixed("grad_block_scaling_dim")
+    fp8_gemm_fprop: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
+    fp8_gemm_dgrad: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
+    fp8_gemm_wgrad: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
 
     @property
     def name(self) -> str:
@@ -370,7 +387,7 @@ class Float8RowwiseScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(_NamedRecipe):
     """MXFP8: E4M3 with one power-of-two scale (E8M0) for 32 elements.
 
     Weights are kept in 32x32 blocks, one copy that serves both directions in half the memory of BF16. With
@@ -379,6 +396,8 @@ class MXFP8BlockScaling(Recipe):
     """
 
     enable_2d_quantization: bool = True
+    margin: int = fixed("margin")
+    fp8_format: str = fixed("fp8_format")
 
     @property
     def name(self) -> str:
@@ -392,7 +411,7 @@ class MXFP8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class NVFP4BlockScaling(Recipe):
+class NVFP4BlockScaling(_NamedRecipe):
     """NVFP4: E2M1 with an E4M3 scale for 16 elements (16x16 of a weight) and a second scale for the tensor.
 
     The operands of wgrad pass through a random Hadamard transform, gradients are rounded stochastically.
@@ -401,6 +420,12 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = fixed("row_scaled_activation")
+    nvfp4_4over6: str = fixed("nvfp4_4over6")
+    nvfp4_4over6_e4m3_use_256: str = fixed("nvfp4_4over6_e4m3_use_256")
+    nvfp4_4over6_err_mode: str = fixed("nvfp4_4over6_err_mode")
+    fp4_format: str = fixed("fp4_format")
+    fp8_format: str = fixed("fp8_format")
 
     @property
     def name(self) -> str:

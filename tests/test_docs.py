@@ -12,6 +12,7 @@ from quantshard import limits, modules, recipe
 from quantshard.layouts.conversion import shapes
 from quantshard.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.modules import unsupported
+from quantshard.recipe_arguments import fixed_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -21,6 +22,23 @@ The names are TransformerEngine's, so that `import quantshard as te` carries mos
 quantized under `quantized_model_init(recipe=...)`, GEMMs under `autocast(recipe=...)`; recipes also go by name. An
 argument that means something here is accepted; one that does not is known by name and refused with a sentence, unless
 its value asks for what happens anyway; a name that neither library has is a TypeError.
+
+`quantshard.compat.transformer_engine` has TransformerEngine's packages, with the names that quantshard has not, so that
+a script runs with its imports changed:
+
+```python
+import quantshard.compat.transformer_engine.pytorch as te  # was: import transformer_engine.pytorch as te
+from quantshard.compat.transformer_engine.common.recipe import DelayedScaling, Format
+
+recipe = DelayedScaling(margin=0, fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+layer = te.LayerNormMLP(1024, 4096, seq_length=512, micro_batch_size=2)
+with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+    out = te.checkpoint(layer, x)
+```
+
+The classes are quantshard's own, with its defaults. `te.checkpoint` is reentrant by default, as there.
+`te.is_fp8_available()` and the like say whether products are native on the current GPU; every recipe runs without,
+emulated. A name that is not here is an AttributeError that says what to use instead.
 
 What differs on purpose:
 
@@ -47,22 +65,32 @@ A checkpoint of TransformerEngine's is taken over by `quantshard convert-te`: se
 
 
 def rendered() -> str:
-    lines = [HEAD, "## Arguments", "", "| class or method | accepted | refused |", "|---|---|---|"]
+    lines = [HEAD, "## Arguments", "", "Hints change no result, so all their values are accepted, without effect.", ""]
+    lines += ["| class or method | accepted | hints | refused |", "|---|---|---|---|"]
     names = [n for n in modules.__all__ if inspect.isclass(getattr(modules, n)) or n in unsupported.ARGUMENTS]
     for name in names:
         kind = getattr(modules, name)
         for owner, target in ((name, kind), (f"{name}.forward", getattr(kind, "forward", kind))):
             accepted = [p for p in inspect.signature(target).parameters if p not in ("self", "others")]
-            refused = unsupported.ARGUMENTS.get(owner, {})
-            accepted = [argument for argument in accepted if argument not in refused]
-            if owner == name or refused:
-                lines.append(f"| `{owner}` | {', '.join(accepted)} | {', '.join(sorted(refused)) or '-'} |")
-    lines += ["", "## Recipes", "", "| class | name | arguments |", "|---|---|---|"]
+            others = unsupported.ARGUMENTS.get(owner, {})
+            accepted = [argument for argument in accepted if argument not in others]
+            hints, refused = (sorted(n for n, at in others.items() if at.hint is hint) for hint in (True, False))
+            if owner == name or others:
+                row = (", ".join(arguments) or "-" for arguments in (accepted, hints, refused))
+                lines.append(f"| `{owner}` | {' | '.join(row)} |")
+    lines += [
+        "",
+        "## Recipes",
+        "",
+        "| class | name | arguments | accepted with this value alone |",
+        "|---|---|---|---|",
+    ]
     for kind in dict.fromkeys(recipe.NAMES.values()):
         called = ", ".join(f'"{name}"' for name, other in recipe.NAMES.items() if other is kind)
-        lines.append(
-            f"| `recipe.{kind.__name__}` | {called} | {', '.join(inspect.signature(kind).parameters) or '-'} |"
-        )
+        fixed = {each.name: each.default for each in fixed_fields(kind)}
+        free = ", ".join(each for each in inspect.signature(kind).parameters if each not in fixed)
+        shown = ", ".join(f"{each}={getattr(value, 'value', value)!r}" for each, value in fixed.items())
+        lines.append(f"| `recipe.{kind.__name__}` | {called} | {free or '-'} | {shown or '-'} |")
     return "\n".join(lines) + "\n"
 
 

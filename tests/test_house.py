@@ -26,13 +26,13 @@ PACKAGE = "quantshard"
 LAYERS = {
     **dict.fromkeys(["formats", "errors", "limits"], 0),
     **dict.fromkeys(["sharding", "numerics", "distributions", "kernels"], 1),
-    **dict.fromkeys(["recipe", "compute", "storage", "sources", "private_torch"], 2),
+    **dict.fromkeys(["recipe", "recipe_arguments", "compute", "storage", "sources", "private_torch"], 2),
     **dict.fromkeys(
         ["tensor", "ops", "arithmetic", "components", "distribute", "amax", "operands", "backend", "replicas"], 3
     ),
     "determinism": 3,
     **dict.fromkeys(["modules", "optimizers", "checkpoints", "observe"], 4),
-    **dict.fromkeys(["cli", "doctor", "layouts", "transformer_engine", "__main__", "__init__"], 5),
+    **dict.fromkeys(["cli", "compat", "doctor", "layouts", "transformer_engine", "__main__", "__init__"], 5),
 }
 """Files and folders of the package by layer. Imports go down; within a layer only as `imports_go_down` says."""
 

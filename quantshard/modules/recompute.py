@@ -123,9 +123,32 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         function: a module or function.
         use_reentrant: which implementation of `torch.utils.checkpoint`.
         **kwargs: the other arguments of `torch.utils.checkpoint.checkpoint` (`preserve_rng_state`, `context_fn`,
-            `determinism_check`, `debug`) and, if not reentrant, of the function; TransformerEngine's are in
-            `unsupported`.
+            `determinism_check`, `debug`) and of the function, with `use_reentrant` too, which PyTorch's does not take;
+            TransformerEngine's are in `unsupported`.
     """
     refused = unsupported.ARGUMENTS["checkpoint"]
     unsupported.refuse("checkpoint", {name: kwargs.pop(name) for name in refused if name in kwargs})
+    if use_reentrant:
+        function, args, kwargs = _by_position(function, args, kwargs)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""Arguments of `torch.utils.checkpoint.checkpoint` besides those that its function gets."""
+
+
+def _by_position(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Function and arguments such that the function gets all by position: the reentrant implementation takes no others,
+    and finds tensors that need gradients among those alone."""
+    options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+    names = [name for name in kwargs if name not in options]
+    if not names:
+        return function, args, options
+    count = len(args)
+
+    def call_by_name(*values: Any) -> Any:
+        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    return call_by_name, (*args, *(kwargs[name] for name in names)), options

@@ -2,8 +2,8 @@
 
 One table lists, for each class or method, the arguments that it has in TransformerEngine but not here, with their
 defaults and why they are not here. Whoever passes the default, or switches the thing off (None, False), gets what is
-asked for, so that is accepted; any other value raises; a name that TransformerEngine does not have either is a
-TypeError, as for any Python function.
+asked for, so that is accepted; any other value raises, unless the argument only helps to do faster what is done here
+without it; a name that TransformerEngine does not have either is a TypeError, as for any Python function.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from quantshard.errors import ConfigurationError
 
 
 class Unsupported(NamedTuple):
-    """An argument's default in TransformerEngine, and why other values are refused, with the way out."""
+    """An argument's default in TransformerEngine, and why other values are refused, with the way out.
+
+    `hint`: it changes no result, so that all values are accepted.
+    """
 
     default: Any
     reason: str
+    hint: bool = False
 
 
 Arguments = dict[str, Unsupported]
@@ -28,6 +32,10 @@ Arguments = dict[str, Unsupported]
 
 def _because(reason: str, **defaults: Any) -> Arguments:
     return {name: Unsupported(default, reason) for name, default in defaults.items()}
+
+
+def _hints(reason: str, **defaults: Any) -> Arguments:
+    return {name: Unsupported(default, reason, hint=True) for name, default in defaults.items()}
 
 
 NO_OVERLAP = "the collectives of tensor parallelism are not overlapped with GEMMs; leave it out"
@@ -55,10 +63,9 @@ _LINEAR = {
     **_USERBUFFERS,
     **_because("sums over ranks are those of the communication backend; leave it out", symmetric_ar_type=None),
 }
-_ONE_LINEAR = {**_LINEAR, **_because(NO_OVERLAP, ub_name=None)}
-_WARM_UP = _because(
-    "there is no JIT warm-up, so no shape is needed; leave it out", seq_length=None, micro_batch_size=None
-)
+_BUFFER_NAME = _hints("there are no communication buffers to name", ub_name=None)
+_ONE_LINEAR = {**_LINEAR, **_BUFFER_NAME}
+_WARM_UP = _hints("there is no JIT warm-up, so no shape is needed", seq_length=None, micro_batch_size=None)
 _ATTENTION = {
     **_because("the mask type says it; use attn_mask_type='causal_bottom_right'", bottom_right_diagonal=None),
     **_because("only the ordinary softmax is there; leave it out", softmax_type="vanilla"),
@@ -69,10 +76,8 @@ _QK_NORM = _because(
     qk_norm_eps=1e-6,
     qk_norm_before_rope=False,
 )
-_CACHED_WEIGHTS = _because(
-    "no quantized weight is cached between microbatches; build the model under quantized_model_init, where weights are "
-    "stored quantized",
-    is_first_microbatch=None,
+_CACHED_WEIGHTS = _hints(
+    "weights that are not stored quantized are quantized in each forward, to the same codes", is_first_microbatch=None
 )
 _QUANTIZED_EDGES = _because("modules take and return high precision; leave it out", fp8_output=False, fp8_grad=False)
 _CORE_ATTENTION_CALL = {
@@ -96,7 +101,7 @@ _CORE_ATTENTION_CALL = {
 ARGUMENTS: dict[str, Arguments] = {
     "Linear": {
         **_ONE_LINEAR,
-        **_because("dropout draws from torch's generator; leave it out", rng_tracker_name=None),
+        **_hints("without get_rng_state_tracker it names nothing", rng_tracker_name=None),
         **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
     },
     "Linear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
@@ -108,8 +113,9 @@ ARGUMENTS: dict[str, Arguments] = {
         ),
         **_RNG_TRACKER,
         **_FUSED_WGRAD,
-        **_because(NO_OVERLAP, ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None),
-        **_because("dropout draws from torch's generator; leave it out", rng_tracker_name=None),
+        **_because(NO_OVERLAP, ub_overlap_rs=False, ub_overlap_ag=False),
+        **_BUFFER_NAME,
+        **_hints("without get_rng_state_tracker it names nothing", rng_tracker_name=None),
         **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
         **_because(
             "each expert has a weight of its own, so that it is sharded, saved and moved between ranks by itself; "
@@ -192,8 +198,8 @@ ARGUMENTS: dict[str, Arguments] = {
         **_because(
             "the inputs of a checkpointed function are kept as they are; leave it out, or use sequence_parallel",
             distribute_saved_activations=False,
-            tp_group=None,
         ),
+        **_hints("it is the group to distribute saved activations over, and none are distributed", tp_group=None),
         **_RNG_TRACKER,
     },
     "apply_rotary_pos_emb": {
@@ -217,7 +223,9 @@ def refuse(owner: str, given: Mapping[str, Any]) -> None:
         known = ARGUMENTS[owner].get(name)
         if known is None:
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
-        if value is None or value is False or (not isinstance(value, torch.Tensor) and value == known.default):
+        if known.hint or value is None or value is False:
+            continue
+        if not isinstance(value, torch.Tensor) and value == known.default:
             continue
         shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ConfigurationError(f"{owner}({name}={shown}) is not supported: {known.reason}")

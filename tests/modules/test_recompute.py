@@ -138,3 +138,39 @@ def test_renamed_variables_of_checkpointing_are_noticed() -> None:
             recomputation._require_names(codes | {name: (lambda x: x).__code__})
         with pytest.raises(AssertionError, match=f"{name} of torch.utils.checkpoint has no variable"):
             recomputation._require_names({key: code for key, code in codes.items() if key != name})
+
+
+class Scaled(torch.nn.Module):
+    """A layer that takes tensors by name, one of which needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear("current")
+
+    def forward(self, value: Tensor, *, by: Tensor, plus: float = 0.0) -> Tensor:
+        return self.layer(value) * by + plus
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_arguments_by_name_reach_the_function(use_reentrant: bool) -> None:
+    """Tensors among them get the gradients that they get without checkpointing, bit for bit."""
+    module, found = Scaled(), []
+    for wrapped in (False, True):
+        value, by = x().requires_grad_(), torch.full((), 3.0, requires_grad=True)
+        with qs.autocast(recipe="current"):
+            if wrapped:
+                named = {
+                    "by": by,
+                    "plus": 2.0,
+                    "preserve_rng_state": False,
+                    "tp_group": None,
+                    "determinism_check": "none",
+                }
+                out = qs.checkpoint(module, value, use_reentrant=use_reentrant, **named)
+            else:
+                out = module(value, by=by, plus=2.0)
+        module.zero_grad()
+        out.square().sum().backward()
+        found.append([out, value.grad, by.grad, module.layer.weight.grad])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert torch.equal(plain, checkpointed)

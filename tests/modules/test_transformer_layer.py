@@ -462,7 +462,16 @@ def test_defaults_are_accepted(owner):
     called(owner)(**dict.fromkeys(table))
 
 
-@pytest.mark.parametrize(("owner", "name"), [(o, n) for o, table in unsupported.ARGUMENTS.items() for n in table])
+ARGUMENTS = [(o, n, argument.hint) for o, table in unsupported.ARGUMENTS.items() for n, argument in table.items()]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(o, n) for o, n, hint in ARGUMENTS if hint])
+def test_hints_are_accepted(owner, name):
+    for value in (7, "other", True, False, None):
+        called(owner)(**{name: value})
+
+
+@pytest.mark.parametrize(("owner", "name"), [(o, n) for o, n, hint in ARGUMENTS if not hint])
 def test_other_values_are_refused_by_name(owner, name):
     for value in (7, "other", torch.ones(2)):
         with pytest.raises(ConfigurationError) as caught:
