@@ -47,7 +47,8 @@ LAYERS = """
         assert FP8GlobalStateManager.with_fp8_parameters()
         model = te.TransformerLayer(
             64, 128, 4, layer_number=1, self_attn_mask_type="causal", tp_group=None, tp_size=1,
-            params_dtype=torch.float32, get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=8, micro_batch_size=2,
+            params_dtype=torch.float32, get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=8,
+            micro_batch_size=2,
             sequence_parallel=False, apply_residual_connection_post_layernorm=False, layer_type="encoder",
             drop_path_rate=0.0, set_parallel_mode=False, fuse_qkv_params=True, ub_tp_comm_overlap=False,
             hidden_dropout=0.0, attention_dropout=0.0,
