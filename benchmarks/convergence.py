@@ -1,0 +1,256 @@
+"""Does it learn as well as BF16? Held-out losses of one model, trained on the same tokens by each recipe and optimizer.
+
+    python benchmarks/convergence_corpus.py CORPUS
+    python benchmarks/convergence.py CORPUS RESULTS.jsonl --arms bf16:0,current:0 [--minutes 9] [--work DIR]
+
+A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head). An arm is a name of `ARMS`
+and a seed, which gives the initial weights and the order of the windows: arms of one seed read the same tokens in the
+same order. Each finished arm is one line of RESULTS.jsonl, and is not run again. An arm that the minutes end is saved
+under --work and goes on from there, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import quantshard as qs
+from quantshard import recipe as recipes
+from quantshard.cli.config import Settings
+from quantshard.cli.model import LanguageModel
+from quantshard.cli.train import learning_rate
+from quantshard.modules.base import QuantizedModule
+from quantshard.optimizers import FusedAdam
+
+SMALL = Settings(
+    architecture="gpt",
+    hidden=768,
+    layers=12,
+    heads=12,
+    ffn=3072,
+    seq_length=1024,
+    tied=True,
+    steps=1500,
+    global_batch=64,
+    micro_batches=2,
+    lr=1e-3,
+    warmup=150,
+    eval_sequences=512,
+    save_every=0,
+).resolved()
+"""98 million tokens, 0.8 for each parameter: the start of a training, in which arms differ as they do later."""
+
+AT_ONCE = 32
+"""Held-out windows of one forward."""
+
+Parameters = list[dict[str, Any]]
+
+
+class Arm(NamedTuple):
+    """How weights and GEMMs are quantized, and how the optimizer is made."""
+
+    recipe: str
+    optimizer: Callable[[Parameters], torch.optim.Optimizer]
+
+
+def fused(**options: Any) -> Callable[[Parameters], torch.optim.Optimizer]:
+    """FusedAdam; with float32 masters and moments unless said otherwise."""
+    return lambda groups: FusedAdam(groups, lr=SMALL.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps, **options)
+
+
+def plain(groups: Parameters) -> torch.optim.Optimizer:
+    """PyTorch's AdamW straight on the weights, with states of their dtype."""
+    return torch.optim.AdamW(groups, lr=SMALL.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps)
+
+
+FP16_MASTERS = {"master_weight_dtype": torch.float16}
+FP8_MOMENTS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+
+ARMS = {
+    "bf16": Arm("bf16", fused()),
+    "bf16 AdamW": Arm("bf16", plain),
+    **{name: Arm(name, fused()) for name in ("current", "delayed", "block", "rowwise", "mxfp8", "nvfp4")},
+    **{f"{name} AdamW": Arm(name, plain) for name in ("block", "mxfp8")},
+    **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
+    **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
+}
+"""Lean: 5 bytes a parameter where a weight takes one: master of 16 bits, moments of 8."""
+
+
+class Windows:
+    """Tokens as windows of one length, in an order that a seed gives."""
+
+    def __init__(self, file: Path, length: int, seed: int | None) -> None:
+        self.tokens = np.memmap(file, dtype=np.uint16, mode="r")
+        self.length, count = length, (len(self.tokens) - 1) // length
+        self.order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
+
+    def take(self, start: int, count: int, device: str) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [count, length]; after the last window comes the first again."""
+        chosen = self.order[np.arange(start, start + count) % len(self.order)] * self.length
+        rows = np.stack([self.tokens[at : at + self.length + 1] for at in chosen]).astype(np.int64)
+        both = torch.from_numpy(rows).to(device)
+        return both[:, :-1], both[:, 1:]
+
+
+class Training:
+    """One arm and seed, at some step."""
+
+    def __init__(self, arm: Arm, seed: int, corpus: Path, settings: Settings, device: str) -> None:
+        self.settings, self.device, self.step, self.seconds = settings, device, 0, 0.0
+        self.windows = Windows(corpus / "train.bin", settings.seq_length, seed)
+        self.heldout = Windows(corpus / "heldout.bin", settings.seq_length, None)
+        torch.manual_seed(seed)
+        vocabulary = json.loads((corpus / "corpus.json").read_text())["vocabulary"]
+        self.model = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
+        self.optimizer = arm.optimizer(list(_groups(self.model, settings)))
+        self.losses: list[float] = []
+
+    def train(self, until: float, last: int | None = None) -> bool:
+        """Steps until the last, or until a time; True if all are done."""
+        settings = self.settings
+        while self.step < (settings.steps if last is None else last):
+            start = time.monotonic()
+            if start > until:
+                return False
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(settings, self.step + 1)
+            loss = self._backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            if self.step % 10 == 0:
+                self.losses.append(round(float(loss), 5))
+            self.seconds += time.monotonic() - start
+        return True
+
+    def _backward(self) -> Tensor:
+        settings, total = self.settings, torch.zeros((), dtype=torch.float32, device=self.device)
+        size = settings.global_batch // settings.micro_batches
+        for part in range(settings.micro_batches):
+            at = self.step * settings.global_batch + part * size
+            inputs, targets = self.windows.take(at, size, self.device)
+            loss = cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten()) / settings.micro_batches
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean held-out loss, nats a token."""
+        self.model.eval()
+        losses = []
+        for start in range(0, self.settings.eval_sequences, AT_ONCE):
+            inputs, targets = self.heldout.take(start, AT_ONCE, self.device)
+            losses.append(float(cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())))
+        self.model.train()
+        return math.fsum(losses) / len(losses)
+
+    def save(self, folder: Path) -> None:
+        """What `load` goes on from."""
+        own = {"losses": self.losses, "seconds": self.seconds}
+        with qs.checkpoints.Manager(folder, keep_last=1) as manager:
+            manager.save(self.step, self.model, self.optimizer, extra=own)
+
+    def load(self, folder: Path) -> None:
+        """Go on where `save` was called, if it was."""
+        with qs.checkpoints.Manager(folder) as manager:
+            found = manager.restore(self.model, self.optimizer) if manager.steps() else None
+        if found is not None:
+            self.step, self.losses, self.seconds = found.step, found.extra["losses"], found.extra["seconds"]
+
+
+def _padded(vocabulary: int) -> int:
+    return -(-vocabulary // 128) * 128
+
+
+def _groups(model: LanguageModel, settings: Settings) -> Iterator[dict[str, Any]]:
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    yield {"params": matrices, "weight_decay": settings.weight_decay}
+    yield {"params": [each for each in model.parameters() if each.ndim != 2], "weight_decay": 0.0}
+
+
+def bytes_kept(training: Training) -> float:
+    """Bytes of weights and optimizer states a parameter of the layers' matrices."""
+    weights = [(module, name) for module in training.model.layers.modules() if isinstance(module, QuantizedModule)
+               for name, each in module.named_parameters(recurse=False) if each.ndim == 2]  # fmt: skip
+    count = stored = 0
+    for module, name in weights:
+        parameter = getattr(module, name)
+        storage = getattr(parameter, "_storage", None)
+        parts = [parameter] if storage is None else list(storage.components.values())
+        states = [each for each in training.optimizer.state.get(parameter, {}).values() if isinstance(each, Tensor)]
+        count += parameter.numel()
+        stored += sum(each.numel() * each.element_size() for each in (*parts, *states))
+    return stored / count
+
+
+def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[str, Any] | None:
+    """The result of one arm; None if time ended it, saved."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    training = Training(ARMS[name], seed, asked.corpus, asked.settings, device)
+    folder = asked.work / f"{name}-{seed}".replace(" ", "-")
+    training.load(folder)
+    done = training.train(until)
+    if not done:
+        training.save(folder)
+        print(f"{name}:{seed} stopped at step {training.step}", flush=True)
+        return None
+    return {
+        "arm": name,
+        "seed": seed,
+        "heldout": round(training.evaluate(), 5),
+        "bytes": round(bytes_kept(training), 3),
+        "tokens": training.step * asked.settings.global_batch * asked.settings.seq_length,
+        "seconds": round(training.seconds, 1),
+        "losses": training.losses,
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU",
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def finished(results: Path) -> set[tuple[str, int]]:
+    """Arms and seeds that have a line."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    return {(each["arm"], each["seed"]) for each in map(json.loads, lines)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Held-out losses of recipes and optimizers.")
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--arms", required=True, help="NAME:SEED, by commas; names: " + ", ".join(ARMS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop, saved, after so many")
+    parser.add_argument("--work", type=Path, default=Path("convergence-work"))
+    asked = parser.parse_args()
+    asked.settings = SMALL
+    until = time.monotonic() + 60 * asked.minutes
+    for each in asked.arms.split(","):
+        name, _, seed = each.rpartition(":")
+        if (name, int(seed)) in finished(asked.results) or time.monotonic() > until:
+            continue
+        result = run(name, int(seed), asked, until)
+        if result is not None:
+            with asked.results.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+            shown = {key: value for key, value in result.items() if key != "losses"}
+            print(json.dumps(shown), flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
