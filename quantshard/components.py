@@ -44,7 +44,7 @@ are its options."""
 def canonical_name(name: str) -> str:
     """A module's or parameter's name as the keys of the model's state dict have it: with or without
     `checkpoint_wrapper`."""
-    return name.replace(private_torch.CHECKPOINT_WRAPPER, "")
+    return private_torch.without_wrappers(name)
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:

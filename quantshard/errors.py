@@ -7,6 +7,7 @@
      |-- FallbackError (also a RuntimeError)        strict was asked for, and something would take a slower path
      |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
      |-- RankMismatchError (also a RuntimeError)    ranks disagree on something that must be equal
+     |-- TorchVersionError (also a RuntimeError)    this version of PyTorch lacks what a feature needs
      `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients, too often or unskippable
 
 Each message says what happened, to which tensor, with which numbers, and what to do next.
@@ -44,6 +45,10 @@ class CheckpointError(QuantshardError, RuntimeError):
 
 class RankMismatchError(QuantshardError, RuntimeError):
     """Ranks disagree on something that must be equal everywhere."""
+
+
+class TorchVersionError(QuantshardError, RuntimeError):
+    """This version of PyTorch lacks a private function, class or attribute that a feature needs."""
 
 
 class NonFiniteGradientError(QuantshardError, RuntimeError):

@@ -248,7 +248,7 @@ def _refuse_sharded(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     )
 
 
-private_torch.dtensor_handlers.setdefault(aten.dequantize.self, _refuse_sharded)
+private_torch.answer_for_dtensors(aten.dequantize.self, _refuse_sharded)
 
 
 @rule(private_torch.all_gather_of_dtensor, needed_by="DTensor.full_tensor, to be told what to do")

@@ -459,7 +459,7 @@ REFUSED = [
     ("resize_", lambda t: t.resize_(2, 2)),
     ("select", lambda t: t[0]),
     ("index", lambda t: t[torch.tensor([0, 1])]),
-    ("index_put_", lambda t: t.__setitem__(torch.tensor([0]), 1.0)),
+    ("index_(put|fill)_", lambda t: t.__setitem__(torch.tensor([0]), 1.0)),  # the second from torch 2.15 on
     ("slice", lambda t: t.__setitem__(slice(0, 2), 1.0)),
     ("t", lambda t: t.t()),
     ("t", lambda t: nn.functional.linear(PLAIN, t)),

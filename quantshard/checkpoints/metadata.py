@@ -184,13 +184,19 @@ def _entry(key: str, raw: object) -> TensorStorageMetadata | BytesStorageMetadat
 
 
 def _properties(raw: object) -> TensorProperties:
-    state = raw.state if isinstance(raw, Record) and raw.name == _PROPERTIES and raw.args == () else None
-    if not isinstance(state, tuple) or len(state) != 5 or type(state[0]) is not Record or state[0].name not in DTYPES:
+    """The dtype; torch 2.15 saves strides too, of the piece as it lay in memory, which say nothing about the files."""
+    state: Any = raw.state if isinstance(raw, Record) and raw.name == _PROPERTIES and raw.args == () else None
+    known = isinstance(state, tuple) and (len(state) == 5 or (len(state) == 6 and _are_strides(state[5])))
+    if not known or type(state[0]) is not Record or state[0].name not in DTYPES:
         raise _Wrong(f"{_kind(raw)} stands where a tensor's dtype should")
     layout = state[1]
     if type(layout) is not Record or layout.name != _LAYOUT or layout.args != ("torch.strided",):
         raise _Wrong("a tensor is sparse")
     return TensorProperties(dtype=DTYPES[state[0].name])
+
+
+def _are_strides(raw: object) -> bool:
+    return raw is None or (type(raw) is tuple and all(type(stride) is int for stride in raw))
 
 
 def _index(raw: object) -> MetadataIndex:

@@ -69,7 +69,7 @@ _settings: dict[str, _Known] = {NO_AUTOCAST: _Known(HighPrecision())}
 _numbers = itertools.count(1)
 
 
-# A compiled graph knows a setting by its name, so the three functions below are constants to torch.compile.
+# A compiled graph knows a setting by its name, so the functions marked below are constants to torch.compile.
 
 
 @private_torch.constant_in_graphs
@@ -91,6 +91,11 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
 def quantizes(name: str) -> bool:
     """True if the setting of that name quantizes anything."""
     return bool(_settings[name].recipe.table)
+
+
+def has_quantized() -> bool:
+    """True if any autocast of this process so far quantizes anything."""
+    return any(known.recipe.table for known in _settings.values())
 
 
 @private_torch.constant_in_graphs
@@ -180,6 +185,7 @@ def _record_forward_amaxes() -> Tensor:
 
 @_record_forward_amaxes.register_fake
 def _() -> Tensor:
+    private_torch.check_order_is_kept()
     return torch.empty(0, dtype=torch.float32)
 
 

@@ -80,6 +80,7 @@ def _ready(asked: Forward) -> list[Ready]:
 
 
 def _forward_shapes(*arguments: Any) -> list[Tensor]:
+    private_torch.check_order_is_kept()
     asked = Forward.of(arguments)
     x, layers = asked.x, asked.layers
     if context.is_delayed(layers.setting) and private_torch.is_recomputed_in_graph():

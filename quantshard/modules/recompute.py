@@ -4,15 +4,20 @@
 left, and delayed scaling has recorded new amaxes. So each linear layer leaves a `Call` with the region, and the second
 forward takes the recipe and the amaxes to scale by from there: it quantizes to the same bits and records nothing
 twice.
+
+Which region that is `quantshard.checkpoint` knows by itself: it tells the first run of its function from later ones. Of
+`torch.utils.checkpoint` it must be found out (`private_torch.checkpointed_regions`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
@@ -20,6 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, unsupported
+from quantshard.private_torch import CheckpointedRegions
 from quantshard.recipe import Recipe, TensorRole
 
 Layer = tuple[int, str]
@@ -61,6 +67,47 @@ class _Calls:
         return made[index] if index < len(made) else None
 
 
+class _Region:
+    """The function of one `quantshard.checkpoint`: its first run is the first forward, each later one recomputes it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.runs = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        _running.regions.append((self, self.runs, private_torch.current_backward()))
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            _running.regions.pop()
+
+
+class _Running(threading.local):
+    """The regions of `quantshard.checkpoint` that run on this thread, the innermost last: with which run of it that is,
+    and the backward pass in which it began."""
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[_Region, int, int | None]] = []
+
+
+_running = _Running()
+
+
+def _regions() -> CheckpointedRegions:
+    """Which regions the calling code runs in, those of `quantshard.checkpoint` and others."""
+    found = private_torch.checkpointed_regions()
+    if not _running.regions:
+        return found
+    backward, entered = private_torch.current_backward(), list(found.entered)
+    for region, run, began in reversed(_running.regions):
+        if began != backward:
+            break  # a backward pass within this run: what runs now belongs to what that pass recomputes
+        if run > 1:
+            return CheckpointedRegions(tuple(entered), region, run)
+        entered.append(region)
+    return replace(found, entered=tuple(entered))
+
+
 def call(layer: Layer, quantized: bool, setting: str | None = None) -> Call:
     """How a layer is to be computed now: as autocast says, or in a second forward as in the first.
 
@@ -68,12 +115,15 @@ def call(layer: Layer, quantized: bool, setting: str | None = None) -> Call:
 
     Raises:
         UnsupportedOperationError: a forward runs again, but nothing was kept of the first.
+        TorchVersionError: a forward runs again, and this version of PyTorch does not tell of which region.
     """
-    regions = private_torch.checkpointed_regions()
+    regions = _regions()
     if regions.replayed is None:
+        asked = context.setting(setting or context.current_setting())
+        if regions.unknown is not None and (quantized or context.has_quantized()):
+            raise regions.unknown
         if private_torch.in_backward():
             _check_known_without_first(quantized, setting)
-        asked = context.setting(setting or context.current_setting())
         current = Call(asked.recipe, asked.amax_reduction_group, asked.strict)
     else:
         first = _calls_of(regions.replayed).next(layer, regions.replay)
@@ -130,6 +180,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     unsupported.refuse("checkpoint", {name: kwargs.pop(name) for name in refused if name in kwargs})
     if use_reentrant:
         function, args, kwargs = _by_position(function, args, kwargs)
+    if not torch.compiler.is_compiling():  # a graph is told by names what its layers do, and recomputes that
+        function = _Region(function)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 

@@ -1,8 +1,11 @@
-"""Every use of a private PyTorch API, each with its reason. Checked on torch 2.11 and 2.13."""
+"""Every use of a private PyTorch API, each with its reason. What they were in each version is recorded in
+tests/private_names.json, and what does not work where one is missing is said in docs/compatibility.md."""
 
 from quantshard.private_torch.autograd import (
     at_end_of_backward,
+    check_order_is_kept,
     constant_in_graphs,
+    current_backward,
     has_hooks,
     in_backward,
     is_recomputed_in_graph,
@@ -30,7 +33,6 @@ from quantshard.private_torch.recomputation import (
     checkpointed_regions,
 )
 from quantshard.private_torch.saving import (
-    CHECKPOINT_WRAPPER,
     end_checkpoint_process,
     first_state,
     flatten_state_dict,
@@ -40,15 +42,16 @@ from quantshard.private_torch.saving import (
     set_element,
     state_dict_stager,
     storage_info,
+    without_wrappers,
 )
 from quantshard.private_torch.tensors import (
     all_gather_of_dtensor,
     all_gather_single,
+    answer_for_dtensors,
     cast,
     cut_dims,
     disabled_torch_function,
     dtensor_around,
-    dtensor_handlers,
     global_offset,
     in_place_changes,
     is_strided_over,
@@ -60,21 +63,22 @@ from quantshard.private_torch.tensors import (
 )
 
 __all__ = [
-    "CHECKPOINT_WRAPPER",
     "CheckpointedRegions",
     "FsdpGather",
     "FsdpPlan",
     "all_gather_of_dtensor",
     "all_gather_single",
+    "answer_for_dtensors",
     "at_end_of_backward",
     "axis_groups",
     "cast",
+    "check_order_is_kept",
     "checkpointed_regions",
     "constant_in_graphs",
+    "current_backward",
     "cut_dims",
     "disabled_torch_function",
     "dtensor_around",
-    "dtensor_handlers",
     "end_checkpoint_process",
     "first_state",
     "flatten_state_dict",
@@ -106,4 +110,5 @@ __all__ = [
     "storage_info",
     "take_saved",
     "told_extents",
+    "without_wrappers",
 ]

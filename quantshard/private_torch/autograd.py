@@ -8,8 +8,14 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import Tensor, nn
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch._subclasses.fake_tensor import FakeTensor
+
+from quantshard.private_torch.lookup import missing, needs_attributes, private_name
+
+_task_id = private_name("torch._C._current_graph_task_id", "telling forward from backward, and so every layer,")
+_engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
+_fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
+_register_effect = private_name("torch._higher_order_ops.effects._register_effectful_op", "torch.compile of a layer")
+_ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", "torch.compile of a layer")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -29,6 +35,7 @@ def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers.get(name)
 
 
+@needs_attributes("the backward of fused layers")
 def take_saved(ctx: Any) -> tuple[Any, ...]:
     """`ctx.saved_tensors` in the backward of an autograd function, which lets go of each as soon as its caller does.
 
@@ -42,12 +49,19 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 
 def in_backward() -> bool:
     """True while autograd runs a backward pass on this thread. There is no public way to ask."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() is not None
 
 
+def current_backward() -> int | None:
+    """The number of the backward pass that autograd runs on this thread, the innermost of several; None outside."""
+    number: int = _task_id()
+    return None if number == -1 else number
+
+
+@needs_attributes("delayed scaling of gradients")
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once when the backward pass now running ends. FSDP2 and DDP finish their work in the same way."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _engine.queue_callback(callback)
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -55,7 +69,7 @@ def is_traced(tensor: Tensor) -> bool:
 
     Of `FakeTensor`, PyTorch's only name for such a tensor.
     """
-    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+    return torch.compiler.is_compiling() or isinstance(tensor, _fake_tensor)
 
 
 def constant_in_graphs(function: Any) -> Any:
@@ -72,8 +86,20 @@ def keep_order(operator: Any) -> None:
     """Tell torch.compile that an operator does more than it returns: calls are neither dropped, merged nor reordered.
 
     torch.library has no public name for it yet. Such an operator cannot stand in a checkpointed part of a graph.
+    Where it cannot be told, `check_order_is_kept` raises.
     """
-    _register_effectful_op(operator, _EffectType.ORDERED)
+    if missing(_register_effect, _ordered) is None:
+        _register_effect(operator, _ordered)
+
+
+def check_order_is_kept() -> None:
+    """Called where such an operator is put into a graph.
+
+    Raises:
+        TorchVersionError: this version of PyTorch was not told of it.
+    """
+    if (error := missing(_register_effect, _ordered)) is not None:
+        raise error
 
 
 def is_recomputed_in_graph() -> bool:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+
+from quantshard.private_torch.lookup import missing, needs_attributes, private_name
+
+_GATHERS = "asking FSDP2 how it gathers parameters"
+_states = private_name("torch.distributed._composable_state._module_state_mapping", _GATHERS)
+_state_class = private_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", _GATHERS)
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class FsdpPlan:
     reshards_to_other_mesh: bool = False
     group: weakref.ReferenceType[Any] | None = None
 
+    @needs_attributes(_GATHERS)
     def changed(self) -> bool:
         """True if FSDP2 was told since to keep what it was to free; a plan to keep serves freeing too."""
         group = None if self.group is None else self.group()
@@ -32,14 +38,14 @@ def _frees_between_passes(group: Any) -> bool:
     return bool(group._reshard_after_forward and group.reshard_after_backward)
 
 
+@needs_attributes(_GATHERS)
 def fsdp_plan(storage: Any) -> FsdpPlan:
     """The plan for the sharded parameter whose local tensor has this storage.
 
     FSDP2 hands its hooks no such fact, so its own state is asked: the parameter group that holds the parameter. Keep
     everything gathered where no group is found.
     """
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
+    for state in _known_states():
         for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 local = fsdp_param.sharded_param._local_tensor
@@ -51,18 +57,21 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
     return FsdpPlan()
 
 
-def sharded_parameters() -> Iterator[tuple[DTensor, str]]:
+@needs_attributes(_GATHERS)
+def sharded_parameters() -> list[tuple[DTensor, str]]:
     """FSDP2's sharded parameters in this process, each with its name, or where FSDP2 does not know it with its module's
     class: it looks for names in the first forward, and then not for those of parameters that replaced its own.
 
     Within an operation's dispatch only the local tensor is known, and no public record leads from it to its DTensor.
     """
-    for reference in list(_module_state_mapping.values()):
-        for group in _param_groups(reference()):
+    found = []
+    for state in _known_states():
+        for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 info = fsdp_param._module_info
                 name = fsdp_param._param_fqn or f"{info.param_name} of a {type(info.module).__name__}"
-                yield _sharded_param(fsdp_param), name
+                found.append((_sharded_param(fsdp_param), name))
+    return found
 
 
 def _sharded_param(fsdp_param: Any) -> Any:
@@ -83,6 +92,7 @@ class FsdpGather:
     dtype: torch.dtype | None
 
 
+@needs_attributes(_GATHERS)
 def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
     """How FSDP2 gathers each parameter, by (id of its module, name in it).
 
@@ -103,7 +113,7 @@ def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
             for fsdp_param in group.fsdp_params:
                 info = fsdp_param._module_info
                 param = _sharded_param(fsdp_param)
-                dtype = group.mp_policy.param_dtype if param.is_floating_point() else None
+                dtype = fsdp_param.mp_policy.param_dtype if param.is_floating_point() else None
                 gather = FsdpGather(
                     param,
                     ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
@@ -117,19 +127,28 @@ def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
     return found
 
 
+@needs_attributes(_GATHERS)
 def has_gathered_parameters(module: nn.Module) -> bool:
     """True if FSDP2 holds parameters of this very module gathered now."""
-    for reference in list(_module_state_mapping.values()):
-        for group in _param_groups(reference()):
+    for state in _known_states():
+        for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 if fsdp_param._module_info.module is module and fsdp_param.sharded_state.name != "SHARDED":
                     return True
     return False
 
 
+def _known_states() -> list[Any]:
+    """What FSDP2, and other functions of its kind, keep of modules."""
+    if missing(_states) is not None and not dist.is_initialized():
+        return []  # without process groups there is nothing of it
+    return [reference() for reference in list(_states.values())]
+
+
 def _param_groups(state: Any) -> list[Any]:
     """The parameter groups of one `fully_shard`-ed module; before torch 2.12 there is at most one."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
+    if not isinstance(state, _state_class):
+        return []  # of another composable function
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

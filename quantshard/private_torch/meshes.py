@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard.errors import ConfigurationError
+from quantshard.private_torch.lookup import needs_attributes
 
 
 def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -28,6 +29,7 @@ def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGrou
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
 
 
+@needs_attributes("expert parallelism on an axis of a mesh")
 def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
     """The process groups of all axes but this one of the mesh that a 1-D mesh is an axis of: together the ranks that
     stand at this rank's place on it. A mesh has no public way to tell what it was sliced from.

@@ -5,13 +5,37 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import checkpoint as torch_checkpoint
 
-from quantshard.private_torch.autograd import in_backward
+from quantshard.errors import TorchVersionError
+from quantshard.private_torch.autograd import current_backward
+from quantshard.private_torch.lookup import Missing, missing, private_name
+
+_FEATURE = "recomputation by torch.utils.checkpoint of layers that are quantized"
+_INSTEAD = "recompute with quantshard.checkpoint"
+
+
+def _name(path: str) -> Any:
+    return private_name(path, _FEATURE, _INSTEAD)
+
+
+_top_hooks = _name("torch._C._autograd._top_saved_tensors_default_hooks")
+_pop_hooks = _name("torch._C._autograd._pop_saved_tensors_default_hooks")
+_push_hooks = _name("torch._C._autograd._push_saved_tensors_default_hooks")
+_region_class = _name("torch.utils.checkpoint._CheckpointFrame")
+_first_hook = _name("torch.utils.checkpoint._checkpoint_hook")
+_replay_hook = _name("torch.utils.checkpoint._recomputation_hook")
+_reentrant_forward = _name("torch.utils.checkpoint.CheckpointFunction.forward.__code__")
+_reentrant_backward = _name("torch.utils.checkpoint.CheckpointFunction.backward.__code__")
+_NAMES = (
+    _top_hooks, _pop_hooks, _push_hooks, _region_class, _first_hook, _replay_hook, _reentrant_forward,
+    _reentrant_backward,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,87 +43,106 @@ class CheckpointedRegions:
     """The regions of `torch.utils.checkpoint` around the running code: objects that autograd keeps until they are done.
 
     `entered`: those that it runs the first forward of. `replayed`: the one that is recomputed, if any, and `replay`
-    which recomputation of it this is.
+    which recomputation of it this is. `unknown`: the error to raise where recomputation is not as without it, if this
+    version of PyTorch does not tell which region is recomputed now.
     """
 
     entered: tuple[Any, ...] = ()
     replayed: Any = None
     replay: Any = None
-
-
-_CHECKPOINT = inspect.unwrap(torch_checkpoint.checkpoint).__code__
-
-_REENTRANT_FORWARD = torch_checkpoint.CheckpointFunction.forward.__code__
-
-_REENTRANT_BACKWARD = torch_checkpoint.CheckpointFunction.backward.__code__
-
-_HOOK_CODES = {
-    code.co_name: code
-    for code in torch_checkpoint._checkpoint_hook.__init__.__code__.co_consts
-    if isinstance(code, types.CodeType)
-}
-
-
-def _require_names(found: dict[str, types.CodeType]) -> None:
-    """Of frames only names tell what they hold: a renamed one would not fail, but give another recipe or draws."""
-    wanted = {
-        "checkpoint": ("gen",),
-        "_checkpoint_without_reentrant_generator": ("new_frame",),
-        "CheckpointFunction.forward": ("ctx",),
-        "CheckpointFunction.backward": ("ctx",),
-        "pack_hook": ("frame",),
-        "unpack_hook": ("frame", "gid"),
-    }
-    for function, names in wanted.items():
-        code = found.get(function)
-        held = () if code is None else (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
-        lacking = [name for name in names if name not in held]
-        assert not lacking, (
-            f"torch {torch.__version__}: {function} of torch.utils.checkpoint has no variable {lacking[0]!r}, by which "
-            "quantshard.private_torch.checkpointed_regions finds what is recomputed; teach it this version's names"
-        )
-
-
-_require_names(
-    {
-        "checkpoint": _CHECKPOINT,
-        "_checkpoint_without_reentrant_generator": torch_checkpoint._checkpoint_without_reentrant_generator.__code__,
-        "CheckpointFunction.forward": _REENTRANT_FORWARD,
-        "CheckpointFunction.backward": _REENTRANT_BACKWARD,
-        **_HOOK_CODES,
-    }
-)
+    unknown: TorchVersionError | None = None
 
 
 def checkpointed_regions() -> CheckpointedRegions:
     """Which checkpointed regions the calling code runs in.
 
-    PyTorch has no such question, so its own frames on the Python stack are read: a reentrant region is its autograd
-    node, another one the `_CheckpointFrame` that its saved-tensor hooks close over. The stack is walked only where a
-    region is possible: without gradients, under saved-tensor hooks, or in backward.
+    PyTorch has no such question. A region that is not reentrant is the `_CheckpointFrame` that the saved-tensor hooks
+    of its first forward hold, and those of its recomputation refer to. A reentrant one is the `ctx` of
+    `CheckpointFunction`, the first argument of its `forward` or `backward` on the Python stack. Both are looked for
+    only where a region is possible: without gradients, under saved-tensor hooks, or in backward.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None and torch.is_grad_enabled() and not in_backward():
+    backward = current_backward()
+    if (error := missing(*_NAMES)) is not None:
+        return CheckpointedRegions(unknown=None if backward is None else error)
+    if _top_hooks(True) is None and torch.is_grad_enabled() and backward is None:
         return CheckpointedRegions()
+    by_hooks = _regions_of_hooks(backward)
+    entered, replayed = _reentrant_regions(by_hooks.replayed)
+    found = (*by_hooks.entered, *entered)
+    if replayed is not None:
+        return CheckpointedRegions(found, replayed, backward)
+    return CheckpointedRegions(found, by_hooks.replayed, by_hooks.replay, by_hooks.unknown)
+
+
+def _regions_of_hooks(backward: int | None) -> CheckpointedRegions:
+    """From the innermost saved-tensor hooks outwards, up to those of a recomputation; only the innermost can be looked
+    at, so each is taken off and put back."""
+    taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
     entered: list[Any] = []
-    if hooks is not None and getattr(hooks[0], "__code__", None) is _HOOK_CODES["pack_hook"]:
-        names = _HOOK_CODES["pack_hook"].co_freevars
-        cells: Any = hooks[0].__closure__  # type: ignore[attr-defined]
-        entered.append(cells[names.index("frame")].cell_contents)  # for the composable API, which is not on the stack
+    try:
+        while (hooks := _top_hooks(True)) is not None:
+            pack = inspect.unwrap(hooks[0])
+            held = list(_held(pack))
+            if (region := _only(held)) is not None and _is_of(pack, _first_hook):
+                entered.append(region)
+            elif (region := _only([each() for each in held if isinstance(each, weakref.ref)])) is not None and (
+                _is_of(pack, _replay_hook)
+            ):
+                return CheckpointedRegions(tuple(entered), region, hooks[0])
+            elif _is_checkpointing(pack) and backward is not None:
+                name = f"{pack.__module__}.{pack.__qualname__} as it was"
+                return CheckpointedRegions(unknown=Missing(name, _FEATURE, _INSTEAD).error())
+            taken.append(hooks)
+            _pop_hooks()
+    finally:
+        for pack, unpack in reversed(taken):
+            _push_hooks(pack, unpack)
+    return CheckpointedRegions(tuple(entered))
+
+
+def _held(function: Any) -> Iterable[Any]:
+    """What a function of PyTorch closes over, whatever the names."""
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # not filled yet
+
+
+def _only(objects: Iterable[Any]) -> Any:
+    """The region among some objects, if there is just one."""
+    found = [each for each in objects if isinstance(each, _region_class)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_of(function: Any, hook: Any) -> bool:
+    """True if a function is defined in a method of a class of hooks."""
+    return str(getattr(function, "__qualname__", "")).startswith(f"{hook.__qualname__}.")
+
+
+def _is_checkpointing(function: Any) -> bool:
+    """True for hooks of PyTorch's checkpointing, which must be recognised, not for others, as of `save_on_cpu`."""
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith("torch.") and "checkpoint" in module
+
+
+def _reentrant_regions(recomputed: Any) -> tuple[list[Any], Any]:
+    """The reentrant regions that the Python stack enters, and the one that it recomputes, from the innermost outwards
+    up to a recomputation: also up to that of `recomputed`, which is not reentrant."""
+    entered: list[Any] = []
+    other = None if recomputed is None else inspect.unwrap(recomputed.recompute_fn).__code__
     at: types.FrameType | None = sys._getframe(1)
     while at is not None:
         code = at.f_code
-        if code is _REENTRANT_FORWARD:
-            entered.append(at.f_locals["ctx"])
-        elif code is _CHECKPOINT and at.f_locals.get("gen") is not None:
-            entered.append(at.f_locals["gen"].gi_frame.f_locals["new_frame"])
-        elif code is _REENTRANT_BACKWARD:
-            return CheckpointedRegions(_distinct(entered), at.f_locals["ctx"], torch._C._current_graph_task_id())
-        elif code is _HOOK_CODES["unpack_hook"]:
-            return CheckpointedRegions(_distinct(entered), at.f_locals["frame"], at.f_locals["gid"])
+        if code is _reentrant_forward:
+            entered.append(_first_argument(at))
+        elif code is _reentrant_backward:
+            return entered, _first_argument(at)
+        elif code is other:
+            break
         at = at.f_back
-    return CheckpointedRegions(_distinct(entered))
+    return entered, None
 
 
-def _distinct(objects: list[Any]) -> tuple[Any, ...]:
-    return tuple({id(each): each for each in objects}.values())
+def _first_argument(frame: types.FrameType) -> Any:
+    return frame.f_locals[frame.f_code.co_varnames[0]]

@@ -8,46 +8,63 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
-from torch.distributed.checkpoint import _async_process_executor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-state_dict_stager = StateDictStager
+from quantshard.private_torch.lookup import needs_attributes, private_name
+
+_DCP = "torch.distributed.checkpoint"
+_SAVING, _LOADING = "saving by checkpoints.save", "loading by checkpoints.load"
+_BACKGROUND = "saving in the background"
+
+state_dict_stager = private_name(f"{_DCP}._state_dict_stager.StateDictStager", _BACKGROUND)
 """Copies a state dict into memory of the host that the next copy uses again. What is public, `DefaultStager`, ends its
 own after each copy in torch 2.11: so it copies once, and the memory would be pinned anew each time."""
 
-storage_info = _StorageInfo
+storage_info = private_name(f"{_DCP}.filesystem._StorageInfo", "reading the metadata of a checkpoint")
 """Where DCP's metadata say that one piece of an entry is. Its readers want this class, which has no public name."""
 
-set_element = set_element
+set_element = private_name(f"{_DCP}._traverse.set_element", _LOADING)
 """Puts a value into nested dicts and lists by the path that DCP's planners keep for it; they have no public way to."""
 
-flatten_state_dict = flatten_state_dict
+flatten_state_dict = private_name(f"{_DCP}._nested_dict.flatten_state_dict", _LOADING)
 """Nested state dicts by the keys that DCP's planners give to their entries, and the path to each."""
 
-CHECKPOINT_WRAPPER = _CHECKPOINT_PREFIX
-"""What `checkpoint_wrapper` puts into names of parameters, and takes out of the keys of state dicts."""
+save_checkpoint = private_name(f"{_DCP}.state_dict_saver._save_state_dict", _SAVING)
 
-save_checkpoint = _save_state_dict
-
-load_checkpoint = _load_state_dict
+load_checkpoint = private_name(f"{_DCP}.state_dict_loader._load_state_dict", _LOADING)
 """What `dcp.save` and `dcp.load` do, without their remark on a single process. That cannot be silenced beside training:
 filters of warnings are of the whole process, so a save in a thread would change what training hears."""
 
 
+_checkpoint_wrapper = private_name(
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_PREFIX",
+    "naming the parameters of modules in checkpoint_wrapper",
+    "recompute with quantshard.checkpoint",
+)
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a parameter or module without what `checkpoint_wrapper` puts into it, as in keys of state dicts."""
+    if isinstance(_checkpoint_wrapper, str):
+        return name.replace(_checkpoint_wrapper, "")
+    if any(part.startswith("_checkpoint") for part in name.split(".")):
+        raise _checkpoint_wrapper.error()
+    return name
+
+
+_executor = private_name(f"{_DCP}._async_process_executor", _BACKGROUND, "save with async_='thread'")
+
+
+@needs_attributes(_BACKGROUND)
 def end_checkpoint_process() -> None:
     """End the process that `dcp.async_save` keeps for saving, if there is one.
 
     It lives as long as this one does, and keeps the ranks that it was started with; there is no public way to end it.
     """
-    _async_process_executor._CHECKPOINT_PROCESS = None  # its destructor asks it to end, and waits
+    if _executor._CHECKPOINT_PROCESS is not None:
+        _executor._CHECKPOINT_PROCESS = None  # its destructor asks it to end, and waits
 
 
+@needs_attributes("load_state_dict of quantshard's optimizers")
 def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """The hooks that were registered on an optimizer's `load_state_dict`: those to run before, those to run after.
 
@@ -57,6 +74,7 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
     return [*before.values()], [*optimizer._optimizer_load_state_dict_post_hooks.values()]  # type: ignore[attr-defined]
 
 
+@needs_attributes("loading a stock optimizer that has not stepped")
 def first_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], probe: nn.Parameter) -> dict[str, Any]:
     """What a first `step()`, which alone makes states, makes for a parameter: that of an object of the same class with
     states, groups and hooks of its own, so that nobody learns of it."""

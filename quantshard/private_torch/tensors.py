@@ -8,17 +8,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import (
-    _compute_local_shape_and_global_offset,
-    compute_local_shape_and_global_offset,
-)
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
-disabled_torch_function = torch._C._disabled_torch_function_impl
+from quantshard.private_torch.lookup import missing, private_name
+
+_DTENSOR = "torch.distributed.tensor"
+_SHARDED, _TENSOR = "a sharded parameter or state", "a quantized tensor"
+_spec = private_name(f"{_DTENSOR}._dtensor_spec.DTensorSpec", _SHARDED)
+_spec_meta = private_name(f"{_DTENSOR}._dtensor_spec.TensorMeta", _SHARDED)
+_place = private_name(f"{_DTENSOR}._utils.compute_local_shape_and_global_offset", _SHARDED)
+_place_at = private_name(f"{_DTENSOR}._utils._compute_local_shape_and_global_offset", _SHARDED)
+_strided_shard = private_name(f"{_DTENSOR}.placement_types._StridedShard", "FSDP2 over tensor parallelism")
+_handlers = private_name(
+    f"{_DTENSOR}.DTensor._op_dispatcher._custom_op_handlers", "telling what to do in place of an operation of a DTensor"
+)
+_unfinished = private_name(
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor", "what DTensor's collectives are still filling"
+)
+_wrapper = private_name("torch.Tensor._make_wrapper_subclass", _TENSOR)
+
+disabled_torch_function = private_name("torch._C._disabled_torch_function_impl", _TENSOR)
 """A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
 PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public spelling."""
 
@@ -27,11 +38,17 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed both, and warns of the old names."""
 
-all_gather_of_dtensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+all_gather_of_dtensor = private_name(
+    "torch.ops._c10d_functional.all_gather_into_tensor.default", "telling what to do in place of full_tensor()"
+)
 """What `DTensor.full_tensor()` and `redistribute()` do to local tensors."""
 
-dtensor_handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-"""By operation, what answers it for DTensors in place of their own rules; there is no public way to refuse one."""
+
+def answer_for_dtensors(operation: Any, answer: Callable[..., Any]) -> None:
+    """Let a function answer an operation for DTensors, unless another does, in place of their own rule; there is no
+    public way to refuse one. Where there is none in this version, PyTorch's own error remains."""
+    if missing(_handlers) is None:
+        _handlers.setdefault(operation, answer)
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -39,7 +56,7 @@ def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, devic
 
     `_make_wrapper_subclass` is the documented-by-example way (the torch.utils._python_dispatch notes) to build one.
     """
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return _wrapper(cls, shape, dtype=dtype, device=device)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,7 +74,7 @@ def plain(tensor: Tensor) -> Tensor:
     Such an `AsyncCollectiveTensor` waits by itself before any operation of PyTorch, but has no address that a kernel
     could read from; it has no public name. Not differentiable: for use inside an `autograd.Function`.
     """
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return tensor.wait() if isinstance(tensor, _unfinished) else tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -80,15 +97,15 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement],
     The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
     and what is loaded into it lost. FSDP2 makes its own DTensors as here.
     """
-    meta = TensorMeta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+    meta = _spec_meta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
+    return DTensor(local, _spec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
     """Global index of the first local element of a plain parameter, a DTensor or not."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = _place(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
 
 
@@ -97,13 +114,13 @@ def told_extents(
 ) -> list[tuple[int, int]]:
     """For each dim the first and one past the last index that DTensor's metadata gives to the rank at a coordinate of
     the mesh. The public function tells of the running rank alone."""
-    lengths, starts = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+    lengths, starts = _place_at(shape, mesh_shape, list(coordinate), placements)
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
 def is_strided_over(placement: Placement, inner: int) -> bool:
     """True for FSDP2's own placement on a dim that axes of `inner` ranks had cut before; it has no public name."""
-    return isinstance(placement, _StridedShard) and placement.split_factor == inner
+    return isinstance(placement, _strided_shard) and placement.split_factor == inner
 
 
 def cut_dims(placements: Iterable[Placement]) -> list[int | None]:

@@ -6,9 +6,11 @@ import json
 import pickle
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from quantshard import checkpoints
 from quantshard.checkpoints.manifest import MANIFEST
@@ -99,4 +101,27 @@ def test_metadata_with_new_fields_are_refused_by_name(tmp_path: Path) -> None:
     found.surprise = 3  # type: ignore[attr-defined]
     (path / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(CheckpointError, match="a Metadata has other fields"):
+        checkpoints.load(path, *built("mxfp8"))
+
+
+@pytest.mark.parametrize("strides", [(), (None,), ((18, 1),)], ids=["before 2.15", "unknown", "known"])
+def test_metadata_of_every_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: tuple[Any, ...]) -> None:
+    """torch 2.15 saves strides too, and earlier ones cannot unpickle what it wrote; here all read both."""
+    state = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*state(properties)[:5], *strides))
+    path = written(tmp_path / "c", "mxfp8")
+    model, optimizer = built("mxfp8", seed=9)
+    born = digest(model, optimizer)
+    checkpoints.load(path, model, optimizer)
+    assert digest(model, optimizer) == digest(*built("mxfp8")) != born
+
+
+@pytest.mark.parametrize("strides", [(None, None), ("18",), ((18, 1.0),)])
+def test_other_metadata_of_tensors_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: tuple[Any, ...]
+) -> None:
+    state = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*state(properties)[:5], *strides))
+    path = written(tmp_path / "c", "mxfp8")
+    with pytest.raises(CheckpointError, match="TensorProperties stands where a tensor's dtype should"):
         checkpoints.load(path, *built("mxfp8"))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard import private_torch
+from quantshard.errors import ConfigurationError, TorchVersionError, UnsupportedOperationError
+from quantshard.modules import context
 from quantshard.private_torch import recomputation
+from quantshard.private_torch.lookup import Missing
 from quantshard.recipe import DelayedScaling
 
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -123,21 +127,86 @@ def test_transformer_engines_arguments() -> None:
         qs.checkpoint(layer, x(), distribute_saved_activations=True)
 
 
-def test_renamed_variables_of_checkpointing_are_noticed() -> None:
-    """Without them nothing would fail: a recomputation would take another recipe, scale or draw."""
-    codes = {
-        "checkpoint": recomputation._CHECKPOINT,
-        "_checkpoint_without_reentrant_generator": torch_checkpoint._checkpoint_without_reentrant_generator.__code__,
-        "CheckpointFunction.forward": recomputation._REENTRANT_FORWARD,
-        "CheckpointFunction.backward": recomputation._REENTRANT_BACKWARD,
-        **recomputation._HOOK_CODES,
-    }
-    recomputation._require_names(codes)
-    for name in ("checkpoint", "pack_hook", "unpack_hook", "_checkpoint_without_reentrant_generator"):
-        with pytest.raises(AssertionError, match=f"{name} of torch.utils.checkpoint has no variable"):
-            recomputation._require_names(codes | {name: (lambda x: x).__code__})
-        with pytest.raises(AssertionError, match=f"{name} of torch.utils.checkpoint has no variable"):
-            recomputation._require_names({key: code for key, code in codes.items() if key != name})
+def one_step(way: Callable[..., Tensor], recipe: Any = DELAYED) -> list[Tensor]:
+    """Gradients and histories of a step whose region holds a layer twice, the second time in a region of its own."""
+    layer, value = linear(recipe), x()
+    with qs.autocast(recipe=recipe):
+        out = way(lambda y: way(layer, layer(y)), value)
+    (out * torch.arange(1, 6)).sum().backward()
+    return [out, value.grad, layer.weight.grad, layer.input_amax_history, layer.grad_output_amax_history]
+
+
+REGIONS = {
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "reentrant checkpoint": partial(checkpoint, use_reentrant=True),
+    "quantshard.checkpoint": qs.checkpoint,
+    "reentrant quantshard.checkpoint": partial(qs.checkpoint, use_reentrant=True),
+}
+MISSING = [
+    "_top_hooks", "_pop_hooks", "_push_hooks", "_region_class", "_first_hook", "_replay_hook", "_reentrant_forward",
+    "_reentrant_backward",
+]  # fmt: skip
+
+
+reentrant_in_reentrant = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+@reentrant_in_reentrant
+@pytest.mark.parametrize("way", REGIONS)
+def test_nested_regions_have_the_bits_of_none(way: str) -> None:
+    for one, other in zip(one_step(REGIONS[way]), one_step(lambda function, y: function(y)), strict=True):
+        assert torch.equal(one, other)
+
+
+@reentrant_in_reentrant
+def test_quantshards_own_regions_need_no_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of PyTorch raise where one is missing, but not before they are recomputed, and not without quantization."""
+    expected = one_step(lambda function, y: function(y))
+    names = [getattr(recomputation, name) for name in MISSING]
+    assert len(names) == len(recomputation._NAMES) and all(
+        a is b for a, b in zip(names, recomputation._NAMES, strict=True)
+    )
+    for number, name in enumerate(MISSING):
+        missing = Missing(f"torch.{name}", recomputation._FEATURE, recomputation._INSTEAD)
+        monkeypatch.setattr(recomputation, "_NAMES", (*names[:number], missing, *names[number + 1 :]))
+        for way in ("quantshard.checkpoint", "reentrant quantshard.checkpoint"):
+            for one, other in zip(one_step(REGIONS[way]), expected, strict=True):
+                assert torch.equal(one, other)
+        for way in ("checkpoint", "reentrant checkpoint"):
+            with pytest.raises(TorchVersionError, match=rf"has no torch.{name}, .*quantshard.checkp"):
+                one_step(REGIONS[way])
+    monkeypatch.setattr(context, "has_quantized", lambda: False)
+    checkpoint(qs.Linear(5, 5), x(), use_reentrant=False).sum().backward()  # which nothing of ours is needed for
+
+
+@pytest.mark.parametrize("name", ["_replay_hook", "_region_class", "_first_hook"])
+def test_hooks_of_checkpointing_that_are_not_as_they_were_are_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a recomputation would take another recipe, scale or draw."""
+    monkeypatch.setattr(recomputation, name, type("Other", (), {}))
+    with pytest.raises((TorchVersionError, UnsupportedOperationError), match=r"pack_hook|more often"):
+        one_step(REGIONS["checkpoint"])
+    with torch.autograd.graph.save_on_cpu(), qs.autocast(recipe=DELAYED):
+        linear()(x()).sum().backward()  # no hook of checkpointing
+
+
+def test_hooks_that_were_looked_at_are_as_before() -> None:
+    """Those within a region too, which hide it."""
+    hidden = one_step(lambda function, y: checkpoint(partial(under_hooks, function), y, use_reentrant=False))
+    for one, other in zip(hidden, one_step(lambda function, y: function(y)), strict=True):
+        assert torch.equal(one, other)
+    seen: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append):
+        one, two = recomputation._top_hooks(True)
+        private_torch.checkpointed_regions()
+        assert recomputation._top_hooks(True) == (one, two)
+    assert recomputation._top_hooks(True) is None
+
+
+def under_hooks(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return function(value)
 
 
 class Scaled(torch.nn.Module):

@@ -1,0 +1,123 @@
+"""Private names of PyTorch, looked up: one that a version lacks costs its feature, where used, and not the import."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from quantshard.errors import TorchVersionError
+
+FIRST_TORCH, LAST_TORCH = (2, 11), (2, 15)
+"""The first and the last minor version of PyTorch that the tests passed with, as in pyproject.toml."""
+
+_TESTED = " to ".join(".".join(map(str, minor)) for minor in (FIRST_TORCH, LAST_TORCH))
+
+NAMES: dict[str, str] = {}
+"""Each private name that is looked up, and the feature that it costs if it is missing."""
+
+_FREE = (Tensor, nn.Parameter, nn.Buffer, DTensor, Shard, Replicate, Partial)
+"""Public types: of an object of exactly such a type it is known that it has no private class."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def private_name(path: str, feature: str, instead: str = "") -> Any:
+    """What PyTorch has by a dotted name, e.g. "torch._C._x"; where this version has nothing, a `Missing` in its place.
+
+    `feature`: what does not work without it, as the subject of a sentence. `instead`: what does.
+    """
+    NAMES[path] = feature
+    names = path.split(".")
+    found: Any = torch
+    for number, name in enumerate(names[1:], 2):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(names[:number]))
+            except ImportError:
+                return Missing(path, feature, instead)
+    return found
+
+
+class Missing:
+    """In the place of what this version of PyTorch lacks: a call of it, an attribute of it, or the question whether an
+    object of PyTorch is an instance of it raises."""
+
+    def __init__(self, path: str, feature: str, instead: str = "") -> None:
+        self._path, self._feature, self._instead = path, feature, instead
+
+    def error(self) -> TorchVersionError:
+        return _error(self._path, self._feature, self._instead)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self.error()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python asks objects for methods that few have
+        raise self.error()
+
+    def __instancecheck__(self, instance: object) -> bool:
+        """False for what certainly has another class."""
+        if type(instance) in _FREE or type(instance).__module__.partition(".")[0] != "torch":
+            return False
+        raise self.error()
+
+
+def missing(*names: Any) -> TorchVersionError | None:
+    """The error to raise for the first of some looked-up names that is missing, if one is."""
+    return next((name.error() for name in names if type(name) is Missing), None)
+
+
+def _error(name: str, feature: str, instead: str = "") -> TorchVersionError:
+    return TorchVersionError(
+        f"torch {torch.__version__} has no {name}, without which {feature} cannot work; "
+        f"{instead and instead + ', or '}install torch {_TESTED}, with which quantshard was tested"
+    )
+
+
+def needs_attributes(feature: str) -> Callable[[Function], Function]:
+    """Of a function that reads private attributes of PyTorch's objects: one that an object lacks raises by its name."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except AttributeError as error:
+                if (owner := _place_of(error.obj)).partition(".")[0] != "torch":
+                    raise
+                raise _error(f"{owner}.{error.name}", feature) from error
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
+
+
+def _place_of(owner: object) -> str:
+    """The dotted name of a module, class or function, or of the class of anything else."""
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    named = owner if isinstance(owner, type | types.FunctionType) else type(owner)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def warn_of_untested_torch() -> None:
+    """Warn if this version of PyTorch is older or newer than those that the tests passed with."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is None or not FIRST_TORCH <= (int(found[1]), int(found[2])) <= LAST_TORCH:
+        warnings.warn(
+            f"quantshard was tested with torch {_TESTED}, and this is torch {torch.__version__}: what it cannot do "
+            "there raises TorchVersionError where it is used, and bits were not compared",
+            stacklevel=3,
+        )
