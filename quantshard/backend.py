@@ -87,15 +87,32 @@ def _scalar(grid: Tensor) -> Tensor:
     return grid.view(())
 
 
-def _columns(grid: Tensor) -> Tensor:
+def _strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
+    """A grid that lies so already, but for what PyTorch calls the stride of a dim of one entry: that can be anything,
+    and `contiguous` leaves it, but scaled products compare it like others."""
+    return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
+
+
+def _row(grid: Tensor) -> Tensor:
+    """Of the left operand, [rows, 1]: strides (1, 1)."""
+    return _strided(grid.contiguous(), (1, 1))
+
+
+def _row_right(grid: Tensor) -> Tensor:
+    """Of the right one, [1, rows]: strides (rows, 1)."""
+    return _strided(grid.contiguous().t(), (grid.shape[0], 1))
+
+
+def by_columns(grid: Tensor) -> Tensor:
     """Strides (1, rows): the scales of one block of all rows lie together, as kernels store them (`sources`)."""
-    return grid.t().contiguous().t()
+    return _strided(grid.t().contiguous().t(), (1, grid.shape[0]))
 
 
-def _by_four(grid: Tensor) -> Tensor:
+def by_four(grid: Tensor) -> Tensor:
     """Of square blocks, transposed: strides (1, n) with n the blocks of a row, a multiple of 4."""
     more = -grid.shape[1] % 4
-    return (F.pad(grid, (0, more)) if more else grid.contiguous()).t()
+    padded = F.pad(grid, (0, more)) if more else grid
+    return _strided(padded.contiguous().t(), (1, padded.shape[1]))
 
 
 def swizzled(grid: Tensor) -> Tensor:
@@ -105,8 +122,8 @@ def swizzled(grid: Tensor) -> Tensor:
     layout").
     """
     rows, cols = (ceil_div(size, unit) for size, unit in zip(grid.shape, (128, 4), strict=True))
-    padded = F.pad(grid, (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0]))
-    return padded.view(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+    padded = F.pad(grid, (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0]))  # of strides as they were, maybe
+    return padded.reshape(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def _e8m0(grid: Tensor) -> Tensor:
@@ -119,10 +136,10 @@ def _e4m3(grid: Tensor) -> Tensor:
 
 _TYPES, _SWIZZLE = F.ScalingType, F.SwizzleType
 _WHOLE = Scale((_TYPES.TensorWise,), _scalar)
-_ROW = Scale((_TYPES.RowWise,), lambda grid: grid)
-_ROW_RIGHT = Scale((_TYPES.RowWise,), lambda grid: grid.t())
-_VECTOR = Scale((_TYPES.BlockWise1x128,), _columns)
-_SQUARE = Scale((_TYPES.BlockWise128x128,), _by_four)
+_ROW = Scale((_TYPES.RowWise,), _row)
+_ROW_RIGHT = Scale((_TYPES.RowWise,), _row_right)
+_VECTOR = Scale((_TYPES.BlockWise1x128,), by_columns)
+_SQUARE = Scale((_TYPES.BlockWise128x128,), by_four)
 _MX = Scale((_TYPES.BlockWise1x32,), _e8m0, (_SWIZZLE.SWIZZLE_32_4_4,))
 _NV = Scale((_TYPES.BlockWise1x16, _TYPES.TensorWise), _e4m3, (_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE))
 

@@ -277,7 +277,7 @@ def test_scales_lie_as_products_read_them() -> None:
     sides = [
         (kind, side) for kinds, n in backend.NATIVE.items() for kind, side in zip(kinds, (n.left, n.right), strict=True)
     ]
-    wanted = {kind for kind, side in sides if side.layout is backend._columns}
+    wanted = {kind for kind, side in sides if side.layout is backend.by_columns}
     assert wanted
     for copy in (copy for fmt in FORMATS.values() for copy in fmt.copies.values()):
         kind = (copy.scale.encoding.name, *copy.block)
