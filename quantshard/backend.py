@@ -331,8 +331,10 @@ def _scaled(
 
 
 def _codes(rows: Rows) -> Tensor:
-    encoding = rows.copy.codes.encoding
-    return rows.codes.view(torch.float4_e2m1fn_x2 if encoding.native is None else encoding.native)
+    encoding, codes = rows.copy.codes.encoding, rows.codes
+    if codes.shape[0] == 1:  # of a column that was transposed
+        codes = _strided(codes.contiguous(), (codes.shape[1], 1))
+    return codes.view(torch.float4_e2m1fn_x2 if encoding.native is None else encoding.native)
 
 
 def _scales(rows: Rows, kind: Scale) -> list[Tensor]:

@@ -88,7 +88,7 @@ def stand_in(
     """`torch.nn.functional.scaled_mm`, in float64."""
     assert not (use_fast_accum and output_dtype == torch.float32)
     b = b.t()
-    assert a.is_contiguous() and b.is_contiguous(), "row-major by column-major"
+    assert a.stride() == (a.shape[1], 1) and b.stride() == (b.shape[1], 1), "row-major by column-major"
     assert a.shape[1] == b.shape[1] and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0, (a.shape, b.shape)
     assert not a.dtype == b.dtype == E5M2.native
     assert bias is None or (bias.dtype == output_dtype != torch.float32 and bias.shape == (b.shape[0],))
