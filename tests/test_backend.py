@@ -334,6 +334,30 @@ def test_small_products(name: str, capability: tuple[int, int]) -> None:
     assert torch.stack(right_ones).all()
 
 
+@pytest.mark.skipif(not ON_GPU, reason="where kernels store scales and products read them")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "rowwise"])
+@pytest.mark.parametrize(
+    "sizes", [(256, 128, 256), (1, 128, 128), (17, 16, 1), (129, 127, 128)], ids=lambda s: "x".join(map(str, s))
+)
+def test_small_layers_on_kernels(sizes: tuple[int, int, int], recipe: str) -> None:
+    """Rows, in_features and out_features of a layer: near what it gives without kernels, whose codes are the same."""
+    rows, features, outputs = sizes
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=recipe):
+        layer = Linear(features, outputs, bias=True, params_dtype=torch.bfloat16, device=DEVICE)
+    x, dy = (torch.randn(rows, size, dtype=torch.bfloat16, device=DEVICE) for size in (features, outputs))
+    found = []
+    for types in (("cuda",), ()):
+        leaf, layer.weight.grad = x.clone().requires_grad_(), None
+        with compute.kernels_only_on(*types):
+            with autocast(recipe=recipe):
+                y = layer(leaf)
+            y.backward(dy)
+        found.append([t.double() for t in (y, leaf.grad, layer.weight.grad)])
+    for on_kernels, without in zip(*found, strict=True):
+        assert (on_kernels - without).norm() <= 2.0**-6 * without.norm()
+
+
 STRIDES: dict[Any, Callable[[int, int], tuple[int, int]]] = {
     backend._row: lambda rows, blocks: (1, 1),
     backend._row_right: lambda rows, blocks: (rows, 1),
