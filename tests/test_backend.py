@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from quantshard import backend, compute, formats, operands, sharding
 from quantshard.doctor import gemms
 from quantshard.errors import ConfigurationError
-from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Copy
+from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, unpack
 from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
@@ -81,6 +81,17 @@ def spread(side: Tensor, scales: list[Tensor], recipes: list[F.ScalingType], is_
     return (grid * whole).repeat_interleave(size, 1)[:, :k]
 
 
+_WIDE = {(E4M3.native, E4M3.native), (E5M2.native, E4M3.native), (E4M3.native, E5M2.native)}
+TAKEN: dict[F.ScalingType, set[tuple[Any, Any]]] = {
+    TYPES.TensorWise: _WIDE,
+    TYPES.RowWise: _WIDE,
+    TYPES.BlockWise1x128: {(E4M3.native, E4M3.native)},
+    TYPES.BlockWise1x32: {(E4M3.native, E4M3.native)},
+    TYPES.BlockWise1x16: {(torch.float4_e2m1fn_x2, torch.float4_e2m1fn_x2)},
+}
+"""Codes of the left and right operand that PyTorch takes with each kind of scales (its `check_..._recipe`)."""
+
+
 def stand_in(
     a: Tensor, b: Tensor, scale_a: list[Tensor], recipe_a: list[F.ScalingType], scale_b: list[Tensor],
     recipe_b: list[F.ScalingType], swizzle_a: object = None, swizzle_b: object = None, bias: Tensor | None = None,
@@ -91,8 +102,8 @@ def stand_in(
     b = b.t()
     assert a.stride() == (a.shape[1], 1) and b.stride() == (b.shape[1], 1), "row-major by column-major"
     assert a.shape[1] == b.shape[1] and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0, (a.shape, b.shape)
-    assert not a.dtype == b.dtype == E5M2.native
     assert bias is None or (bias.dtype == output_dtype != torch.float32 and bias.shape == (b.shape[0],))
+    assert tuple(side.dtype for side in (a, b)) in TAKEN[recipe_a[0]]
     left, right = values_of(a), values_of(b)
     out = (left * spread(left, scale_a, recipe_a, False)) @ (right * spread(right, scale_b, recipe_b, True)).t()
     return (out if bias is None else out + bias.double()).to(output_dtype)
@@ -119,6 +130,8 @@ PAIRS = {
     "square by square": ("fp8_128x128", "fp8_128x128", HOPPER),
     "mx": ("mxfp8_1x32", "mxfp8_1x32", BLACKWELL),
     "mx by square": ("mxfp8_1x32", "mxfp8_32x32", BLACKWELL),
+    "mx, 4 bits": ("mxfp4_1x32", "mxfp4_32x32"),
+    "mx, 4 by 8 bits": ("mxfp4_1x32", "mxfp8_1x32"),
     "nv": ("nvfp4_1x16", "nvfp4_1x16", BLACKWELL),
     "nv by square": ("nvfp4_1x16", "nvfp4_16x16", BLACKWELL),
 }
@@ -421,7 +434,6 @@ def test_rows_name_the_formats_that_recipes_use() -> None:
     for name in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        copy = cell.format.copies[Copy.ROWWISE]
-        kind = (copy.scale.encoding.name, *copy.block)
+        kind = backend._stored(cell.format)
         assert kind in kinds or backend._flat(kind) in kinds, name
     assert formats.ALL not in (128, 32, 16)
