@@ -354,7 +354,7 @@ def test_blocks_of_a_rectangle_that_nobody_shares():
 def test_ways():
     ways = {weight: way_of(case(weight).parameter()) for weight in CELLS}
     assert {weight for weight, way in ways.items() if way is Way.ONCE} == {
-        "delayed", "newest", "block", "mxfp8", "mxfp8_both",
+        "delayed", "newest", "block", "mxfp8", "mxfp8_both", "mxfp4",
     }  # fmt: skip
     assert Way.TWICE not in ways.values()
     assert way_of(case("current", master="bfloat16").parameter()) is Way.TWICE
