@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import compute
-from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
+from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
 from quantshard.operands import Operand
 from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.sharding import ceil_div
@@ -29,9 +29,9 @@ from quantshard.storage import QuantizedStorage
 
 Capability = tuple[int, int]
 NEVER: Capability = (99, 0)
-Block = tuple[str, int, int]
-"""How one side of a scaled product is scaled: the encoding of its scales, and the rows and elements of a row under
-one of them."""
+Kind = tuple[str, str, int, int]
+"""What one side of a scaled product is: the encodings of its codes and of its scales, and the rows and elements of a
+row under one scale."""
 
 
 class Scale(NamedTuple):
@@ -44,7 +44,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Native:
-    """A scaled product: kinds of scales of the left and right operand, and the GPUs that have it.
+    """A scaled product: how scales of the left and right operand are given to it, and the GPUs that have it.
 
     `since`, `before`: compute capabilities. `seen`: the GPU that it was seen working on, or None. `rows`: what the rows
     of the left operand are a multiple of. `fast`: it can sum in the tensor cores alone; see `recipe.MMParams`.
@@ -87,15 +87,32 @@ def _scalar(grid: Tensor) -> Tensor:
     return grid.view(())
 
 
-def _columns(grid: Tensor) -> Tensor:
+def _strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
+    """A grid that lies so already, but for what PyTorch calls the stride of a dim of one entry: that can be anything,
+    and `contiguous` leaves it, but scaled products compare it like others."""
+    return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
+
+
+def _row(grid: Tensor) -> Tensor:
+    """Of the left operand, [rows, 1]: strides (1, 1)."""
+    return _strided(grid.contiguous(), (1, 1))
+
+
+def _row_right(grid: Tensor) -> Tensor:
+    """Of the right one, [1, rows]: strides (rows, 1)."""
+    return _strided(grid.contiguous().t(), (grid.shape[0], 1))
+
+
+def by_columns(grid: Tensor) -> Tensor:
     """Strides (1, rows): the scales of one block of all rows lie together, as kernels store them (`sources`)."""
-    return grid.t().contiguous().t()
+    return _strided(grid.t().contiguous().t(), (1, grid.shape[0]))
 
 
-def _by_four(grid: Tensor) -> Tensor:
+def by_four(grid: Tensor) -> Tensor:
     """Of square blocks, transposed: strides (1, n) with n the blocks of a row, a multiple of 4."""
     more = -grid.shape[1] % 4
-    return (F.pad(grid, (0, more)) if more else grid.contiguous()).t()
+    padded = F.pad(grid, (0, more)) if more else grid
+    return _strided(padded.contiguous().t(), (1, padded.shape[1]))
 
 
 def swizzled(grid: Tensor) -> Tensor:
@@ -105,8 +122,8 @@ def swizzled(grid: Tensor) -> Tensor:
     layout").
     """
     rows, cols = (ceil_div(size, unit) for size, unit in zip(grid.shape, (128, 4), strict=True))
-    padded = F.pad(grid, (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0]))
-    return padded.view(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+    padded = F.pad(grid, (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0]))  # of strides as they were, maybe
+    return padded.reshape(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def _e8m0(grid: Tensor) -> Tensor:
@@ -119,20 +136,23 @@ def _e4m3(grid: Tensor) -> Tensor:
 
 _TYPES, _SWIZZLE = F.ScalingType, F.SwizzleType
 _WHOLE = Scale((_TYPES.TensorWise,), _scalar)
-_ROW = Scale((_TYPES.RowWise,), lambda grid: grid)
-_ROW_RIGHT = Scale((_TYPES.RowWise,), lambda grid: grid.t())
-_VECTOR = Scale((_TYPES.BlockWise1x128,), _columns)
-_SQUARE = Scale((_TYPES.BlockWise128x128,), _by_four)
+_ROW = Scale((_TYPES.RowWise,), _row)
+_ROW_RIGHT = Scale((_TYPES.RowWise,), _row_right)
+_VECTOR = Scale((_TYPES.BlockWise1x128,), by_columns)
+_SQUARE = Scale((_TYPES.BlockWise128x128,), by_four)
 _MX = Scale((_TYPES.BlockWise1x32,), _e8m0, (_SWIZZLE.SWIZZLE_32_4_4,))
 _NV = Scale((_TYPES.BlockWise1x16, _TYPES.TensorWise), _e4m3, (_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE))
 
-_TENSOR, _ROWS = (FP32.name, ALL, ALL), (FP32.name, 1, ALL)
-_1X128, _128X128 = (FP32.name, 1, 128), (FP32.name, 128, 128)
-_MXFP8, _NVFP4 = (E8M0.name, 1, 32), (E4M3.name, 1, 16)
+_FP8, _FP8_WIDE = (E4M3.name, FP32.name, ALL, ALL), (E5M2.name, FP32.name, ALL, ALL)
+_1XROW, _1X128, _128X128 = ((E4M3.name, FP32.name, *block) for block in ((1, ALL), (1, 128), (128, 128)))
+_MXFP8, _NVFP4 = (E4M3.name, E8M0.name, 1, 32), (E2M1.name, E4M3.name, 1, 16)
+_PER_TENSOR = Native(_WHOLE, _WHOLE, (8, 9), seen="H200", fast=True)
 
-NATIVE: Final[dict[tuple[Block, Block], Native]] = {
-    (_TENSOR, _TENSOR): Native(_WHOLE, _WHOLE, (8, 9), seen="H200", fast=True),
-    (_ROWS, _ROWS): Native(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200", fast=True),
+NATIVE: Final[dict[tuple[Kind, Kind], Native]] = {
+    (_FP8, _FP8): _PER_TENSOR,
+    (_FP8_WIDE, _FP8): _PER_TENSOR,
+    (_FP8, _FP8_WIDE): _PER_TENSOR,
+    (_1XROW, _1XROW): Native(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200", fast=True),
     (_1X128, _128X128): Native(_VECTOR, _SQUARE, (9, 0), (10, 0), seen="H200", rows=4),
     (_1X128, _1X128): Native(_VECTOR, _VECTOR, (9, 0), (10, 0), seen="H200", rows=4),
     (_MXFP8, _MXFP8): Native(_MX, _MX, (10, 0), (11, 0)),
@@ -186,9 +206,9 @@ class Side(NamedTuple):
     device: torch.device
 
     @property
-    def kind(self) -> Block:
-        """The kind of its scales."""
-        return (self.copy.scale.encoding.name, *self.block)
+    def kind(self) -> Kind:
+        """As which a scaled product may take it."""
+        return _kind(self.copy, self.block)
 
     @property
     def aligned(self) -> bool:
@@ -224,9 +244,9 @@ class Rows(NamedTuple):
     block: tuple[int, int]
 
     @property
-    def kind(self) -> Block:
-        """The kind of its scales."""
-        return (self.copy.scale.encoding.name, *self.block)
+    def kind(self) -> Kind:
+        """As which a scaled product may take it."""
+        return _kind(self.copy, self.block)
 
     def expanded(self) -> Rows:
         """The same with one row in a block."""
@@ -268,20 +288,21 @@ def _native(left: Side | None, right: Side | None) -> Native | None:
     """The scaled product for two operands, if the hardware and their blocks allow one."""
     if left is None or right is None or 0 in (*left.shape, *right.shape) or not (left.aligned and right.aligned):
         return None
-    encodings = (left.copy.codes.encoding, right.copy.codes.encoding)
-    if max(encoding.bits for encoding in encodings) > 8 or encodings == (E5M2, E5M2):
-        return None  # tensor cores multiply E4M3 with either
     found = _product(left.kind, right.kind)
     return found if found is not None and found.is_on(left.device) else None
 
 
-def _product(left: Block, right: Block) -> Native | None:
+def _kind(copy: QuantizedCopy, block: tuple[int, int]) -> Kind:
+    return (copy.codes.encoding.name, copy.scale.encoding.name, *block)
+
+
+def _product(left: Kind, right: Kind) -> Native | None:
     """Blocks of several rows can be read as several of one row."""
     return NATIVE.get((left, right)) or NATIVE.get((_flat(left), _flat(right)))
 
 
-def _flat(block: Block) -> Block:
-    return block if ALL in block else (block[0], 1, block[2])
+def _flat(kind: Kind) -> Kind:
+    return kind if ALL in kind else (*kind[:2], 1, kind[3])
 
 
 def _scaled(
@@ -314,8 +335,10 @@ def _scaled(
 
 
 def _codes(rows: Rows) -> Tensor:
-    encoding = rows.copy.codes.encoding
-    return rows.codes.view(torch.float4_e2m1fn_x2 if encoding.native is None else encoding.native)
+    encoding, codes = rows.copy.codes.encoding, rows.codes
+    if codes.shape[0] == 1:  # of a column that was transposed
+        codes = _strided(codes.contiguous(), (codes.shape[1], 1))
+    return codes.view(torch.float4_e2m1fn_x2 if encoding.native is None else encoding.native)
 
 
 def _scales(rows: Rows, kind: Scale) -> list[Tensor]:
@@ -427,21 +450,19 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
 
 def products_of(cell: Cell) -> list[Native]:
     """The scaled products that a weight can be the right operand of, on any hardware."""
-    kind = _kind(cell.format)
-    return [native for (_, right), native in NATIVE.items() if right in (kind, _flat(kind))]
+    kind = _stored(cell.format)
+    found = [native for (_, right), native in NATIVE.items() if right in (kind, _flat(kind))]
+    return list(dict.fromkeys(found))
 
 
 def scaled_product(left: Format, right: Format) -> Native | None:
     """The scaled product of operands that were quantized along their rows, on any hardware; None if there is none."""
-    codes = [fmt.copies[Copy.ROWWISE].codes.encoding for fmt in (left, right)]
-    if any(encoding.bits > 8 for encoding in codes) or codes == [E5M2, E5M2]:
-        return None
-    return _product(_kind(left), _kind(right))
+    return _product(_stored(left), _stored(right))
 
 
-def _kind(fmt: Format) -> Block:
+def _stored(fmt: Format) -> Kind:
     copy = fmt.copies[Copy.ROWWISE]
-    return (copy.scale.encoding.name, *copy.block)
+    return _kind(copy, copy.block)
 
 
 def gemm_path(cell: Cell | None, device: torch.device) -> tuple[str, str]:
@@ -458,11 +479,11 @@ def gemm_path(cell: Cell | None, device: torch.device) -> tuple[str, str]:
         if native.is_on(device):
             seen = "" if native.seen else ", not yet run on this hardware"
             return "native", f"{name} matrix product of compute capability {_dotted(capability)}{seen}"
-    needs = ", ".join(native.needs for native in products) or "other scales"
-    return "emulated", (
-        f"compute capability {_dotted(capability)} has no {name} matrix product with the scales of "
-        f"{cell.format.name} (such products: {needs})"
-    )
+    with_scales = f"{name} matrix product with the scales of {cell.format.name}"
+    if not products:
+        return "emulated", f"PyTorch has no {with_scales}"
+    needs = ", ".join(native.needs for native in products)
+    return "emulated", f"compute capability {_dotted(capability)} has no {with_scales} (such products: {needs})"
 
 
 def _dotted(capability: Capability) -> str:

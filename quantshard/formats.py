@@ -176,10 +176,17 @@ FP8_128X128: Final = _row("fp8_128x128", E4M3, FP32, (128, 128))
 FP8_1XROW: Final = _row("fp8_1xrow", E4M3, FP32, (1, ALL))
 FP8_1X128: Final = _row("fp8_1x128", E4M3, FP32, (1, 128))
 FP16_1X128: Final = _row("fp16_1x128", FP16, FP32, (1, 128))
+
+# Scales in E8M0 are the smallest powers of two under which no amax saturates, by TransformerEngine's rule for MXFP8
+# (torchao's RCEIL). The OCP specification's simplest rule, floor(log2(amax)) less the largest code's exponent, gives
+# half of that where the amax is beyond the largest code times a power of two, and saturates.
 MXFP8_1X32: Final = _row("mxfp8_1x32", E4M3, E8M0, (1, 32))
 MXFP8_32X1: Final = _row("mxfp8_32x1", E4M3, E8M0, (32, 1))
 MXFP8_32X32: Final = _row("mxfp8_32x32", E4M3, E8M0, (32, 32))
 MXFP8_BOTH: Final = _row("mxfp8_both", E4M3, E8M0, (1, 32), (32, 1))
+MXFP4_1X32: Final = _row("mxfp4_1x32", E2M1, E8M0, (1, 32))
+MXFP4_32X32: Final = _row("mxfp4_32x32", E2M1, E8M0, (32, 32))
+
 NVFP4_1X16: Final = _row("nvfp4_1x16", E2M1, E4M3, (1, 16), amax=True)
 NVFP4_16X16: Final = _row("nvfp4_16x16", E2M1, E4M3, (16, 16), amax=True)
 NVFP4_BOTH: Final = _row("nvfp4_both", E2M1, E4M3, (1, 16), (16, 1), amax=True)

@@ -290,7 +290,7 @@ def _stored_scale(copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dt
     amax, element = amaxes[copy.scale.name], copy.codes.encoding
     if copy.scale.encoding == FP32:
         return _reciprocal(_fp32_encode_scale(amax, copy, scaling, input_dtype))
-    if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh
+    if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh; of every element encoding
         return encode_e8m0_round_up(amax * (1.0 / element.max))
     per_amax = _tensor_encode_scale(copy, amaxes) * (1.0 / element.max)  # TE, cast/nvfp4/core_nvfp4.cuh
     return encode(amax * per_amax, copy.scale.encoding)

@@ -292,7 +292,8 @@ def read_by_columns(copy: QuantizedCopy) -> bool:
 
     (A graph of torch.compile takes no such strides from an operator, and copies what is kept for backward.)
     """
-    return copy.scale.encoding is FP32 and copy.block[0] == 1 and copy.block[1] != ALL
+    eight = copy.codes.encoding.bits == 8
+    return eight and copy.scale.encoding is FP32 and copy.block[0] == 1 and copy.block[1] != ALL
 
 
 def padded(shape: Pair, cell: Cell) -> Pair:

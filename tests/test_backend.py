@@ -1,13 +1,16 @@
 """Matrix products of quantized operands: what native ones are given, and that they give what emulated ones do.
 
 Without a GPU a stand-in takes the place of PyTorch's scaled product: it checks what that does (CUDA 13.0, PyTorch 2.11,
-`ScaledBlas.cpp`) and reads scales where cuBLAS documents that they lie.
+`ScaledBlas.cpp`) and reads scales where cuBLAS documents that they lie. Strides are checked of dims of one entry too:
+PyTorch does, and allows what is no more than a view of one scale for one operand where the other's is so too.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -15,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import backend, formats, operands, sharding
+from quantshard import backend, compute, formats, operands, sharding
+from quantshard.doctor import gemms
 from quantshard.errors import ConfigurationError
-from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Copy
+from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, unpack
 from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
@@ -55,15 +59,16 @@ def spread(side: Tensor, scales: list[Tensor], recipes: list[F.ScalingType], is_
         return scale.double().expand(rows, k)
     if recipe is TYPES.RowWise:
         assert scale.shape == ((1, rows) if is_right else (rows, 1)) and scale.dtype is torch.float32
+        assert scale.stride() == ((rows, 1) if is_right else (1, 1))
         return scale.double().reshape(rows, 1).expand(rows, k)
     if recipe is TYPES.BlockWise1x128:
         assert scale.shape == (rows, blocks) and rows % 4 == 0
-        assert scale.stride(0) == 1 and (scale.stride(1) == rows or blocks == scale.stride(1) == 1)
+        assert scale.stride() == (1, rows), scale.stride()
         return scale.double().repeat_interleave(128, 1)[:, :k]
     if recipe is TYPES.BlockWise128x128:
         four = ceil_div(blocks, 4) * 4
         assert is_right and scale.shape == (four, ceil_div(rows, 128))
-        assert scale.stride(0) == 1 and (scale.stride(1) == four or scale.shape[1] == scale.stride(1) == 1)
+        assert scale.stride() == (1, four), scale.stride()
         return scale.t().double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :k]
     size = 32 if recipe is TYPES.BlockWise1x32 else 16
     encoding = E8M0 if size == 32 else E4M3
@@ -76,6 +81,17 @@ def spread(side: Tensor, scales: list[Tensor], recipes: list[F.ScalingType], is_
     return (grid * whole).repeat_interleave(size, 1)[:, :k]
 
 
+_WIDE = {(E4M3.native, E4M3.native), (E5M2.native, E4M3.native), (E4M3.native, E5M2.native)}
+TAKEN: dict[F.ScalingType, set[tuple[Any, Any]]] = {
+    TYPES.TensorWise: _WIDE,
+    TYPES.RowWise: _WIDE,
+    TYPES.BlockWise1x128: {(E4M3.native, E4M3.native)},
+    TYPES.BlockWise1x32: {(E4M3.native, E4M3.native)},
+    TYPES.BlockWise1x16: {(torch.float4_e2m1fn_x2, torch.float4_e2m1fn_x2)},
+}
+"""Codes of the left and right operand that PyTorch takes with each kind of scales (its `check_..._recipe`)."""
+
+
 def stand_in(
     a: Tensor, b: Tensor, scale_a: list[Tensor], recipe_a: list[F.ScalingType], scale_b: list[Tensor],
     recipe_b: list[F.ScalingType], swizzle_a: object = None, swizzle_b: object = None, bias: Tensor | None = None,
@@ -84,10 +100,10 @@ def stand_in(
     """`torch.nn.functional.scaled_mm`, in float64."""
     assert not (use_fast_accum and output_dtype == torch.float32)
     b = b.t()
-    assert a.is_contiguous() and b.is_contiguous(), "row-major by column-major"
+    assert a.stride() == (a.shape[1], 1) and b.stride() == (b.shape[1], 1), "row-major by column-major"
     assert a.shape[1] == b.shape[1] and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0, (a.shape, b.shape)
-    assert not a.dtype == b.dtype == E5M2.native
     assert bias is None or (bias.dtype == output_dtype != torch.float32 and bias.shape == (b.shape[0],))
+    assert tuple(side.dtype for side in (a, b)) in TAKEN[recipe_a[0]]
     left, right = values_of(a), values_of(b)
     out = (left * spread(left, scale_a, recipe_a, False)) @ (right * spread(right, scale_b, recipe_b, True)).t()
     return (out if bias is None else out + bias.double()).to(output_dtype)
@@ -114,10 +130,12 @@ PAIRS = {
     "square by square": ("fp8_128x128", "fp8_128x128", HOPPER),
     "mx": ("mxfp8_1x32", "mxfp8_1x32", BLACKWELL),
     "mx by square": ("mxfp8_1x32", "mxfp8_32x32", BLACKWELL),
+    "mx, 4 bits": ("mxfp4_1x32", "mxfp4_32x32"),
+    "mx, 4 by 8 bits": ("mxfp4_1x32", "mxfp8_1x32"),
     "nv": ("nvfp4_1x16", "nvfp4_1x16", BLACKWELL),
     "nv by square": ("nvfp4_1x16", "nvfp4_16x16", BLACKWELL),
 }
-SHAPES = [(1, 1, 1), (3, 5, 7), (64, 48, 128), (130, 257, 200), (5, 300, 1030), (260, 16, 512)]
+SHAPES = [(1, 1, 1), (3, 5, 7), (17, 256, 16), (64, 48, 128), (130, 257, 200), (5, 300, 1030), (260, 16, 512)]
 
 
 def quantized(rows: int, cols: int, name: str, seed: int) -> QuantizedStorage:
@@ -289,6 +307,117 @@ def test_paths_are_named(capability: tuple[int, int]) -> None:
     assert path == "native" or "9.0" in reason
 
 
+SMALL = gemms.SMALL if not ON_GPU else tuple(itertools.product(gemms.SIZES, repeat=3))
+
+
+def orientations(
+    left: str, right: str, m: int, n: int, k: int, made: Callable[[int, int, str, int], QuantizedStorage]
+) -> Iterator[tuple[QuantizedStorage, QuantizedStorage, bool, bool]]:
+    """Operands of fprop and, where one copy serves both directions, of dgrad and wgrad; which are transposed."""
+    yield made(m, k, left, 0), made(n, k, right, 2), False, True
+    if FORMATS[right].transposable:
+        yield made(m, k, left, 0), made(k, n, right, 2), False, False
+        if FORMATS[left].transposable:
+            yield made(k, m, left, 0), made(k, n, right, 2), True, False
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_small_products(name: str, capability: tuple[int, int]) -> None:
+    """Of every combination of sizes (on a GPU; else of every two), in both dtypes, with a bias and without.
+
+    Operands come from the oracle, whose shapes are compiled by nothing.
+    """
+    left, right, *having = PAIRS[name]
+    made, right_ones = lru_cache(None)(quantized), []
+    sums = (2.0**-8 if capability in having else 2.0**-7) if ON_GPU else 2.0**-20
+    with compute.kernels_only_on():
+        for m, n, k in SMALL:
+            bias = torch.randn(n, generator=torch.Generator().manual_seed(4)).bfloat16().to(DEVICE)
+            for a, b, turned_a, turned_b in orientations(left, right, m, n, k, made):
+                x, y = in_double(a).t() if turned_a else in_double(a), in_double(b).t() if turned_b else in_double(b)
+                exact, room = x @ y, sums * (x.abs() @ y.abs()) + 1e-30
+                for dtype, added in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
+                    swapped = (gemms.by_columns(a), b) if dtype is torch.float32 else (a, gemms.by_columns(b))
+                    found = backend.matmul(
+                        *swapped, dtype, transpose_a=turned_a, transpose_b=turned_b, bias=added
+                    )  # fmt: skip
+                    total = exact if added is None else exact + added.double()
+                    bound = room + torch.finfo(dtype).eps * total.abs() + 2.0**-22 * (total - exact).abs()
+                    assert found.shape == (m, n) and found.dtype is dtype
+                    right_ones.append(((found.double() - total).abs() <= bound).all())
+    assert torch.stack(right_ones).all()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="where kernels store scales and products read them")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "rowwise"])
+@pytest.mark.parametrize(
+    "sizes", [(256, 128, 256), (1, 128, 128), (17, 16, 1), (129, 127, 128)], ids=lambda s: "x".join(map(str, s))
+)
+def test_small_layers_on_kernels(sizes: tuple[int, int, int], recipe: str) -> None:
+    """Rows, in_features and out_features of a layer: near what it gives without kernels, whose codes are the same."""
+    rows, features, outputs = sizes
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=recipe):
+        layer = Linear(features, outputs, bias=True, params_dtype=torch.bfloat16, device=DEVICE)
+    x, dy = (torch.randn(rows, size, dtype=torch.bfloat16, device=DEVICE) for size in (features, outputs))
+    found = []
+    for types in (("cuda",), ()):
+        leaf, used = x.clone().requires_grad_(), copy.deepcopy(layer)  # its histories are those of a new one
+        with compute.kernels_only_on(*types):
+            with autocast(recipe=recipe):
+                y = used(leaf)
+            y.backward(dy)
+        found.append([t.detach().double() for t in (y, leaf.grad, used.weight.grad)])
+    for on_kernels, without in zip(*found, strict=True):
+        assert (on_kernels - without).norm() <= 2.0**-6 * without.norm()
+
+
+STRIDES: dict[Any, Callable[[int, int], tuple[int, int]]] = {
+    backend._row: lambda rows, blocks: (1, 1),
+    backend._row_right: lambda rows, blocks: (rows, 1),
+    backend.by_columns: lambda rows, blocks: (1, rows),
+    backend.by_four: lambda rows, blocks: (1, ceil_div(blocks, 4) * 4),
+}
+"""The strides of a layout, by the rows and columns of the grid before."""
+
+
+def as_found(grid: Tensor) -> Iterator[Tensor]:
+    """A grid in the memory layouts that operands have: by rows, by columns, transposed, a piece of a larger one, and
+    with strides of single entries that are those of nothing."""
+    rows, cols = grid.shape
+    yield grid
+    yield grid.t().contiguous().t()
+    larger = grid.new_zeros(rows + 2, cols + 3)
+    larger[1:-1, 2:-1] = grid
+    yield larger[1:-1, 2:-1]
+    yield larger.t().contiguous().t()[1:-1, 2:-1]
+    strides = (cols if rows > 1 else 77, 1 if cols > 1 else 77)
+    yield grid.clone().as_strided((rows, cols), strides if cols > 1 or rows == 1 else (1, 77))
+
+
+@pytest.mark.parametrize("layout", STRIDES, ids=lambda layout: layout.__name__)
+def test_strides_of_scales(layout: Callable[[Tensor], Tensor]) -> None:
+    """Exactly those that are promised, also of a dim of one entry, whatever the strides of the grid."""
+    for size, k in itertools.product(gemms.SIZES, (*gemms.SIZES, 512, 640)):
+        if layout in (backend._row, backend._row_right):
+            shape = (size, 1)
+        else:
+            shape = (ceil_div(size, 128) if layout is backend.by_four else size, ceil_div(k, 128))
+        grid = torch.rand(shape)
+        for found in as_found(grid):
+            assert torch.equal(found, grid)
+            laid = layout(found)
+            assert laid.stride() == STRIDES[layout](*shape), (shape, found.stride())
+            turned = laid if layout in (backend._row, backend.by_columns) else laid.t()
+            assert torch.equal(turned[:, : shape[1]], grid)
+
+
+def test_scales_of_every_native_product_have_a_layout_that_is_tested() -> None:
+    """Or none: one scale, and the flat bytes of the swizzle."""
+    layouts = {side.layout for native in backend.NATIVE.values() for side in (native.left, native.right)}
+    assert layouts - {backend._scalar, backend._e8m0, backend._e4m3} == STRIDES.keys()
+
+
 def test_the_swizzle() -> None:
     """Of rows and columns that fill no tile: each byte lies where cuBLAS looks for it, zeros elsewhere."""
     for rows, cols in ((1, 1), (128, 4), (129, 5), (300, 9)):
@@ -296,6 +425,7 @@ def test_the_swizzle() -> None:
         flat = backend.swizzled(grid)
         found = torch.tensor([[int(flat[swizzled_at(i, j, cols)]) for j in range(cols)] for i in range(rows)])
         assert torch.equal(found, grid.long()) and flat.count_nonzero() == rows * cols
+        assert torch.equal(backend.swizzled(grid.t().contiguous().t()), flat)
 
 
 def test_rows_name_the_formats_that_recipes_use() -> None:
@@ -304,7 +434,6 @@ def test_rows_name_the_formats_that_recipes_use() -> None:
     for name in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        copy = cell.format.copies[Copy.ROWWISE]
-        kind = (copy.scale.encoding.name, *copy.block)
+        kind = backend._stored(cell.format)
         assert kind in kinds or backend._flat(kind) in kinds, name
     assert formats.ALL not in (128, 32, 16)

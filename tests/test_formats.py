@@ -26,6 +26,8 @@ BYTES = {  # by hand, from the widths: codes + one scale per block
     "mxfp8_32x1": 1 + 1 / 32,
     "mxfp8_32x32": 1 + 1 / 1024,
     "mxfp8_both": 2 + 2 / 32,
+    "mxfp4_1x32": 1 / 2 + 1 / 32,
+    "mxfp4_32x32": 1 / 2 + 1 / 1024,
     "nvfp4_1x16": 1 / 2 + 1 / 16,
     "nvfp4_16x16": 1 / 2 + 1 / 256,
     "nvfp4_both": 1 + 2 / 16,
@@ -115,7 +117,7 @@ def test_transposable_means_what_it_says(fmt):
 
 def test_which_are_transposable():
     assert [name for name, fmt in FORMATS.items() if fmt.transposable] == [
-        *("fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16")
+        *("fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "mxfp4_32x32", "nvfp4_16x16")
     ]
 
 

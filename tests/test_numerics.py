@@ -32,6 +32,7 @@ from quantshard.formats import (
     FP8_E5M2,
     FP16,
     FP32,
+    MXFP4_1X32,
     MXFP8_1X32,
     NVFP4_1X16,
     Copy,
@@ -551,21 +552,23 @@ def spread(rows, cols, seed=0):
     return x
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("mxfp8")])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("mx")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp8_by_loops(name, dtype):
-    """Against numpy and ml_dtypes, block by block: e = ceil(log2(amax / 448)), code = x * 2**-e."""
+def test_mx_by_loops(name, dtype):
+    """Against numpy and ml_dtypes, block by block: e = ceil(log2(amax / max)), code = x * 2**-e."""
     fmt, x = FORMATS[name], spread(100, 70).to(dtype)
     parts = numerics.quantize(x, fmt)
     for copy in fmt.copies.values():
+        element = copy.codes.encoding
+        stored = numerics.unpack(parts[copy.codes.name], element, 70)
         for entry, place in blocks_of(x, copy.block):
             part = x[place].float().numpy()
-            scaled = Fraction(float(np.abs(part).max() * np.float32(1 / 448)))
+            scaled = Fraction(float(np.abs(part).max() * np.float32(1 / element.max)))
             exponent = next(e for e in range(-127, 128) if Fraction(2) ** e >= scaled)
             assert parts[copy.scale.name][entry] == exponent + 127
-            codes = saturated(torch.from_numpy(part * np.float32(2.0**-exponent)), E4M3)
-            assert torch.equal(parts[copy.codes.name][place], codes)
-            values = numerics.decode(codes, E4M3) * 2.0**exponent
+            codes = saturated(torch.from_numpy(part * np.float32(2.0**-exponent)), element)
+            assert torch.equal(stored[place], codes)
+            values = numerics.decode(codes, element) * 2.0**exponent
             assert torch.equal(numerics.dequantize(copy, parts, (100, 70))[place], values)
 
 
@@ -930,15 +933,27 @@ def test_same_bits_on_every_device(device, fmt):
 # torchao
 
 
-def test_torchao_mxfp8():
-    """Bit for bit. Amaxes are bfloat16: torchao divides by 448 where TransformerEngine multiplies by 1 / 448."""
+@pytest.mark.parametrize(
+    ("fmt", "element"), [(MXFP8_1X32, torch.float8_e4m3fn), (MXFP4_1X32, torch.float4_e2m1fn_x2)], ids=["8 bits", "4"]
+)
+def test_torchao_mx(fmt, element):
+    """Bit for bit. Amaxes are bfloat16: torchao divides by the largest code where TransformerEngine multiplies.
+
+    Scales are rounded up (RCEIL), so that no amax saturates; those of the OCP specification's simplest rule (FLOOR) are
+    half as large where the amax is beyond the largest code times a power of two.
+    """
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", exc_type=ImportError)
     x = spread(64, 128).bfloat16()
-    scale, codes = mx.to_mx(x, torch.float8_e4m3fn, 32, mx.ScaleCalculationMode.RCEIL)
-    parts = numerics.quantize(x, MXFP8_1X32)
+    scale, codes = mx.to_mx(x, element, 32, mx.ScaleCalculationMode.RCEIL)
+    parts = numerics.quantize(x, fmt)
     live = parts["scale_inv"] > 0  # for a zero block torchao's smallest scale is another
     assert torch.equal(parts["scale_inv"][live], scale.view(torch.uint8)[live])
     assert torch.equal(parts["codes"], codes.view(torch.uint8))
+    floor, _ = mx.to_mx(x, element, 32, mx.ScaleCalculationMode.FLOOR)
+    mantissa = 2 * torch.frexp(numerics.amaxes(x, fmt)["scale_inv"]).mantissa
+    beyond = mantissa > 2 * math.frexp(fmt.by_name["codes"].encoding.max)[0]
+    assert torch.equal((parts["scale_inv"] - floor.view(torch.uint8))[live], beyond[live].to(torch.uint8))
+    assert 0 < beyond.sum() < beyond.numel()
 
 
 def test_torchao_nvfp4():

@@ -31,8 +31,10 @@ INTERPRETED: tuple[Shape, ...] = ((5, 34), (16, 64))
 """Those under the interpreter."""
 CPU_ROWS = 256
 """At most so many rows are quantized on the CPU too."""
-PRODUCTS = ((131, 257, 200), (1024, 1536, 2048))
+PRODUCTS = ((131, 257, 200), (1024, 1536, 2048), *gemms.SMALL)
 """Rows, columns and summed dim of matrix products."""
+TOLD = 3
+"""At most so many shapes on which a check failed are named."""
 MOMENTS: dict[str, dict[str, Any]] = {
     "": {},
     ", FP8 moments": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
@@ -84,7 +86,8 @@ def _told(check: Check, shapes: Sequence[tuple[int, ...]], device: torch.device,
     if why:
         raise NotHere(why)
     wrong = [shape for shape in shapes if not check.is_right(shape, device)]
-    return f"{check.otherwise}, of shape {' and '.join(map(_by, wrong))}" if wrong else None
+    more = f" and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
+    return f"{check.otherwise}, of shape {' and '.join(map(_by, wrong[:TOLD]))}{more}" if wrong else None
 
 
 def _by(shape: tuple[int, ...]) -> str:

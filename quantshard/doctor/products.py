@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantshard import backend
 from quantshard.formats import ALL
 
 CHECKED_ROWS = 128
@@ -38,16 +39,6 @@ def spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Te
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def columns(scales: Tensor) -> Tensor:
-    """Laid out with strides (1, rows)."""
-    return scales.t().contiguous().t()
-
-
-def by_four(scales: Tensor) -> Tensor:
-    """Of square blocks: transposed, strides (1, n) with n the blocks along the summed dim, filled up to fours."""
-    return F.pad(scales, (0, -scales.shape[1] % 4)).t()
-
-
 def bf16(m: int, n: int, k: int, device: str) -> Product:
     """Of two operands without scales."""
     x, y = (torch.randn(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
@@ -65,8 +56,8 @@ class Side(NamedTuple):
 SCALAR = Side("TensorWise", (ALL, ALL), lambda scales: scales.view(()))
 ROW = Side("RowWise", (1, ALL), lambda scales: scales)
 ROW_RIGHT = Side("RowWise", (1, ALL), lambda scales: scales.t())
-VECTOR = Side("BlockWise1x128", (1, 128), columns)
-SQUARE = Side("BlockWise128x128", (128, 128), by_four)
+VECTOR = Side("BlockWise1x128", (1, 128), backend.by_columns)
+SQUARE = Side("BlockWise128x128", (128, 128), backend.by_four)
 
 
 def scaled(m: int, n: int, k: int, device: str, *, left: Side, right: Side, fast: bool = False) -> Product:

@@ -79,13 +79,13 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
     else:
         codes = ql.encode(scaled, element)
     at_row, at_col = row - where.row_origin, col - where.col_origin
-    own = (out.codes, where.rows, out.codes_cols)
+    own = (out.codes, where.rows, where.cols, out.codes_cols)
     if H.turned:
         _store_across(codes, at_row, at_col, own, H.cols, H.rows, H)
     else:
         _store(codes, at_row, at_col, own, H)
     if out.turned is not None:
-        across = (out.turned, where.cols, out.turned_cols)
+        across = (out.turned, where.cols, where.rows, out.turned_cols)
         if H.turned:
             _store(codes, at_col, at_row, across, H)
         else:
@@ -189,7 +189,7 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
 
 @triton.jit
 def _store(codes, row, col, to, H: tl.constexpr):
-    """Codes as held at a local row and column of `to`: pointer, rows and stored columns."""
+    """Codes as held at a local row and column of `to`: pointer, rows, columns and stored columns."""
     ROWS: tl.constexpr = H.cols if H.turned else H.rows
     COLS: tl.constexpr = H.rows if H.turned else H.cols
     _store_at(codes, row + ql.held(ROWS, H.together), col, to, ROWS, COLS, H)
@@ -206,8 +206,10 @@ def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H
 @triton.jit
 def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
     """Codes [ROWS, COLS] at local rows i and from a local column on; packed, if of 4 bits."""
-    ptr, rows, cols = to
+    ptr, rows, elements, cols = to
     if H.rule.element.bits == 4:
+        if H.rule.kind == 1:  # a multiplier may be NaN, which makes a code of the zero beside an odd last column too
+            codes = tl.where((col + tl.arange(0, COLS) < elements)[None, :], codes, 0)
         codes = ql.pack(codes, ROWS, COLS)
         j = col // 2 + tl.arange(0, COLS // 2)
     else:

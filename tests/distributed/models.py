@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.optim import Optimizer
 
 import quantshard as qs
-from quantshard import components
+from quantshard import components, formats
 from quantshard.optimizers import FusedAdam
-from quantshard.recipe import Recipe
+from quantshard.recipe import Cell, Recipe, TableRecipe, TensorRole
 
 RECIPES: dict[str, str | Recipe] = {
     "delayed": qs.recipe.DelayedScaling(amax_history_len=4),
@@ -31,6 +31,17 @@ RECIPES: dict[str, str | Recipe] = {
     "nvfp4": "nvfp4",
     "mxfp8 two copies": qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False),
 }
+
+MXFP4_RECIPE = TableRecipe(
+    "mxfp4",
+    {
+        (role, gemm): Cell(formats.MXFP4_32X32 if role is TensorRole.WEIGHT else formats.MXFP4_1X32)
+        for role, gemm in qs.recipe.resolve("mxfp8").table
+    },
+)
+"""Of formats that no named recipe uses."""
+OTHERS: dict[str, str | Recipe] = {"mxfp4": MXFP4_RECIPE}
+"""Recipes of a user's, by which a `Case` may be built."""
 
 MESHES = {
     "FSDP2 x1": (1,),
@@ -66,6 +77,10 @@ class Case:
         return math.prod(self.mesh or (1,))
 
 
+def recipe_of(case: Case) -> str | Recipe:
+    return RECIPES[case.recipe] if case.recipe in RECIPES else OTHERS[case.recipe]
+
+
 def mesh_of(case: Case) -> DeviceMesh:
     assert case.mesh is not None
     names = ("outer", "inner")[-len(case.mesh) :]  # any names
@@ -76,7 +91,7 @@ def build(case: Case) -> nn.Sequential:
     torch.manual_seed(case.seed)
     meta = case.init == "meta" and case.mesh is not None
     device = "meta" if meta else case.device
-    with qs.quantized_model_init(recipe=RECIPES[case.recipe], preserve_high_precision_init_val=True):
+    with qs.quantized_model_init(recipe=recipe_of(case), preserve_high_precision_init_val=True):
         layers = [qs.Linear(a, b, params_dtype=torch.bfloat16, device=device) for a, b in case.shapes]
     model = nn.Sequential(*layers)
     if case.mesh is not None:
@@ -116,7 +131,7 @@ def train(model: nn.Module, optimizer: FusedAdam, case: Case, first: int, last: 
         x, y = (t.to(case.device) for t in batch(step, case))
         total = torch.zeros(1, dtype=torch.float64, device=case.device)
         for part_x, part_y in zip(x.chunk(case.micro_batches), y.chunk(case.micro_batches), strict=True):
-            with qs.autocast(recipe=RECIPES[case.recipe]):
+            with qs.autocast(recipe=recipe_of(case)):
                 out = model(part_x)
             loss = ((out.float() - part_y) ** 2).mean() / case.micro_batches
             loss.backward()

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from quantshard import components, formats
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
-from tests.distributed.models import RECIPES, Case, build, optimizer_of, train
+from tests.distributed.models import OTHERS, RECIPES, Case, build, optimizer_of, train
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +50,7 @@ CASES = [
     (recipe, ranks)
     for turn, recipe in enumerate(RECIPES)
     for ranks in ((1, 3) if recipe in ("delayed", "nvfp4") else (1 + 2 * (turn % 2),))
-]
+] + [(recipe, 3) for recipe in OTHERS]
 """On 1 and 3 ranks what has a history and what has an amax; all others take turns."""
 
 

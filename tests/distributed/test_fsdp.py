@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantshard as qs
 from quantshard import components, sharding
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
-from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, optimizer_of, sha, train
+from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, optimizer_of, set_gradients, sha, train
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -377,3 +377,23 @@ def test_materializing_from_meta(recipe: str) -> None:
     for ranks in (1, 3):
         for found in run_ranks(ranks, materialized_twice, Case(recipe, (ranks,))):
             assert all(state == found[0] for state in found)
+
+
+def born_stepped_and_trained(case: Case) -> tuple[dict[str, str], dict[str, str], list[float]]:
+    """Bits at birth, after a step of gradients that are the same on every mesh, and losses from there."""
+    model = build(case)
+    optimizer = optimizer_of(model, case)
+    born = bits(model)
+    set_gradients(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    stepped = bits(model, optimizer)
+    return born, stepped, train(model, optimizer, case, 0, 1) + train(model, optimizer, case, 0, 9)
+
+
+def test_a_recipe_of_formats_that_no_recipe_names_trains() -> None:
+    """1 and 3 ranks: FP4 under E8M0 scales, two rows of the table and nothing else."""
+    one, three = (run_ranks(n, born_stepped_and_trained, Case("mxfp4", (n,))) for n in (1, 3))
+    for born, stepped, losses in three:
+        assert (born, stepped) == one[0][:2] and born != {name: stepped[name] for name in born}
+        assert losses[-1] < 0.9 * losses[0] and losses == three[0][2]

@@ -46,6 +46,7 @@ CELLS = {
     "rowwise": Cell(formats.FP8_1XROW),
     "mxfp8": Cell(formats.MXFP8_32X32),
     "mxfp8_both": Cell(formats.MXFP8_BOTH),
+    "mxfp4": Cell(formats.MXFP4_32X32),
     "nvfp4": Cell(formats.NVFP4_16X16),
     "nvfp4_both": Cell(formats.NVFP4_BOTH),
 }
@@ -322,6 +323,7 @@ def test_quantized_weights_without_masters(weight):
 
 CUTS = [
     ("block", "fp8", "float32", (150, 290), (125, 131), (6, 9)),
+    ("mxfp4", "float32", "float32", (40, 64), (17, 6), (9, 10)),
     ("nvfp4", "float32", "float32", (40, 64), (17, 6), (9, 10)),
     ("delayed", "fp16", "fp8", (9, 300), (2, 120), (5, 12)), ("mxfp8", "float32", None, (70, 70), (31, 33), (2, 5)),
     ("bfloat16", "float32", None, (1, 9001), (0, 4090), (1, 13)),
@@ -352,7 +354,7 @@ def test_blocks_of_a_rectangle_that_nobody_shares():
 def test_ways():
     ways = {weight: way_of(case(weight).parameter()) for weight in CELLS}
     assert {weight for weight, way in ways.items() if way is Way.ONCE} == {
-        "delayed", "newest", "block", "mxfp8", "mxfp8_both",
+        "delayed", "newest", "block", "mxfp8", "mxfp8_both", "mxfp4",
     }  # fmt: skip
     assert Way.TWICE not in ways.values()
     assert way_of(case("current", master="bfloat16").parameter()) is Way.TWICE

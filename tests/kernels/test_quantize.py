@@ -154,13 +154,15 @@ def test_both_directions_of_a_piece(name: str) -> None:
         assert target is not None and same(target.codes, codes)
 
 
-def wanted(x: Tensor, fmt: Format, scaling: Scaling, stream: int) -> tuple[Request, dict[str, Tensor]]:
+def wanted(
+    x: Tensor, fmt: Format, scaling: Scaling, stream: int, which: Copy = Copy.ROWWISE
+) -> tuple[Request, dict[str, Tensor]]:
     rows, cols = x.shape
     shape = (rows, cols + (-cols % 16 if scaling.random_hadamard else 0))
-    words = {Copy.ROWWISE: numerics.random_words(KEY, DRAW, stream, shape)}
+    words = dict.fromkeys(Copy, numerics.random_words(KEY, DRAW, stream, shape))
     parts = numerics.quantize(x, fmt, scaling, words=words)
     request = Request(
-        fmt.copies[Copy.ROWWISE], scaling, second_amax=on_device(parts.get("amax")),
+        fmt.copies[which], scaling, second_amax=on_device(parts.get("amax")),
         words=words_of(shape, stream, scaling.stochastic_rounding),
     )  # fmt: skip
     return request, parts
@@ -181,6 +183,28 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
         assert found.turned is not None
         assert same(found.turned, numerics.transpose_parts(fmt, parts, shape)[copy.codes.name])
         assert same(seen, torch.maximum(x.float().abs().amax(), torch.tensor(2.0)))
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    "fmt", [f for f in CODES if f.copies[Copy.ROWWISE].codes.encoding.bits == 4], ids=lambda fmt: fmt.name
+)
+def test_what_fills_a_byte_up_is_zero(fmt: Format, stochastic: bool) -> None:
+    """Beside an odd last column, or row of the transpose, whatever the multiplier of its block, NaN too."""
+    for odd in (float("nan"), float("inf"), 0.0):
+        x = values((35, 37), torch.float32)
+        x[-1, -1] = odd
+        scaling, which = Scaling(stochastic_rounding=stochastic), list(fmt.copies)[-1]
+        asked = [wanted(v, fmt, scaling, stream, which) for stream, v in enumerate((x, x.t()))]
+        both = quantize(x.to(DEVICE), asked[0][0], asked[1][0])
+        for target, (_, expected) in zip(both, asked, strict=True):
+            assert target is not None and same(target.codes, expected[fmt.copies[which].codes.name])
+            assert (target.codes[:, -1] >> 4 == 0).all()
+        if fmt.transposable:
+            found, _ = quantize(x.to(DEVICE), replace(asked[0][0], turned=True))
+            across = numerics.transpose_parts(fmt, asked[0][1], (35, 37))[fmt.copies[which].codes.name]
+            assert found.turned is not None and same(found.turned, across)
+            assert (found.turned[:, -1] >> 4 == 0).all()
 
 
 def edges() -> Tensor:
@@ -277,8 +301,8 @@ def test_scales_lie_as_products_read_them() -> None:
     sides = [
         (kind, side) for kinds, n in backend.NATIVE.items() for kind, side in zip(kinds, (n.left, n.right), strict=True)
     ]
-    wanted = {kind for kind, side in sides if side.layout is backend._columns}
+    wanted = {kind for kind, side in sides if side.layout is backend.by_columns}
     assert wanted
     for copy in (copy for fmt in FORMATS.values() for copy in fmt.copies.values()):
-        kind = (copy.scale.encoding.name, *copy.block)
+        kind = (copy.codes.encoding.name, copy.scale.encoding.name, *copy.block)
         assert sources.read_by_columns(copy) == (kind in wanted), kind

@@ -15,6 +15,7 @@ from quantshard import recipe as recipes
 from quantshard.formats import Copy, Format, Scaling
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.storage import DRAWS, KEY
+from tests.distributed.models import MXFP4_RECIPE
 
 U = 2.0**-24
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -37,7 +38,7 @@ class Case:
     stochastic: bool = False
 
 
-MXFP8, NVFP4 = formats.MXFP8_1X32, formats.NVFP4_1X16
+MXFP8, MXFP4, NVFP4 = formats.MXFP8_1X32, formats.MXFP4_1X32, formats.NVFP4_1X16
 CASES = {
     "delayed": Case(
         recipes.DelayedScaling(amax_history_len=HISTORY),
@@ -54,6 +55,7 @@ CASES = {
     ),
     "mxfp8": Case(recipes.MXFP8BlockScaling(), formats.MXFP8_32X32, MXFP8, MXFP8),
     "mxfp8-both": Case(recipes.MXFP8BlockScaling(enable_2d_quantization=False), formats.MXFP8_BOTH, MXFP8, MXFP8),
+    "mxfp4, which no recipe names": Case(MXFP4_RECIPE, formats.MXFP4_32X32, MXFP4, MXFP4),
     "nvfp4": Case(
         recipes.NVFP4BlockScaling(), formats.NVFP4_16X16, NVFP4, NVFP4, hadamard=True, stochastic=True
     ),
