@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import amax, backend, components, distribute, distributions, limits, numerics, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
-from quantshard.modules import compiled, context, functional, operator_arguments, parallel, recompute
+from quantshard.modules import compiled, context, functional, inputs, operator_arguments, parallel, recompute
 from quantshard.modules.compiled import Traced
 from quantshard.modules.functional import Ready
 from quantshard.modules.linear_operands import LinearState
@@ -315,21 +315,13 @@ class QuantizedModule(OnMesh, Saved):
         `ready`: what `_ready` has given for this call already. `again`: gives x in backward, which then is not kept;
         what compiled code keeps is the compiler's to decide.
         """
-        self._check_input(x)
+        x = self._input(x)
         found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
         return compiled.linear(x, found) if isinstance(found, Traced) else functional.linear(x, found, again)
 
-    def _check_input(self, x: Tensor) -> None:
-        if isinstance(x, DTensor):
-            raise ConfigurationError(
-                f"{type(self).__name__}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
-                "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
-            )
-        if not x.is_floating_point():
-            raise ConfigurationError(
-                f"{type(self).__name__}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as "
-                f"x.to({self._dtype})"
-            )
+    def _input(self, x: Tensor) -> Tensor:
+        """The input as this module computes with it, checked."""
+        return inputs.checked(type(self).__name__, x, self._dtype)
 
     def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:
         return [self._local(bias) if with_bias else None for bias in layer.biases]
@@ -367,12 +359,12 @@ class QuantizedModule(OnMesh, Saved):
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
         return normalize(x, self._whole_on_rows(prefix + "weight"), self._whole_on_rows(prefix + "bias"))
 
-    def _joined_bias(self, layer: Projection) -> Tensor | None:
-        """The bias of a whole layer, for callers that add it themselves; None without."""
+    def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
+        """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
         if not self.use_bias:
             return None
         local = self._whole_on_rows if layer.mode == "row" else self._local
-        return joined([local(bias) for bias in layer.biases])
+        return joined([local(bias) for bias in layer.biases]).to(dtype)
 
     def _operand(self, name: str, call: Call, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
