@@ -24,8 +24,8 @@ from quantshard.modules.compiled import Traced
 from quantshard.modules.functional import Ready
 from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import OnMesh, Parallelism
+from quantshard.modules.pieces import Pieces
 from quantshard.modules.recompute import Call
-from quantshard.modules.state_dict import Saved
 from quantshard.recipe import Recipe
 from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 from quantshard.tensor import QuantizedTensor
@@ -109,7 +109,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
 
 
-class QuantizedModule(OnMesh, Saved):
+class QuantizedModule(OnMesh, Pieces):
     """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `_add_vector`."""
 
     def __init__(
@@ -132,6 +132,7 @@ class QuantizedModule(OnMesh, Saved):
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._born_states: dict[str, dict[str, Tensor]] = {}
+        self._awaits_values = self_device.type == "meta"
         self._handle = operator_arguments.handle(self)
 
     # Birth -----------------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class QuantizedModule(OnMesh, Saved):
             storage = storages.empty(stored, sharding.whole(spec.shape), self._device, state)
             param = nn.Parameter(QuantizedTensor(storage, self._dtype))
         self.register_parameter(name, param)
-        if not param.is_meta:
+        if not self.get_parameter(name).is_meta:
             self._fill([name])
 
     def _add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
@@ -236,6 +237,7 @@ class QuantizedModule(OnMesh, Saved):
             private_torch.local_tensor(self.get_parameter(name)).fill_(fill)
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
+        self._awaits_values = False
 
     @torch.no_grad()
     def _fill(self, names: Iterable[str]) -> None:
