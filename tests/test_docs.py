@@ -61,6 +61,25 @@ What differs on purpose:
   positive second moment never becomes zero.
 
 A checkpoint of TransformerEngine's is taken over by `quantshard convert-te`: see [converting.md](converting.md).
+
+## torch.autocast
+
+Under `torch.autocast` of the input's device a module casts its input to the dtype of that (`hidden_states`, a
+`residual`, queries, keys and values too), computes as for such an input and returns that dtype, as TransformerEngine's
+do: it has the bits of the same call outside, on an input cast by hand, for every recipe, with weights stored quantized
+or not. That goes for `LayerNorm` and `RMSNorm` as well, which compute in float32 inside, where PyTorch's own return
+float32. What follows:
+
+- Gradients have the dtypes of their tensors: float32 for a float32 input, a float32 parameter, or a quantized weight
+  of that nominal dtype.
+- Weights that a recipe quantizes are quantized as they are, not cast before; without a recipe they are cast, as by
+  `nn.Linear`.
+- A bias that is returned (`return_bias`) has the dtype of the output.
+- `torch.autocast` rounds nothing else: products of codes are summed in float32, in backward too, if that runs inside.
+  Recomputation, `torch.compile` (entered inside or outside) and FSDP2's `MixedPrecisionPolicy` keep these bits.
+  float64 is not cast, as in PyTorch.
+
+It says nothing about the formats of GEMMs: those are of `quantshard.autocast`, and the two nest in any order.
 """
 
 

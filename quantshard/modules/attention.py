@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quantshard.amax import Group
 from quantshard.errors import ConfigurationError
-from quantshard.modules import attention_backends, rotary, unsupported
+from quantshard.modules import attention_backends, inputs, rotary, unsupported
 from quantshard.modules.attention_backends import AUTO, BACKENDS
 from quantshard.modules.base import InitMethod
 from quantshard.modules.composite import CompositeModule, child_name
@@ -190,7 +190,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         check_window(owner, self.window_size if window_size is None else window_size, kind)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
-        q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
+        q, k, v = (inputs.cast(x).permute(order) for x in (query_layer, key_layer, value_layer))
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
         plain = visible is None and self._dropout == 0
         backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, plain)

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from quantshard import amax, backend, components, distribute, distributions, limits, numerics, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
-from quantshard.modules import compiled, context, functional, operator_arguments, parallel, recompute
+from quantshard.modules import compiled, context, functional, inputs, operator_arguments, parallel, recompute
 from quantshard.modules.compiled import Traced
 from quantshard.modules.functional import Ready
 from quantshard.modules.linear_operands import LinearState
 from quantshard.modules.meshes import OnMesh, Parallelism
+from quantshard.modules.pieces import Pieces
 from quantshard.modules.recompute import Call
-from quantshard.modules.state_dict import Saved
 from quantshard.recipe import Recipe
 from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 from quantshard.tensor import QuantizedTensor
@@ -109,7 +109,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
 
 
-class QuantizedModule(OnMesh, Saved):
+class QuantizedModule(OnMesh, Pieces):
     """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `_add_vector`."""
 
     def __init__(
@@ -132,6 +132,7 @@ class QuantizedModule(OnMesh, Saved):
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._born_states: dict[str, dict[str, Tensor]] = {}
+        self._awaits_values = self_device.type == "meta"
         self._handle = operator_arguments.handle(self)
 
     # Birth -----------------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class QuantizedModule(OnMesh, Saved):
             storage = storages.empty(stored, sharding.whole(spec.shape), self._device, state)
             param = nn.Parameter(QuantizedTensor(storage, self._dtype))
         self.register_parameter(name, param)
-        if not param.is_meta:
+        if not self.get_parameter(name).is_meta:
             self._fill([name])
 
     def _add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
@@ -236,6 +237,7 @@ class QuantizedModule(OnMesh, Saved):
             private_torch.local_tensor(self.get_parameter(name)).fill_(fill)
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
+        self._awaits_values = False
 
     @torch.no_grad()
     def _fill(self, names: Iterable[str]) -> None:
@@ -315,21 +317,13 @@ class QuantizedModule(OnMesh, Saved):
         `ready`: what `_ready` has given for this call already. `again`: gives x in backward, which then is not kept;
         what compiled code keeps is the compiler's to decide.
         """
-        self._check_input(x)
+        x = self._input(x)
         found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
         return compiled.linear(x, found) if isinstance(found, Traced) else functional.linear(x, found, again)
 
-    def _check_input(self, x: Tensor) -> None:
-        if isinstance(x, DTensor):
-            raise ConfigurationError(
-                f"{type(self).__name__}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
-                "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
-            )
-        if not x.is_floating_point():
-            raise ConfigurationError(
-                f"{type(self).__name__}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as "
-                f"x.to({self._dtype})"
-            )
+    def _input(self, x: Tensor) -> Tensor:
+        """The input as this module computes with it, checked."""
+        return inputs.checked(type(self).__name__, x, self._dtype)
 
     def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:
         return [self._local(bias) if with_bias else None for bias in layer.biases]
@@ -367,12 +361,12 @@ class QuantizedModule(OnMesh, Saved):
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
         return normalize(x, self._whole_on_rows(prefix + "weight"), self._whole_on_rows(prefix + "bias"))
 
-    def _joined_bias(self, layer: Projection) -> Tensor | None:
-        """The bias of a whole layer, for callers that add it themselves; None without."""
+    def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
+        """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
         if not self.use_bias:
             return None
         local = self._whole_on_rows if layer.mode == "row" else self._local
-        return joined([local(bias) for bias in layer.biases])
+        return joined([local(bias) for bias in layer.biases]).to(dtype)
 
     def _operand(self, name: str, call: Call, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""

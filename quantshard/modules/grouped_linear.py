@@ -126,15 +126,16 @@ class GroupedLinear(QuantizedModule):
         self._note_spread()
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, **others: Any) -> Any:
-        """Input [..., in_features] -> [..., out_features], in the input's dtype; with `return_bias` a tuple.
+        """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
 
-        `m_splits`: how many rows, of the input as [tokens, in_features], go to each expert of this rank: ints, or an
-        integer tensor on the CPU.
+        With `return_bias` a tuple. `m_splits`: how many rows, of the input as [tokens, in_features], go to each expert
+        of this rank: ints, or an integer tensor on the CPU.
 
         Raises:
             ConfigurationError: `m_splits` does not fit the input or the number of experts.
         """
         unsupported.refuse("GroupedLinear.forward", others)
+        inp = self._input(inp)
         tokens = inp.reshape(-1, inp.shape[-1])
         splits = self._checked_splits(m_splits, tokens.shape[0])
         together = self._together(tokens, splits)
@@ -142,7 +143,7 @@ class GroupedLinear(QuantizedModule):
         out = functional.shaped_as(out, inp)
         if not self.return_bias:
             return out
-        return out, [self._joined_bias(layer) for layer in self._layers] if self.use_bias else None
+        return out, [self._joined_bias(layer, out.dtype) for layer in self._layers] if self.use_bias else None
 
     def _one_by_one(self, tokens: Tensor, splits: Sequence[int]) -> Tensor:
         outputs = [

@@ -86,12 +86,12 @@ class LayerNormLinear(QuantizedModule):
         self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
 
     def forward(self, inp: Tensor, **others: Any) -> Any:
-        """Input [..., in_features] -> [..., out_features], in the input's dtype.
+        """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
 
         With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
         """
         unsupported.refuse("LayerNormLinear.forward", others)
-        self._check_input(inp)
+        inp = self._input(inp)
         front, normed = fused.front(self, self.normalization, inp), None
         layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
         if not self.return_layernorm_output and fused.fits(front, layer):
@@ -100,7 +100,7 @@ class LayerNormLinear(QuantizedModule):
             normed, _ = front.normalized()
             outputs = self._project(normed, self._layer, with_bias=not self.return_bias, ready=layer)
         out = outputs if self.separate_outputs else joined(outputs)
-        more: tuple[Tensor | None, ...] = (self._joined_bias(self._layer),) if self.return_bias else ()
+        more: tuple[Tensor | None, ...] = (self._joined_bias(self._layer, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None
             more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from quantshard import compute, kernels, private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules import fused, unsupported
+from quantshard.modules import fused, inputs, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule
 from quantshard.modules.functional import Again
 from quantshard.modules.meshes import Parallelism
@@ -216,7 +216,7 @@ class LayerNormMLP(QuantizedModule):
     def forward(
         self, inp: Tensor, *, residual: Tensor | None = None, **others: Any
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Input [..., hidden_size] -> the same shape and dtype.
+        """Input [..., hidden_size] -> the same shape and dtype, or that of `torch.autocast`.
 
         With `return_bias`, `return_layernorm_output` or `residual` a tuple: output, then fc2_bias, then normalized
         input, then residual + inp.
@@ -227,7 +227,8 @@ class LayerNormMLP(QuantizedModule):
             **others: TransformerEngine's other arguments; see `unsupported`.
         """
         unsupported.refuse("LayerNormMLP.forward", others)
-        self._check_input(inp)
+        inp = self._input(inp)
+        residual = None if residual is None else inputs.cast(residual)
         front, normed = fused.front(self, self.normalization, inp, residual), None
         fc1 = self._ready(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
@@ -241,7 +242,7 @@ class LayerNormMLP(QuantizedModule):
             (out,) = self._project(
                 self._activate(*inner), self._fc2, with_bias=not self.return_bias, ready=fc2, again=again
             )
-        more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2),) if self.return_bias else ()
+        more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None
             more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)

@@ -69,11 +69,14 @@ class Linear(QuantizedModule):
         self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
 
     def forward(self, inp: Tensor, **others: Any) -> Any:
-        """Input [..., in_features] -> [..., out_features], in the input's dtype; see the arguments for tuples."""
+        """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
+
+        See the arguments for tuples.
+        """
         unsupported.refuse("Linear.forward", others)
         outputs = self._project(inp, self._layer, with_bias=not self.return_bias)
         out = outputs if self.separate_outputs else joined(outputs)
-        return (out, self._joined_bias(self._layer)) if self.return_bias else out
+        return (out, self._joined_bias(self._layer, outputs[0].dtype)) if self.return_bias else out
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -269,13 +269,13 @@ class _NormModule(QuantizedModule):
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """Input [..., size] -> the same shape and dtype.
+        """Input [..., size] -> the same shape and dtype, or that of `torch.autocast`.
 
         Raises:
             ConfigurationError: rows are spread over ranks (`sequence_parallel`), but it is not known which; or the
                 input is a DTensor, or not of a floating dtype.
         """
-        self._check_input(inp)
+        inp = self._input(inp)
         if self.sequence_parallel and self.tp_mesh is None and world() is not None and dist.get_world_size() > 1:
             raise ConfigurationError(
                 f"{self.normalization.kind}(sequence_parallel=True) sums its parameters' gradients over the ranks that "

@@ -141,10 +141,11 @@ class Saved(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes
+            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes; so does transformers
+            # by get_parameter, which gives what is of that class only
             for weight in self.__dict__.get("_weights", ()):
                 if name.startswith(weight + "_"):
                     found = self._state_keys(weight).get(name.removeprefix(weight))
                     if found is not None:
-                        return found
+                        return found if isinstance(found, nn.Parameter) else nn.Parameter(found, requires_grad=False)
             raise

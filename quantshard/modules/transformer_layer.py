@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules import parallel, unsupported
+from quantshard.modules import inputs, parallel, unsupported
 from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
 from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.base import InitMethod, QuantizedModule
@@ -164,6 +164,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
             **others: TransformerEngine's other arguments; see `unsupported`.
         """
         unsupported.refuse("TransformerLayer.forward", others)
+        hidden_states = inputs.cast(hidden_states)
         attended: Tensor = self.self_attention(
             hidden_states, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,

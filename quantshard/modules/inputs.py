@@ -1,0 +1,39 @@
+"""What happens to a module's input before all else: it is checked, and cast where `torch.autocast` asks for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quantshard.errors import ConfigurationError
+
+
+def cast(x: Tensor) -> Tensor:
+    """x in the dtype of the `torch.autocast` that is entered for its device; as it is without one.
+
+    A module that gets it computes as it does for such an input outside: it does not mix the dtypes of two. As in
+    PyTorch, float64 stays.
+    """
+    kind = x.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return x
+    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def checked(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
+    """The input of a module, cast.
+
+    Raises:
+        ConfigurationError: it is a DTensor, or not of a floating dtype.
+    """
+    if isinstance(x, DTensor):
+        raise ConfigurationError(
+            f"{owner}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
+            "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
+        )
+    if not x.is_floating_point():
+        raise ConfigurationError(
+            f"{owner}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as x.to({params_dtype})"
+        )
+    return cast(x)
