@@ -141,8 +141,8 @@ class Saved(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes; so does transformers
-            # by get_parameter, which gives what is of that class only
+            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes; so does
+            # transformers by get_parameter, which gives what is of that class only
             for weight in self.__dict__.get("_weights", ()):
                 if name.startswith(weight + "_"):
                     found = self._state_keys(weight).get(name.removeprefix(weight))
