@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import compute, private_torch, sharding
+from quantshard import compute, limits, private_torch, sharding
 from quantshard import storage as storages
 from quantshard.compute import RandomWords
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
@@ -217,21 +217,35 @@ class Requantization:
         record_amax_(history, amax.view(()))
 
 
-def requantize_(weights: Iterable[tuple[Tensor, Tensor]]) -> None:
+def requantize_(weights: Iterable[tuple[Tensor, Tensor]], *, names: Sequence[str] = (), judged: bool = False) -> None:
     """Quantize new local values into weights, with one collective per sharding axis for all of them together.
 
     Args:
         weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
             must pass the same weights in the same order, ranks with an empty shard too.
+        names: of the weights, for messages.
+        judged: the caller knows that all values are finite, as an optimizer does that judged its gradients: nobody
+            waits for a GPU to say so.
+
+    Raises:
+        ConfigurationError: values are infinite or NaN, which codes would hide: they saturate. It is raised on every
+            rank that holds a piece of one of the weights, and nothing is written. Or values are of another shape.
+        UnsupportedOperationError: a weight is a gathered copy; or a CUDA graph is being captured, and values are not
+            `judged`.
     """
-    reduction = FlatMax()
+    reduction, bad = FlatMax(), None
     weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
+    if weights and not judged:
+        bad = _are_bad(weights)
+        reduction.add(bad, united(sharding_group(weight) for weight, _ in weights))
     begun = [
         (Requantization(storage, values, shared_scales(weight, storage), reduction), values)
         for weight, values in weights
         for storage in (_storage_of(weight),)
     ]
     reduction.reduce()
+    if bad is not None:
+        _check_finite(weights, bad, names)
     for requantization, values in begun:
         requantization.commit(values)
     for weight, _ in weights:
@@ -251,6 +265,39 @@ def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
             f"{storage.shard.shape}"
         )
     return values
+
+
+def _are_bad(weights: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Float32 [weights]: 1 where not all values are finite here."""
+    if compute.is_capturing():
+        raise UnsupportedOperationError(limits.refusal("captured values", private_torch.local_tensor(weights[0][0])))
+    device = weights[0][1].device
+    return torch.stack([1 - torch.isfinite(values).all().to(device, torch.float32) for _, values in weights])
+
+
+def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: Sequence[str]) -> None:
+    for index, (at_fault, (weight, values)) in enumerate(zip(bad.tolist(), weights, strict=True)):
+        if at_fault:
+            name = names[index] if names else repr(private_torch.local_tensor(weight))
+            told = non_finite(values, _storage_of(weight).shard.origin)
+            raise ConfigurationError(
+                f"requantize_: {name}: {told or 'values that other ranks hold are infinite or NaN'}; codes saturate, "
+                "which would hide it, so nothing was written. Look at where the values come from"
+            )
+
+
+def non_finite(values: Tensor, origin: tuple[int, ...]) -> str:
+    """How many of some values are infinite or NaN, and where in the whole the first is; "" if none is.
+
+    `origin`: of the values [R, C] in the whole. It waits for a GPU.
+    """
+    bad = ~torch.isfinite(values)
+    if not bad.any():
+        return ""
+    first = int(bad.flatten().to(torch.uint8).argmax())
+    at = [start + here for start, here in zip(origin, divmod(first, values.shape[1]), strict=True)]
+    found = values.flatten()[first].item()
+    return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {found}, at {at}"
 
 
 def world() -> dist.ProcessGroup | None:

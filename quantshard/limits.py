@@ -134,6 +134,11 @@ REFUSALS: Final[dict[str, Limit]] = {
         "whether values change, and are finite, is read back before any is written",
         "keep optimizer.step() outside of the graph, or use FusedAdam with masters and capturable=True",
     ),
+    "captured values": Limit(
+        "quantize_ and requantize_ of a quantized weight are not captured in a CUDA graph",
+        "whether the new values are finite is read back before any is written",
+        "write weights outside of the graph, or by FusedAdam with capturable=True",
+    ),
     "second derivative": Limit(
         "create_graph=True through a quantized layer is not supported",
         "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",

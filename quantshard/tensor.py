@@ -75,6 +75,7 @@ class QuantizedTensor(Tensor):
             noop_flag: a tensor of one element; if it is not zero, nothing is written.
 
         Raises:
+            ConfigurationError: new values are infinite or NaN; nothing is written.
             UnsupportedOperationError: this is a shard whose blocks straddle ranks; their scale needs a collective, and
                 none hides here. `requantize_` does all weights of a model in one.
         """

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantshard import amax, compute, requantize_
+from quantshard import QuantizedTensor, amax, compute, requantize_
 from quantshard.amax import (
     FlatMax,
     PendingAmaxes,
@@ -17,7 +17,9 @@ from quantshard.amax import (
     shared_scales,
     united,
 )
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY
+from quantshard.tensor import quantize
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
 INF, NAN = float("inf"), float("nan")
@@ -246,10 +248,13 @@ def test_requantize_of_nothing():
 
 @pytest.mark.parametrize("first", [0.0, INF, NAN])
 def test_a_weight_without_a_usable_amax_records_none(first):
-    """Delayed scaling begins with the first amax that can be used; until then the scale is 1."""
+    """Delayed scaling begins with the first amax that can be used; until then the scale is 1.
+
+    Whoever writes infinities unjudged, as an optimizer that skipped no step, finds them gone.
+    """
     tensor = weight(RECIPES["delayed"].weight, 4, 4)
     tensor._storage.state[AMAX_HISTORY].zero_()
-    tensor.quantize_(torch.full((4, 4), first))
+    amax.requantize_([(tensor, torch.full((4, 4), first))], judged=True)
     assert not tensor._storage.state[AMAX_HISTORY].any()
     assert tensor._storage.components["scale_inv"].item() == 1.0
 
@@ -347,3 +352,41 @@ def test_modules_that_share_a_weight_record_into_their_own_histories():
         pending.note(7, seen, torch.tensor(value), None)
     pending.flush()
     assert one.tolist() == [0.0, 3.0] and two.tolist() == [0.0, 5.0]
+
+
+# ---------------------------------------------------------------------------------------------------------- not finite
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("special", [INF, -INF, NAN])
+def test_a_weight_takes_no_values_that_are_not_finite(name, special):
+    """Codes saturate, and so would come out finite: raised with how many, and where the first is."""
+    tensor, values = weight(RECIPES[name].weight), random(48, 40, seed=3)
+    values[5, 7] = values[40, 2] = special
+    before, state = contents(tensor), {name: part.clone() for name, part in tensor._storage.state.items()}
+    for write in (
+        lambda: tensor.quantize_(values),
+        lambda: requantize_([(weight(MXFP8), random(48, 40)), (tensor, values)]),
+        lambda: quantize(values, tensor._storage.cell),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"2 of 1920 values.*first, {special}, at \[5, 7\]"):
+            write()
+    assert not differing(before, contents(tensor)) and not differing(state, tensor._storage.state)
+
+
+def test_a_piece_says_where_in_the_whole():
+    tensor = weight(RECIPES["rowwise"].weight)
+    piece = QuantizedTensor(tensor._storage.piece(0, 16, 16), tensor.dtype)
+    values = torch.ones(16, 40)
+    values[3, 4] = NAN
+    with pytest.raises(ConfigurationError, match=r"1 of 640 values.*nan, at \[19, 4\]"):
+        piece.quantize_(values)
+
+
+def test_values_are_not_judged_while_a_graph_is_captured(monkeypatch):
+    """The host would have to wait for them."""
+    tensor = weight(MXFP8)
+    monkeypatch.setattr(compute, "is_capturing", lambda: True)
+    with pytest.raises(UnsupportedOperationError, match="captured"):
+        requantize_([(tensor, random(48, 40))])
+    amax.requantize_([(tensor, random(48, 40))], judged=True)

@@ -109,7 +109,7 @@ def test_delayed_scales_are_those_of_past_amaxes():
     history, scale = tensor._storage.state[AMAX_HISTORY], tensor._storage.components["scale_inv"]
     scales, histories = [scale.item()], [history.tolist()]
     for amax in (2.0, 1.0, 0.0, float("inf"), 8.0, 0.5):
-        tensor.quantize_(torch.tensor([[amax, 0.25]]).clamp(max=amax))
+        requantize_([(tensor, torch.tensor([[amax, 0.25]]).clamp(max=amax))], judged=True)
         scales.append(scale.item())
         histories.append(history.tolist())
     past = [4, 4, 4, 2, 2, 2, 8]  # of the tensor itself, then the largest of the last two
@@ -326,7 +326,7 @@ def test_cut_then_requantize_is_requantize_then_cut(cell, problem):
     values, axes = problem
     tensor = quantize(torch.zeros(values.shape), cell, dtype=values.dtype)
     shards = cut(tensor, axes)
-    tensor.quantize_(values)
+    requantize_([(tensor, values)], judged=True)  # as they are, finite or not
     requantize_on_ranks(shards, values)
     state = tensor._storage.state
     for shard in shards:

@@ -32,7 +32,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
 
     Raises:
         CheckpointError: a tensor is missing, unknown, quantized, or of another shape, or an entry is none or cannot be
-            read; on every rank, if so on one.
+            read, or values that are to be quantized are infinite or NaN; on every rank, if so on one.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     components.check_offsets(model.named_parameters())
@@ -55,7 +55,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         if AMAX_HISTORY in local._storage.state:
             local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
         quantized.append((param, parts[name].to(local.device)))
-    amax.requantize_(quantized)
+    amax.requantize_(quantized, judged=True)
     for name, values in kept.items():
         components.storage_of(params[name]).high_precision = values
 
@@ -65,7 +65,13 @@ def _fitting(
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """What this rank will write: the entries that belong to no parameter, and its part of each parameter."""
     others = _other_entries(model, params, given)
-    return others, {name: _local_part(name, param, given[name]) for name, param in params.items()}
+    parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
+    for name, part in parts.items():
+        local = components.quantized(params[name])
+        told = "" if local is None else amax.non_finite(part, local._storage.shard.origin)
+        if told:
+            raise CheckpointError(f"load_high_precision: {name}: {told}; codes saturate, which would hide it")
+    return others, parts
 
 
 def _other_entries(

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from quantshard import amax, components, numerics, private_torch
 from quantshard import storage as storages
+from quantshard.checkpoints import ranks
 from quantshard.checkpoints.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
@@ -176,6 +178,7 @@ def write_weights(path: Path_, metadata: Metadata, found: list[Change]) -> Itera
         finish = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
         values = [done() for done in finish]
+        ranks.alike(partial(_check_finite, path, batch, values))
         quantized = []
         for change, value in zip(batch, values, strict=True):
             if not change.requantizes:
@@ -187,8 +190,19 @@ def write_weights(path: Path_, metadata: Metadata, found: list[Change]) -> Itera
             if AMAX_HISTORY in local._storage.state:
                 local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
             quantized.append((change.param, value))
-        amax.requantize_(quantized)
+        amax.requantize_(quantized, judged=True)
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
+
+
+def _check_finite(path: Path_, batch: list[Change], values: list[Tensor]) -> None:
+    for change, value in zip(batch, values, strict=True):
+        local = components.quantized(change.param)
+        told = "" if local is None or not change.requantizes else amax.non_finite(value, local._storage.shard.origin)
+        if told:
+            raise CheckpointError(
+                f"{path}: {change.name} by {_told(change.source)}: {told}; codes saturate, which would hide it. The "
+                "model is loaded in part: load another checkpoint"
+            )
 
 
 def _batches(found: list[Change]) -> Iterator[list[Change]]:

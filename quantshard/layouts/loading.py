@@ -88,7 +88,8 @@ def load(
 
     Raises:
         CheckpointError: a file is damaged or missing, a tensor is missing, unknown or of another shape, or cannot be
-            copied; on every rank, if so on one. Nothing was written, unless a file cannot be read any more.
+            copied, or what is to be quantized is infinite or NaN; on every rank, if so on one. Nothing was written,
+            unless it is that, or a file cannot be read any more.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     components.check_offsets(model.named_parameters())
@@ -342,6 +343,14 @@ class _Loader:
             scale = scale / factor if second.divides else scale * factor
         return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1) // self.layout.block[1]]
 
+    def _finite_values(self, item: _Item) -> Tensor:
+        """Those of a weight that is to be quantized."""
+        values = self._values(item)
+        told = amax.non_finite(values, components.storage_of(item.param).shard.origin)
+        if told:
+            raise CheckpointError(f"{item.name}: {told}; codes saturate, which would hide it")
+        return values
+
     def _fill(self, item: _Item) -> None:
         """A parameter in high precision."""
         values, local = self._values(item), private_torch.local_tensor(item.param)
@@ -352,7 +361,7 @@ class _Loader:
         local.copy_(values.reshape(local.shape))
 
     def _quantize(self, batch: Sequence[_Item]) -> None:
-        values = ranks.alike(lambda: [self._values(item) for item in batch])
+        values = ranks.alike(lambda: [self._finite_values(item) for item in batch])
         kept: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
@@ -363,7 +372,7 @@ class _Loader:
             if item.name not in self.report.requantized:
                 self.report.quantized.append(item.name)
         pairs = zip(batch, values, strict=True)
-        amax.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs])
+        amax.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs], judged=True)
         for storage, value in kept:
             storage.high_precision = value
 

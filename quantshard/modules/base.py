@@ -258,7 +258,8 @@ class QuantizedModule(OnMesh, Pieces):
                 quantized.append((param, values))
             else:
                 local.copy_(values)
-        amax.requantize_(quantized)
+        weights = [name for name in names if components.quantized(self.get_parameter(name)) is not None]
+        amax.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
         if self._plan.preserve_high_precision:
             for written, values in quantized:
                 components.storage_of(written).high_precision = values.cpu().clone()

@@ -294,7 +294,8 @@ class MasterWeights(torch.optim.Optimizer):
         """Round masters to the nearest values that the parameters can hold."""
         written = [param for param in self._updated(self._masters) if self._masters[param] is not param]
         values = {param: private_torch.local_tensor(self._masters[param]) for param in written}
-        amax.requantize_((param, values[param]) for param in written if components.quantized(param) is not None)
+        quantized = ((param, values[param]) for param in written if components.quantized(param) is not None)
+        amax.requantize_(quantized, judged=True)
         for param in written:
             if components.quantized(param) is None:
                 private_torch.local_tensor(param).copy_(values[param])

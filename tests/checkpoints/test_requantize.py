@@ -94,6 +94,18 @@ def test_the_same_recipe_is_loaded_as_it_is(tmp_path: Path) -> None:
     assert not differing(model.state_dict(), built("nvfp4")[0].state_dict())
 
 
+def test_masters_that_are_not_finite_are_not_quantized(tmp_path: Path) -> None:
+    """Codes would hide it; a weight that is kept in high precision shows it itself."""
+    model, optimizer = built("block")
+    optimizer.state[model[1].weight]["master_param"][2, 3] = float("inf")
+    checkpoints.save(tmp_path / "c", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"1\.weight by their masters: 1 of 90 values.*first, inf, at \[2, 3\]"):
+        load_loudly(tmp_path / "c", *built("mxfp8"))
+    other, _ = kept = built(None)
+    load_loudly(tmp_path / "c", *kept)
+    assert other[1].weight[2, 3] == float("inf")
+
+
 @pytest.mark.parametrize("master", [torch.float16, torch.bfloat16], ids=str)
 def test_masters_of_other_dtypes(tmp_path: Path, master: torch.dtype) -> None:
     """16-bit masters, those in blocks too; into masters of the same kind and into float32 ones."""

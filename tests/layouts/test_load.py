@@ -59,6 +59,17 @@ def test_high_precision_is_quantized_and_seeds_masters(saved, tmp_path):  # noqa
     assert (models.values(other)[name] - value).abs().max() > 1.1e-3
 
 
+def test_values_that_are_not_finite_are_not_quantized(saved, tmp_path):  # noqa: F811
+    _, checkpoint = saved("bf16")
+    export(checkpoint, "plain", tmp_path / "out", config=models.CONFIG)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 3] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"fc1_up_weight: 1 of \d+ values.*first, nan, at \[5, 3\]"):
+        load(tmp_path / "out", models.build("mxfp8"))
+
+
 def test_other_blocks_need_lossy(saved, tmp_path):  # noqa: F811
     model, checkpoint = saved("nvfp4")
     export(checkpoint, "modelopt", tmp_path / "out", config=models.CONFIG)
