@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 
-from quantshard.doctor import diagnose
+from quantshard.doctor import Result, Watch, diagnose
 from quantshard.errors import ConfigurationError
 
 WRONG = 1
 """Exit code where anything is wrong."""
+
+
+class _Told(Watch):
+    """Says what runs on standard error: on a terminal in a line that changes, else in a line each, written at once."""
+
+    def __init__(self, status: Status) -> None:
+        self.status = status
+        self.start = time.perf_counter()
+
+    def begin(self, name: str, number: int, count: int) -> None:
+        line = f"{number} of {count}, {time.perf_counter() - self.start:.0f} s: {name}"
+        if self.status.console.is_terminal:
+            self.status.update(escape(line))
+        else:
+            print(line, end=" ... ", file=sys.stderr, flush=True)
+
+    def end(self, result: Result, seconds: float) -> None:
+        if not self.status.console.is_terminal:
+            print(f"{result.state}, {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +55,8 @@ def doctor(
 ) -> None:
     """Report what this machine is, test every kernel against its oracle, and measure memory, GEMMs and disk.
 
-    On a GPU this takes some minutes: kernels are compiled. Names of hosts, users and files are not in the report, so
+    On a GPU this takes some minutes: kernels are compiled. What runs is said on standard error, in a log a line each
+    with the seconds that it took. Names of hosts, users and files are not in the report, so
     that it can be posted. Exit code 0: nothing is wrong; 1: something is, and its line says WRONG.
     """
     if file is not None and not json_:
@@ -41,7 +65,7 @@ def doctor(
         raise ConfigurationError(f"there is no folder {directory}; name one with --dir")
     folder = None if quick else directory or Path(tempfile.gettempdir())
     with Console(stderr=True).status("looking at this machine") as status:
-        report = diagnose(folder, begun=status.update)
+        report = diagnose(folder, _Told(status))
     if json_ and file is None:
         print(report.to_json())
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantshard import backend, kernels, numerics, recipe
 from quantshard.backend import Native
 from quantshard.doctor import gemms
-from quantshard.doctor.results import NotHere, Result, found
+from quantshard.doctor.results import NotHere, Result, Watch, found, watched
 from quantshard.formats import ALL, FORMATS, Copy, Format, Scaling
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
 
@@ -58,18 +58,13 @@ class Check(NamedTuple):
     otherwise: str = OTHER_BITS
 
 
-def run(device: torch.device, begun: Callable[[str], None] = lambda name: None) -> list[Result]:
-    """All checks, one after another; `begun` is told the name of each before it runs."""
-    results = []
+def run(device: torch.device, watch: Watch | None = None) -> list[Result]:
+    """All checks, one after another, of which `watch` is told."""
     why = why_no_kernels(device)
     shapes = INTERPRETED if kernels.INTERPRETED else COMPILED
-    for check in kernel_checks():
-        begun(check.name)
-        results.append(found(check.name, partial(_told, check, shapes, device, why)))
-    for check in product_checks():
-        begun(check.name)
-        results.append(found(check.name, partial(_told, check, PRODUCTS, device, "")))
-    return results
+    asked = [(check, partial(_told, check, shapes, device, why)) for check in kernel_checks()]
+    asked += [(check, partial(_told, check, PRODUCTS, device, "")) for check in product_checks()]
+    return watched([(check.name, partial(found, check.name, told)) for check, told in asked], watch or Watch())
 
 
 def why_no_kernels(device: torch.device) -> str:

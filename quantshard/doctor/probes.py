@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantshard import kernels, numerics, recipe
 from quantshard.doctor import checks, products
-from quantshard.doctor.results import NotHere, Result, first_line, found
+from quantshard.doctor.results import NotHere, Result, Watch, first_line, found, watched
 from quantshard.doctor.timing import bounded, bytes_of
 from quantshard.formats import Format
 
@@ -43,15 +43,11 @@ class Sizes(NamedTuple):
 ON_GPU, ON_CPU = Sizes(16384, 14336, 8192), Sizes(256, 2048, 512)
 
 
-def run(device: torch.device, folder: Path, begun: Callable[[str], None] = lambda name: None) -> list[Result]:
-    """All probes, one after another; `folder`: whose disk is probed. `begun` is told the name of each."""
-    results = []
-    for name, unit, measure in _probes(device, folder):
-        begun(name)
-        results.append(found(name, measure, unit))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return results
+def run(device: torch.device, folder: Path, watch: Watch | None = None) -> list[Result]:
+    """All probes, one after another, of which `watch` is told; `folder`: whose disk is probed."""
+    tasks = [(name, partial(found, name, measure, unit)) for name, unit, measure in _probes(device, folder)]
+    after = torch.cuda.empty_cache if device.type == "cuda" else lambda: None
+    return watched(tasks, watch or Watch(), after)
 
 
 def _probes(device: torch.device, folder: Path) -> Iterator[tuple[str, str, Callable[[], float | str]]]:

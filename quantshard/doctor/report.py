@@ -9,7 +9,6 @@ import datetime
 import json
 import platform
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.text import Text
 
 from quantshard import backend, kernels, recipe
 from quantshard.doctor import checks, probes
-from quantshard.doctor.results import NOT_HERE, OK, WRONG, Result
+from quantshard.doctor.results import NOT_HERE, OK, WRONG, Result, Watch
 from quantshard.formats import FORMATS, Copy
 from quantshard.observe.table import human_bytes
 from quantshard.recipe import Cell
@@ -62,20 +61,18 @@ class Report:
         yield _render(self)
 
 
-def diagnose(
-    folder: Path | None, begun: Callable[[str], None] = lambda name: None, device: torch.device | None = None
-) -> Report:
+def diagnose(folder: Path | None, watch: Watch | None = None, device: torch.device | None = None) -> Report:
     """Look at this machine, run the self-test and, unless `folder` is None, the probes.
 
     Args:
         folder: where the disk is probed.
-        begun: told the name of what is about to run.
+        watch: told what runs, as it runs.
         device: default: the first GPU, or the CPU where there is none.
     """
     device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     about = describe(device)
-    tested = tuple(checks.run(device, begun))
-    return Report(about, tested, None if folder is None else tuple(probes.run(device, folder, begun)))
+    tested = tuple(checks.run(device, watch))
+    return Report(about, tested, None if folder is None else tuple(probes.run(device, folder, watch)))
 
 
 # ------------------------------------------------------------------------------------------------------------- machine

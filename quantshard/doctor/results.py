@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,30 @@ class Result:
     reason: str = ""
     value: float | None = None
     unit: str = ""
+
+
+class Watch:
+    """Is told what runs, as it runs. This one says nothing."""
+
+    def begin(self, name: str, number: int, count: int) -> None:
+        """The check or probe `number`, from 1, of `count` begins."""
+
+    def end(self, result: Result, seconds: float) -> None:
+        """It ended, after so many seconds."""
+
+
+def watched(
+    tasks: Sequence[tuple[str, Callable[[], Result]]], watch: Watch, after: Callable[[], object] = lambda: None
+) -> list[Result]:
+    """The results of tasks, each by its name, one after another; `after`: called after each."""
+    results = []
+    for number, (name, task) in enumerate(tasks, 1):
+        watch.begin(name, number, len(tasks))
+        start = time.perf_counter()
+        results.append(task())
+        watch.end(results[-1], time.perf_counter() - start)
+        after()
+    return results
 
 
 def found(name: str, measure: Callable[[], float | str | None], unit: str = "") -> Result:

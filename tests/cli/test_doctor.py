@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_a_report_in_a_file_beside_tables(monkeypatch, capsys, tmp_path, few):
     assert code == 0 and report["ok"] and report["kernels"]["run"] == "interpreted"
     assert [state for state, _ in states(report).values()][:3] == ["ok"] * 3
     assert "self-test: 3 ok, 0 WRONG, 16 not here" in out and "this machine" in out
+
+
+def test_a_log_says_at_once_what_runs_and_how_long_it_took(monkeypatch, capsys, few):
+    """Also of what never ends."""
+    first = checks.cases.amax.block_amax
+    seen = []
+
+    def watched(*arguments):
+        seen.append(capsys.readouterr().err)
+        return first(*arguments)
+
+    monkeypatch.setattr(checks.cases.amax, "block_amax", watched)
+    _, _, lines = doctor(monkeypatch, capsys, "--json", "--quick")
+    assert re.fullmatch(r"1 of 19, \d+ s: amax fp8_e4m3 \.\.\. ", seen[0])
+    assert re.fullmatch(r"ok, \d+\.\d s", lines[0])
+    assert re.fullmatch(r"2 of 19, \d+ s: dequantize fp8_e4m3 \.\.\. ok, \d+\.\d s", lines[1])
+    assert len(lines) == 19 and "native GEMM" in lines[-1] and "not here" in lines[-1]
 
 
 def test_wrong_bits_are_told(monkeypatch, capsys, few):
