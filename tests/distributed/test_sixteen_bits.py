@@ -120,7 +120,7 @@ def test_shared_gradients_are_rounded_once(ranks: int) -> None:
 
 
 def rounded_once() -> None:
-    """Of norms and of the biases of row-parallel layers, under sequence parallelism: each rank has a part of the sum."""
+    """Of norms and of biases of row-parallel layers, under sequence parallelism: each rank has a part of the sum."""
     ranks, size = dist.get_world_size(), 64 * dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     generator = torch.Generator().manual_seed(0)
