@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from quantshard import amax, backend, components, distribute, distributions, limits, numerics, private_torch, sharding
 from quantshard import storage as storages
@@ -299,8 +300,18 @@ class QuantizedModule(OnMesh, Pieces):
                 if moved.dtype != buffer.dtype:
                     self.register_buffer(name, buffer.to(moved.device))
         for name, state in self._plain_states.items():
-            storages.move_draws(state, private_torch.local_tensor(self.get_parameter(name)).device)
+            storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
+        self._check_dtypes()
         return self
+
+    def _check_dtypes(self) -> None:
+        for name, param in self.named_parameters(recurse=False):
+            if param.dtype not in _PARAMS_DTYPES:
+                raise ConfigurationError(
+                    f"{type(self).__name__}.{name} was cast to {param.dtype}: parameters stand for values of one of "
+                    f"{', '.join(map(str, _PARAMS_DTYPES))}; build the module under quantized_model_init with a recipe "
+                    "to store weights in fewer bits"
+                )
 
     # Use -------------------------------------------------------------------------------------------------------------
 
@@ -336,6 +347,15 @@ class QuantizedModule(OnMesh, Pieces):
 
         In a graph that is being traced it is told by names, and checked when its operator runs.
         """
+        computed = vars(type(self))  # parametrize gives a module a class of its own, with a property for its weight
+        if any(weight in computed for weight in layer.weights) and not torch.compiler.is_compiling():
+            with parametrize.cached():  # read more than once here; of spectral_norm each look is another step
+                return self._ready_now(layer, x_shape, device, with_bias)
+        return self._ready_now(layer, x_shape, device, with_bias)
+
+    def _ready_now(
+        self, layer: Projection, x_shape: Sequence[int], device: torch.device, with_bias: bool
+    ) -> Ready | Traced:
         tensors = [getattr(self, weight) for weight in layer.weights]
         if torch.compiler.is_compiling():
             return self._traced(layer, tensors, self._biases(layer, with_bias))

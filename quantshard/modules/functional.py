@@ -162,7 +162,7 @@ def _plain_linears(
     for weight, bias in zip(weights, biases, strict=True):
         y = _summed(plain_linear(x, weight, None), tp)
         if bias is not None:
-            y = y + (parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias).to(y.dtype)
+            y = parallel.add_bias(y, parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias)
         outputs.append(y)
     return tuple(outputs)
 

@@ -16,7 +16,7 @@ What follows `copy` and `gather_rows` differs between ranks, which cut its weigh
 Rows are those of dim 0: an activation is [sequence, batch, hidden], and under sequence parallelism each rank holds
 sequence / ranks consecutive rows, in the order of the group. A sum is taken in the dtype of its tensor, as users of
 NCCL expect, and its order is that of the communication backend: it is the same for all ranks, but not for another
-number of ranks.
+number of ranks. Gradients of parameters that all ranks have, which are small, are summed in float32.
 """
 
 from __future__ import annotations
@@ -127,9 +127,15 @@ def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
     """A parameter that every rank has whole and applies to its own rows; its gradient is summed over the ranks.
 
     For the weights of norms and the biases of row-parallel layers under sequence parallelism. One collective for each
-    parameter, so for small ones.
+    parameter, so for small ones. It is given in float32 if it is of 16 bits: so its gradient is rounded once, behind
+    the sum.
     """
-    return copy(param, tp)
+    return copy(param.float() if tp.size > 1 and param.dtype.itemsize < 4 else param, tp)
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """y [..., features] plus a bias [features] that is rounded to y's dtype, whose gradient is summed in its own."""
+    return _AddBias.apply(y, bias)
 
 
 def reduce(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -219,6 +225,17 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return reduce(grads[0], ctx.tp), None
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return y + bias.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].reshape(-1, grads[0].shape[-1]).sum(0, dtype=ctx.dtype)
 
 
 class _Reduce(torch.autograd.Function):

@@ -312,7 +312,7 @@ def one_by_one(dtype: torch.dtype, rows: int, device: str = "cpu") -> dict[str, 
         x = (integers(rows, 2, 3, seed=8, dtype=dtype, device=device) * (tp.rank + 1)).detach().requires_grad_()
         with Wire() as forward:
             out = operation(x, tp)
-        grad = torch.arange(out.numel(), device=device).remainder(5).view(out.shape).to(dtype) * (tp.rank + 1)
+        grad = torch.arange(out.numel(), device=device).remainder(5).view(out.shape).to(out.dtype) * (tp.rank + 1)
         with Wire() as backward:
             out.backward(grad)
         assert x.grad is not None

@@ -109,12 +109,16 @@ def test_a_block_cut_over_ranks_has_the_gradients_of_a_whole_one(ranks: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_operations_one_by_one(ranks: int, dtype: torch.dtype) -> None:
-    """1 to 3 ranks: values, gradients, the one collective of each, in the tensor's dtype; none on one rank."""
+    """1 to 3 ranks: values, gradients, the one collective of each, in the tensor's dtype; none on one rank.
+
+    Gradients of parameters of 16 bits are summed in float32.
+    """
     check_operations(run_ranks(ranks, one_by_one, dtype, 6), 6 * 2 * 3 * dtype.itemsize)
 
 
 def check_operations(seen: list[dict], size: int) -> None:
-    ranks = len(seen)
+    ranks, dtype = len(seen), seen[0]["copy"]["x"].dtype
+    widens = ranks > 1 and dtype.itemsize == 2
     x = {name: [rank[name]["x"] for rank in seen] for name in OPERATIONS}
     given = {name: [rank[name]["given"] for rank in seen] for name in OPERATIONS}
     for number, rank in enumerate(seen):
@@ -129,7 +133,7 @@ def check_operations(seen: list[dict], size: int) -> None:
             "scatter_rows": (mine(sum(x["scatter_rows"])), torch.cat(given["scatter_rows"])),
             "split_rows": (mine(x["split_rows"][number]), torch.cat(given["split_rows"])),
             "join_rows": (torch.cat(x["join_rows"]), mine(given["join_rows"][number])),
-            "all_reduce_gradient": (x["copy"][number], sum(given["copy"])),
+            "all_reduce_gradient": (x["copy"][number].to(torch.float32 if widens else dtype), sum(given["copy"])),
         }
         wire = {
             "copy": ([], [("allreduce", size)]),
@@ -138,14 +142,15 @@ def check_operations(seen: list[dict], size: int) -> None:
             "scatter_rows": ([("reduce_scatter_base", size)], [("allgather_base", size // ranks)]),
             "split_rows": ([], [("allgather_base", size // ranks)]),
             "join_rows": ([("allgather_base", size)], []),
-            "all_reduce_gradient": ([], [("allreduce", size)]),
+            "all_reduce_gradient": ([], [("allreduce", 2 * size if widens else size)]),
         }
         for name, (out, grad) in expected.items():
             assert torch.equal(rank[name]["out"], out) and rank[name]["out"].dtype == out.dtype, name
             assert torch.equal(rank[name]["grad"], grad) and rank[name]["grad"].dtype == grad.dtype, name
             calls = (rank[name]["forward"], rank[name]["backward"])
             assert calls == (wire[name] if ranks > 1 else ([], [])), name
-            assert rank[name]["is a view"] == (ranks == 1 or name in ("copy", "all_reduce_gradient")), name
+            is_view = name == "copy" or (name == "all_reduce_gradient" and not widens)
+            assert rank[name]["is a view"] == (ranks == 1 or is_view), name
 
 
 def test_no_rows_no_collective() -> None:

@@ -42,14 +42,15 @@ class Core(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.attend = qs.DotProductAttention(4, SIZE // 4)
+        self.attend = qs.DotProductAttention(4, SIZE // 4, attention_backend="math")
 
     def forward(self, inp: Tensor) -> Tensor:
         heads = inp.unflatten(-1, (4, -1))
         return self.attend(heads, heads.detach(), heads.detach().flip(0))
 
 
-NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+# other backends of attention do not repeat their gradients on GPUs
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attention_backend": "math"}
 MODULES: dict[str, Callable[..., nn.Module]] = {
     "Linear": partial(qs.Linear, SIZE, 48),
     "Linear of parts": partial(qs.Linear, SIZE, 48, parameters_split=["a", "b"], separate_outputs=True),
@@ -63,7 +64,9 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "LayerNormMLP": partial(qs.LayerNormMLP, SIZE, 96, return_bias=True),
     "LayerNormMLP, gated": partial(WithResidual, SIZE, 96, activation="swiglu", recompute_activation=True),
     "DotProductAttention": Core,
-    "MultiheadAttention": partial(qs.MultiheadAttention, SIZE, 4, num_gqa_groups=2, attention_dropout=0.0),
+    "MultiheadAttention": partial(
+        qs.MultiheadAttention, SIZE, 4, num_gqa_groups=2, attention_dropout=0.0, attention_backend="math"
+    ),
     "TransformerLayer": partial(qs.TransformerLayer, SIZE, 96, 4, **NO_DROPOUT),
     "TransformerLayer, output_layernorm": partial(
         qs.TransformerLayer, SIZE, 96, 4, output_layernorm=True, **NO_DROPOUT
