@@ -1,9 +1,11 @@
 # The commands of this repository; `make help` lists them.
 PYTHON ?= python3
 ARGS   ?=
-BIN    := .venv/bin
-STAMP  := .venv/.installed
-TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH  := $(PINNED)
+VENV   := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -11,7 +13,8 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 help:  ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
-	@echo 'Options: PYTHON=python3.12 for another interpreter; ARGS="-k sharding" is handed on to the command.'
+	@echo 'Options: PYTHON=python3.12 for another interpreter; ARGS="-k sharding" is handed on to the command;'
+	@echo '  TORCH=2.15.0 for another version of PyTorch, in a virtual environment of its own, .venv-2.15.0.'
 
 demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits agree (writes demo-run/)
 	$(BIN)/quantshard demo --out demo-run $(ARGS)
@@ -32,10 +35,11 @@ test-quick: $(STAMP)  ## Run the tests that start no process groups and are not 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)
 
-check: $(STAMP)  ## Check format, lint and types
+check: $(STAMP)  ## Check format, lint and types, and that the private names of PyTorch are as recorded
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/python -m tests.private_names
 
 format: $(STAMP)  ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff format
@@ -44,9 +48,12 @@ format: $(STAMP)  ## Rewrite the files as `make check` wants them
 bench: $(STAMP)  ## Run the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-clean:  ## Remove what the other commands write, except .venv
+clean:  ## Remove what the other commands write, except .venv and those of other versions of PyTorch
 	rm -rf build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
+
+# Another PyTorch takes the Triton that it asks for.
+CONSTRAINTS := $(if $(filter-out $(PINNED),$(TORCH)),sed -e '/^triton==/d' -e 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || \
@@ -55,9 +62,10 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "quantshard: needs Python 3.10 or newer, but $(PYTHON) is $$("$(PYTHON)" -V 2>&1); name another: make PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "quantshard: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "quantshard: installing into .venv, from PyPI where not there yet: torch $(TORCH) (about 200 MB for CPU, several GB"
+	@echo "quantshard: installing into $(VENV), from PyPI where not there yet: torch $(TORCH) (about 200 MB for CPU, several GB"
 	@echo "  with CUDA, the default on Linux) and about 300 MB of other packages, most of it Triton."
 	@echo "  For torch without CUDA, set PIP_EXTRA_INDEX_URL to the index of CPU builds that pytorch.org names."
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
+	$(CONSTRAINTS) > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c $(VENV)/constraints.txt
 	@touch $@

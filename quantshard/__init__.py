@@ -24,6 +24,7 @@ from quantshard.modules import (
     quantized_model_init,
 )
 from quantshard.observe import explain, plan
+from quantshard.private_torch import lookup as _lookup
 from quantshard.replicas import broadcast_, check_replicas
 from quantshard.tensor import QuantizedTensor
 
@@ -59,4 +60,6 @@ __all__ = [
     "transformer_engine",
 ]
 
-del _arithmetic, _ops
+_lookup.warn_of_untested_torch()
+
+del _arithmetic, _lookup, _ops

@@ -36,17 +36,28 @@ def private_name(path: str, feature: str, instead: str = "") -> Any:
     `feature`: what does not work without it, as the subject of a sentence. `instead`: what does.
     """
     NAMES[path] = feature
+    try:
+        return found(path)
+    except (AttributeError, ImportError):
+        return Missing(path, feature, instead)
+
+
+def found(path: str) -> Any:
+    """What PyTorch has by a dotted name.
+
+    Raises:
+        AttributeError, ImportError: nothing.
+    """
     names = path.split(".")
-    found: Any = torch
+    result: Any = torch
     for number, name in enumerate(names[1:], 2):
         try:
-            found = getattr(found, name)
+            result = getattr(result, name)
         except AttributeError:
-            try:
-                found = importlib.import_module(".".join(names[:number]))
-            except ImportError:
-                return Missing(path, feature, instead)
-    return found
+            if not isinstance(result, types.ModuleType):
+                raise
+            result = importlib.import_module(".".join(names[:number]))
+    return result
 
 
 class Missing:
@@ -114,8 +125,8 @@ def _place_of(owner: object) -> str:
 
 def warn_of_untested_torch() -> None:
     """Warn if this version of PyTorch is older or newer than those that the tests passed with."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found is None or not FIRST_TORCH <= (int(found[1]), int(found[2])) <= LAST_TORCH:
+    minor = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if minor is None or not FIRST_TORCH <= (int(minor[1]), int(minor[2])) <= LAST_TORCH:
         warnings.warn(
             f"quantshard was tested with torch {_TESTED}, and this is torch {torch.__version__}: what it cannot do "
             "there raises TorchVersionError where it is used, and bits were not compared",
