@@ -147,7 +147,8 @@ class Manager:
             self._owner = Ownership(self._store, self._folder)
         except OSError as error:
             raise CheckpointError(
-                f"{self.directory} cannot be made or locked: {ranks.words(error)}; see that this process may write there"
+                f"{self.directory} cannot be made or locked: {ranks.words(error)}; see that this "
+                "process may write there"
             ) from error
 
     # Looking ---------------------------------------------------------------------------------------------------------

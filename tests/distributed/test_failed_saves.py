@@ -271,7 +271,6 @@ def retired(case: Case, folder: str) -> list[Any]:
         found.append(manager.steps())
     with Manager(folder, keep_last=2) as manager, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        manager.restore(run.model, run.optimizer)
         manager.save(3, run.model, run.optimizer)  # 2 is cut, so it is none of the two
         found.append(manager.steps())
         file = Path(manager.path(3), "__0_0.distcp")
