@@ -5,5 +5,16 @@ from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.checkpoints.high_precision import load_high_precision
 from quantshard.checkpoints.io import load, save
 from quantshard.checkpoints.manager import Manager, Restored, SaveReport
+from quantshard.checkpoints.values import high_precision_state_dict
 
-__all__ = ["Manager", "Restored", "SaveReport", "is_complete", "load", "load_from_rank0", "load_high_precision", "save"]
+__all__ = [
+    "Manager",
+    "Restored",
+    "SaveReport",
+    "high_precision_state_dict",
+    "is_complete",
+    "load",
+    "load_from_rank0",
+    "load_high_precision",
+    "save",
+]

@@ -8,11 +8,13 @@ is damaged on its way to the disk is found.
 
 from __future__ import annotations
 
+import errno
 import io
 import multiprocessing
 import os
 import re
 import secrets
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.checkpoints import ranks
+from quantshard.checkpoints import manifest, ranks
 from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
 from quantshard.checkpoints.metadata import METADATA_FILE
 from quantshard.checkpoints.ownership import Proof
@@ -98,6 +100,11 @@ def prepare(path: Path_, replace: bool = False) -> Target:
     store, place = locate(path)
     if is_complete(path) and not replace:
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
+    if isinstance(store, LocalStore) and os.path.islink(place) and not (replace and is_complete(path)):
+        raise CheckpointError(
+            f"{path} could not be written: it is a symbolic link to {os.readlink(place)}, and a checkpoint takes the "
+            "place of what has its name; remove the link, or save to where it leads"
+        )
     if store.exists(place):
         try:
             there = store.names(place)
@@ -107,6 +114,11 @@ def prepare(path: Path_, replace: bool = False) -> Target:
             raise CheckpointError(f"{path} holds other files ({others[0]}); save to a directory of its own")
         if there and not store.renames:
             store.remove(place)
+    if isinstance(store, LocalStore):
+        try:
+            store.make(store.parent(place))
+        except OSError as error:
+            raise CheckpointError(said_of(path, error)) from error
     clean(store.parent(place), os.path.basename(place.rstrip("/")))
     return Target(place, secrets.token_hex(8), replace)
 
@@ -150,15 +162,67 @@ def remove(path: Path_) -> None:
     store.remove(place)
 
 
+@contextmanager
+def abandoned_if_it_fails(target: Target) -> Iterator[None]:
+    """Rank 0 removes what a failed save wrote; no rank writes any more when all have learned of it."""
+    try:
+        yield
+    except BaseException:  # a Ctrl-C too: if others still write there, the next save removes the rest
+        if ranks.rank() == 0:
+            abandon(target)
+        raise
+
+
 def abandon(target: Target) -> None:
-    """Remove what a failed attempt wrote, if it can be. On the coordinator, when no rank writes any more.
+    """Remove what a failed attempt wrote; if that fails, warn of what is left. On the coordinator.
 
     Without renames the next run writes in the same place: a run that has lost the directory leaves it alone.
     """
-    with suppress(OSError, CheckpointError):
-        if target.owner is not None and not target.store.renames:
-            target.owner.check()
-        target.store.remove(target.written_in)
+    store, folder = target.store, target.written_in
+    try:
+        if not store.renames:
+            if target.owner is not None:
+                target.owner.check()
+            if _is_committed(folder):
+                return
+        if store.exists(folder):
+            store.remove(folder)
+    except (OSError, CheckpointError) as error:
+        warnings.warn(
+            f"what the failed save of {target.path} wrote could not be removed ({why(error)}); remove {folder}, or "
+            "leave it to the next save there",
+            stacklevel=3,
+        )
+
+
+def _is_committed(path: str) -> bool:
+    try:
+        return manifest.read(path) is not None
+    except CheckpointError:
+        return False
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or save to another place"),
+    errno.EFBIG: "save to a place that takes larger files, or raise the limit (ulimit -f)",
+    **dict.fromkeys(
+        (errno.EROFS, errno.EACCES, errno.EPERM), "see that this process may write there, or save elsewhere"
+    ),
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE), "see that the disk and its file system are well, or save to another one"
+    ),
+}
+
+
+def said_of(path: Path_, error: BaseException) -> str:
+    """What is said of a save that failed: why, on which rank, with which file, what is intact, and what to do."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    number, first = ranks.first_failed(error)
+    where = "" if number == 0 else f"on rank {number}: "
+    remedy = _REMEDIES.get(first.errno or 0) if isinstance(first, OSError) else None
+    intact = "nothing of it is kept, and other checkpoints are as they were"
+    return f"{path} could not be written: {where}{'; '.join(filter(None, (ranks.words(first), intact, remedy)))}"
 
 
 class CommitWriter(FileSystemWriter):
@@ -190,14 +254,14 @@ class CommitWriter(FileSystemWriter):
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
         files[METADATA_FILE] = self.recorder.digests[METADATA_FILE]
         self._check(files)
-        manifest = Manifest(
+        described = Manifest(
             files=files,
             world_size=len(results),
             torch=torch.__version__,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             **self.facts,
         )
-        commit(self.target, manifest)
+        commit(self.target, described)
 
     def _check(self, files: Mapping[str, Entry]) -> None:
         """All that the ranks say they wrote is to be seen from here."""
@@ -212,7 +276,7 @@ class CommitWriter(FileSystemWriter):
                 )
 
 
-def commit(target: Target, manifest: Manifest) -> None:
+def commit(target: Target, described: Manifest) -> None:
     """Write the manifest, and make the checkpoint appear."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
@@ -222,7 +286,7 @@ def commit(target: Target, manifest: Manifest) -> None:
     if target.owner is not None:
         target.owner.check()
     store, folder = target.store, target.written_in
-    store.write(store.join(folder, MANIFEST), manifest.to_json().encode())
+    store.write(store.join(folder, MANIFEST), described.to_json().encode())
     if isinstance(store, LocalStore):
         store.sync(folder)
         put_in_place(store, target)
@@ -231,12 +295,19 @@ def commit(target: Target, manifest: Manifest) -> None:
 def put_in_place(store: LocalStore, target: Target) -> None:
     """Rename the folder to its name. What stands there is moved aside first, and removed."""
     old, parent = target.hidden("old"), store.parent(target.path)
-    if os.path.isdir(target.path) and (target.replace or not is_complete(target.path)):
+    is_replaced = os.path.isdir(target.path) and (target.replace or not is_complete(target.path))
+    if is_replaced:
         os.rename(target.path, old)
-    os.rename(target.written_in, target.path)
+    try:
+        os.rename(target.written_in, target.path)
+    except BaseException:
+        if is_replaced and not os.path.exists(target.path):
+            os.rename(old, target.path)
+        raise
     store.sync(parent)
-    if os.path.isdir(old):
-        store.remove(old)
+    if is_replaced:
+        with suppress(OSError):  # it is in nobody's way, and the next save removes it
+            store.remove(old)
 
 
 class _Recorder(FileSystemBase):
@@ -249,12 +320,17 @@ class _Recorder(FileSystemBase):
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
         """A file, open while the context lasts."""
-        with self.store.create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            written = _Written(stream)
-            yield written
+        written: _Written | None = None
+        try:
+            with self.store.create_stream(path, mode) as stream:
+                written = _Written(stream) if mode == "wb" else None
+                yield written or stream
+        except Exception as error:  # torch.save makes another of what a stream raises
+            cause = error if isinstance(error, OSError) else written and written.failure
+            if cause is None:
+                raise
+            raise OSError(cause.errno, why(cause), os.fspath(path)) from error
+        if written is not None:
             self.digests[os.path.basename(path)] = written.entry()
 
     def rename(self, path: Path_, new_path: Path_) -> None:
@@ -294,10 +370,15 @@ class _Written(io.IOBase):
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.digest, self.length = xxhash.xxh3_128(), 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write all of it."""
-        self.stream.write(data)
+        try:
+            self.stream.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         self.digest.update(data)
         size = memoryview(data).nbytes
         self.length += size

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
 from quantshard.checkpoints import ranks
+from quantshard.checkpoints.partial_load import loading
 from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.errors import CheckpointError
 
@@ -49,24 +50,29 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
             format than the model's. The same on every rank, and nothing was written.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
-    components.check_offsets(model.named_parameters())
-    described = ranks.from_rank0(lambda: _description(state_dict))
-    sent = state_dict or {} if ranks.rank() == 0 else {}
-    live = ranks.alike(lambda: _fitting(model, described, sent, strict), _CALL)
-    parts = {}
-    for keys in _buckets(described):
-        for key, value in _broadcast(keys, described, state_dict or {}).items():
-            if key in live:
-                parts[key] = _local_part(value, live[key])
-    error: str | None = None
-    try:
-        result = model.load_state_dict(parts, strict=strict)
-    except Exception as found:  # a module of the user's can refuse in any way, and the other ranks wait
-        error = str(found)
-    ranks.raise_alike(error, _CALL)
+    with loading("load_from_rank0", model) as load:
+        components.check_offsets(model.named_parameters())
+        described = ranks.from_rank0(lambda: _description(state_dict))
+        sent = state_dict or {} if ranks.rank() == 0 else {}
+        live = ranks.alike(lambda: _fitting(model, described, sent, strict), _CALL)
+        parts = {}
+        for keys in _buckets(described):
+            for key, value in _broadcast(keys, described, state_dict or {}).items():
+                if key in live:
+                    parts[key] = _local_part(value, live[key])
+        load.writes = True
+        result = ranks.alike(lambda: _loaded(model, parts, strict), _CALL)
+        load.mends = not result.missing_keys
     elsewhere = components.held_elsewhere(model, described)
     result.unexpected_keys.extend(key for key in described if key not in live and key not in elsewhere)
     return result
+
+
+def _loaded(model: nn.Module, parts: Mapping[str, Any], strict: bool) -> Any:
+    try:
+        return model.load_state_dict(parts, strict=strict)
+    except Exception as error:  # a module of the user's can refuse in any way, and the other ranks wait
+        raise CheckpointError(str(error)) from error
 
 
 def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

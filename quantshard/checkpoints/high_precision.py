@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, private_torch
 from quantshard.checkpoints import ranks
+from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 
@@ -35,29 +36,32 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             read, or values that are to be quantized are infinite or NaN; on every rank, if so on one.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
-    components.check_offsets(model.named_parameters())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # else a forward without backward may have left the gathered copies in place
-    params = dict(model.named_parameters(remove_duplicate=False))
-    others, parts = ranks.alike(lambda: _fitting(model, params, state_dict))
-    for tensor, value in others:
-        tensor.copy_(value)
-    quantized: list[tuple[Tensor, Tensor]] = []
-    kept: dict[str, Tensor] = {}
-    for name, param in params.items():
-        local = components.quantized(param)
-        if local is None:
-            private_torch.local_tensor(param).copy_(parts[name])
-            continue
-        if local.get_high_precision_init_val() is not None:
-            kept[name] = parts[name].cpu().clone()
-        if AMAX_HISTORY in local._storage.state:
-            local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
-        quantized.append((param, parts[name].to(local.device)))
-    amax.requantize_(quantized, judged=True)
-    for name, values in kept.items():
-        components.storage_of(params[name]).high_precision = values
+    with loading("load_high_precision", model) as load:
+        components.check_offsets(model.named_parameters())
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else a forward without backward may have left the gathered copies in place
+        params = dict(model.named_parameters(remove_duplicate=False))
+        others, parts = ranks.alike(lambda: _fitting(model, params, state_dict))
+        load.writes = True
+        for tensor, value in others:
+            tensor.copy_(value)
+        quantized: list[tuple[Tensor, Tensor]] = []
+        kept: dict[str, Tensor] = {}
+        for name, param in params.items():
+            local = components.quantized(param)
+            if local is None:
+                private_torch.local_tensor(param).copy_(parts[name])
+                continue
+            if local.get_high_precision_init_val() is not None:
+                kept[name] = parts[name].cpu().clone()
+            if AMAX_HISTORY in local._storage.state:
+                local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
+            quantized.append((param, parts[name].to(local.device)))
+        amax.requantize_(quantized, judged=True)
+        for name, values in kept.items():
+            components.storage_of(params[name]).high_precision = values
+        load.mends = not load.is_mixed or covers_buffers(model, state_dict.keys())
 
 
 def _fitting(

@@ -20,12 +20,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from quantshard import amax, components, limits, numerics, private_torch
-from quantshard.checkpoints import commit, extras, fit, manifest, optimizer_states, ranks
+from quantshard.checkpoints import checksums, commit, extras, fit, manifest, optimizer_states, ranks
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.reader import DamagedError, read_into
+from quantshard.checkpoints.manifest import Manifest
+from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
+from quantshard.checkpoints.partial_load import loading
+from quantshard.checkpoints.reader import DamagedError, files_of, read_into
 from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError, UnsupportedOperationError
@@ -56,12 +58,8 @@ def save(
     state = state_of(model, optimizer, extra)
     target = commit.begin(path)
     writer = CommitWriter(target, facts_of(model, extra or {}))
-    try:
+    with commit.abandoned_if_it_fails(target):
         write(state, writer)
-    except CheckpointError:
-        if ranks.rank() == 0:
-            commit.abandon(target)
-        raise
 
 
 def state_of(
@@ -74,7 +72,7 @@ def state_of(
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    state = {"model": model.state_dict(), EXTRA: extras.checked(extra)}
+    state = {"model": ranks.alike(model.state_dict), EXTRA: extras.checked(extra)}
     return state if optimizer is None else state | {"optimizer": ranks.alike(lambda: optimizer_states.saved(optimizer))}
 
 
@@ -96,17 +94,21 @@ def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup 
 
     Raises:
         CheckpointError: the same on every rank.
+        KeyboardInterrupt, SystemExit: it was this rank that was interrupted; the others raise a CheckpointError.
     """
+    alone = amax.world() is None
     try:
         private_torch.save_checkpoint(
             state,
             storage_writer=writer,
             planner=extras.Planner(),
             process_group=group,
-            no_dist=amax.world() is None,
+            no_dist=alone,
         )
-    except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{writer.target.path} could not be written: {ranks.first_failure(error)}") from error
+    except (CheckpointException, OSError, RuntimeError) as error:  # the last where a rank is gone
+        if isinstance(error, CheckpointException):
+            ranks.raise_interrupt(error, 0 if alone else dist.get_rank(group))
+        raise CheckpointError(commit.said_of(writer.target.path, error)) from error
 
 
 def load(
@@ -116,6 +118,7 @@ def load(
     *,
     requantize: bool = False,
     lossy: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Load a checkpoint written on any number of ranks into a model and its optimizer. A collective call.
 
@@ -125,43 +128,64 @@ def load(
             checkpoint has; warns of it. Moments are loaded as they are, so they must be of the same kinds.
         lossy: whether those without masters are quantized from what their codes stand for, and plain tensors of
             another dtype cast.
+        verify: whether the files that ranks will read are compared with the checksums of the manifest first, which
+            reads them once more. A checkpoint without a manifest is loaded with a NoManifestWarning.
 
     Returns:
         The `extra` entries that were saved. One that needs code to be read, which an earlier version or another library
         saved, is left out with a warning that names it.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of another model, recipe or optimizer; the model is not touched
-            unless data turn out to be damaged while they are read.
+        CheckpointError: it is incomplete, damaged, or of another model, recipe or optimizer; the same on every rank.
+            Nothing was written, or, where it fails later (no manifest, a disk that fails), the model and the optimizer
+            refuse to run, step and be saved until a load succeeds.
         ConfigurationError: the pieces of a parameter are not where PyTorch would load them to.
         UnsupportedOperationError: experts are spread over ranks.
     """
-    return load_and_tell(path, model, optimizer, requantize, lossy)[0]
+    return load_and_tell(path, model, optimizer, requantize, lossy, verify)[0]
 
 
 def load_and_tell(
-    path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, requantize: bool, lossy: bool
+    path: Path_,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    requantize: bool,
+    lossy: bool,
+    verify: bool,
 ) -> tuple[dict[str, Any], str]:
     """What `load` does; gives the extra entries, and which weights were quantized anew, in words."""
-    _check_numbers(model)
-    components.check_offsets(model.named_parameters())
-    metadata = ranks.alike(lambda: _metadata(path))
-    state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
-    formats = ranks.alike(lambda: _formats(path, metadata, state["model"]))
-    formats |= _of_other_scales(path, metadata, model, formats)
-    plan = ranks.alike(
-        lambda: _planned(path, metadata, state, formats, model, optimizer, lossy if requantize else None)
-    )
-    left_out = read_into(path, plan.metadata, plan.reading)
-    for key, value in plan.reading.items():
-        if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
-            _put(plan.state, plan.places[key], value)
-    masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
-    ranks.alike(lambda: _load_states(path, plan.state, model, optimizer, masters))
+    with loading(f"the load of {path}", model, optimizer) as load:
+        _check_numbers(model)
+        components.check_offsets(model.named_parameters())
+        metadata, described = ranks.alike(lambda: _metadata(path, verify))
+        if described is None:
+            checksums.warn_of_none(path, metadata, stacklevel=4)
+        state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
+        formats = ranks.alike(lambda: _formats(path, metadata, state["model"]))
+        formats |= _of_other_scales(path, metadata, model, formats)
+        plan = ranks.alike(
+            lambda: _planned(path, metadata, state, formats, model, optimizer, lossy if requantize else None)
+        )
+        if verify:
+            checksums.check(path, described, ranks.alike(lambda: _files(plan)))
+        load.writes = True
+        left_out = read_into(path, plan.metadata, plan.reading)
+        for key, value in plan.reading.items():
+            if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
+                _put(plan.state, plan.places[key], value)
+        masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
+        ranks.alike(lambda: _load_states(path, plan.state, model, optimizer, masters))
     if left_out and ranks.rank() == 0:
         warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
     extra = {key: value for key, value in plan.reading[EXTRA].items() if f"{EXTRA}.{key}" not in left_out}
     return extra, requantization.tell(path, plan.changes)
+
+
+def _files(plan: _Plan) -> set[str]:
+    """The files that this rank will read; where weights are made anew, all."""
+    if plan.changes:
+        return {info.relative_path for info in plan.metadata.storage_data.values()}
+    return files_of(plan.metadata, plan.reading)
 
 
 def _load_states(
@@ -195,17 +219,20 @@ class _Plan:
     changes: list[Change]
 
 
-def _metadata(path: Path_) -> Metadata:
-    """The metadata of a checkpoint, as each rank reads it for itself.
+def _metadata(path: Path_, verify: bool) -> tuple[Metadata, Manifest | None]:
+    """The metadata of a checkpoint, and its manifest, as each rank reads them for itself.
 
     Raises:
         CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
     """
-    manifest.read(path)
+    described = manifest.read(path)
     try:
-        return read_metadata(path)
+        metadata = read_metadata(path)
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
+    if verify and described is not None:  # first of all: what it says decides what is compared
+        checksums.compare(path, described, [METADATA_FILE])
+    return metadata, described
 
 
 def _state_to_load(metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

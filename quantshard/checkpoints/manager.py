@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, ClassVar
@@ -32,8 +31,9 @@ from quantshard.checkpoints.commit import CommitWriter, Target
 from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
+from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.reader import DamagedError
-from quantshard.checkpoints.staging import Stager
+from quantshard.checkpoints.staging import Staged, Stager
 from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -134,6 +134,7 @@ class Manager:
         self._pending: _Pending | None = None
         self._closed = False
         self._left_behind: set[int] = set()  # later steps than the restored one, which are saved anew
+        self._damaged: set[int] = set()  # of the checksums that `restore` has compared
         if not read_only:
             ranks.from_rank0(self._own)
         self._read_only = read_only
@@ -142,7 +143,13 @@ class Manager:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if async_ == "thread" else None
 
     def _own(self) -> None:
-        self._owner = Ownership(self._store, self._folder)
+        try:
+            self._owner = Ownership(self._store, self._folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.directory} cannot be made or locked: {ranks.words(error)}; see that this "
+                "process may write there"
+            ) from error
 
     # Looking ---------------------------------------------------------------------------------------------------------
 
@@ -162,7 +169,8 @@ class Manager:
             raise CheckpointError(f"{self.directory} cannot be looked at ({why(error)}); see that it can") from error
 
     def _named(self) -> list[int]:
-        return sorted(int(found[1]) for name in self._store.names(self._folder) if (found := _NAME.fullmatch(name)))
+        found = (_NAME.fullmatch(name) for name in self._store.names(self._folder))
+        return sorted(int(name[1]) for name in found if name and name[0] == f"step-{int(name[1]):06d}")
 
     def _is_complete(self, step: int) -> bool:
         mark = commit.METADATA_FILE if self._store.renames else MANIFEST
@@ -198,7 +206,7 @@ class Manager:
         writer = CommitWriter(target, {**io.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
         if self.async_ is None:
-            with _abandoned_if_it_fails(target):
+            with commit.abandoned_if_it_fails(target):
                 io.write(state, writer)
             ranks.from_rank0(lambda: self._retire(step))
             return replace(report, held_seconds=time.perf_counter() - began)
@@ -228,14 +236,16 @@ class Manager:
     def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
         """Copy the state, and begin to write the copy."""
         assert self._stager is not None
+        stager = self._stager
+        copy = ranks.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
         if self._thread is not None:
-            return self._thread.submit(io.write, self._stager.stage(state), writer, self._group)
+            return self._thread.submit(io.write, copy, writer, self._group)
         wait_for(Manager._by_process)
         saving = dcp.async_save(
-            state,
+            copy,
             storage_writer=writer,
             planner=extras.Planner(),
-            async_stager=self._stager,
+            async_stager=Staged(),
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
@@ -255,8 +265,8 @@ class Manager:
         error = pending.future.exception()
         self._pending = None  # only now: whoever interrupts the waiting closes what is still being written
         path, step = pending.report.path, pending.report.step
-        with _abandoned_if_it_fails(pending.target):
-            ranks.raise_alike(None if error is None else _said_of(path, error))
+        with commit.abandoned_if_it_fails(pending.target):
+            ranks.raise_alike(None if error is None else commit.said_of(path, error))
         ranks.from_rank0(lambda: self._retire(step))
         ended = pending.ended or time.perf_counter()  # it is done just now, and is yet to say so
         return replace(pending.report, background_seconds=ended - pending.began)
@@ -264,6 +274,7 @@ class Manager:
     def _retire(self, last: int) -> None:
         """Remove the checkpoints that need not be kept, unless this is closed. Later than the last do not count."""
         self._left_behind.discard(last)
+        self._damaged.discard(last)
         if not self._is_complete(last):
             raise CheckpointError(
                 f"{self.path(last)} was saved and is not to be seen from the process that trains; save to a place that "
@@ -271,7 +282,13 @@ class Manager:
             )
         if self.keep_last is None or self._closed:
             return
-        good = [step for step in self.steps() if step <= last and (step == last or self._has_all_files(step))]
+        if wrong := self._problems(last, contents=False):
+            raise CheckpointError(f"{wrong[0]}, though it was just saved; nothing older was removed")
+        good = [
+            step
+            for step in self.steps()
+            if step <= last and step not in self._damaged and (step == last or self._has_all_files(step))
+        ]
         kept = {*good[-self.keep_last :], *(step for step in good if self.keep_every and step % self.keep_every == 0)}
         for step in good:
             if step not in kept and not is_being_read(self._store, self._store.join(self.path(step), MANIFEST)):
@@ -325,6 +342,7 @@ class Manager:
                     except DamagedError as error:  # or a rank is gone, which asking all of them shows
                         problem = ranks.gathered(str(error))[0]
             wrong[candidate] = problem
+            self._damaged.add(candidate)
             if step is None and ranks.rank() == 0:
                 warnings.warn(f"the checkpoint of step {candidate} is skipped: {problem}", stacklevel=2)
         if not wrong:
@@ -359,8 +377,10 @@ class Manager:
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, requantize: bool, lossy: bool
     ) -> Restored:
         path = self.path(step)
-        extra, requantized = io.load_and_tell(path, model, optimizer, requantize, lossy)
-        left = ranks.alike(lambda: self._load_own(path))
+        with loading(f"the restoring of {path}", model, optimizer) as load:
+            extra, requantized = io.load_and_tell(path, model, optimizer, requantize, lossy, verify=False)  # it is
+            load.writes = True
+            left = ranks.alike(lambda: self._load_own(path))
         return Restored(step, path, extra, tuple(left), requantized=requantized)
 
     def _load_own(self, path: str) -> list[str]:
@@ -407,23 +427,6 @@ class Manager:
                 self.wait()
         finally:
             self.close()
-
-
-@contextmanager
-def _abandoned_if_it_fails(target: Target) -> Iterator[None]:
-    """Rank 0 removes what a failed save wrote; no rank writes any more when all have learned of it."""
-    try:
-        yield
-    except CheckpointError:
-        if ranks.rank() == 0:
-            commit.abandon(target)
-        raise
-
-
-def _said_of(path: str, error: BaseException) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
-    return f"{path} could not be written: {ranks.first_failure(error)}"
 
 
 def _held_bytes(state: Any) -> int:

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
 
 from quantshard.checkpoints.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError
@@ -27,6 +29,7 @@ if sys.platform != "win32":
 
 LOCK_FILE = ".lock"
 OWNER_FILE = "owner.json"
+_TOLD_BYTES = 4096
 LOCK_SECONDS = 5.0
 """How long a run that is ending is waited for."""
 
@@ -41,6 +44,19 @@ class Handle:
     def __init__(self, path: str, flags: int) -> None:
         self.number = os.open(path, flags | os.O_CLOEXEC, 0o666)
         _handles.add(self)
+
+    def file(self) -> tuple[int, int]:
+        """Device and number of the file."""
+        found = os.fstat(self.number)
+        return found.st_dev, found.st_ino
+
+    def tell(self) -> None:
+        """Write into the file whose it is."""
+        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        content = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self.number, 0)
+            os.pwrite(self.number, content, 0)
 
     def close(self) -> None:
         """Close it, if that has not been done: its number may be another file's by now."""
@@ -63,19 +79,24 @@ if sys.platform != "win32":
 
 @dataclass(frozen=True)
 class Proof:
-    """What shows, in any process of a run, that a directory is still the run's."""
+    """What shows, in any process of a run, that a directory is still the run's.
+
+    `file`: device and number of the file that is locked; None where there are no locks.
+    """
 
     folder: str
     token: str
+    file: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """See that no other run has taken the directory.
+        """See that no other run has taken the directory, and that it is the one that was there at the start.
 
         Raises:
-            CheckpointError: a newer run has, or nobody can tell.
+            CheckpointError: a newer run has, it is another, or nobody can tell.
         """
         store, folder = locate(self.folder)
-        if store.renames:  # there is a lock
+        if store.renames:  # there is a lock, as long as its file is there
+            self._check_file()
             return
         file = store.join(folder, OWNER_FILE)
         try:
@@ -91,6 +112,29 @@ class Proof:
                 f"{told.get('pid')}); stop one of them, or give each a directory of its own"
             )
 
+    def _check_file(self) -> None:
+        file = os.path.join(self.folder, LOCK_FILE)
+        if self.file is None:
+            if not os.path.isdir(self.folder):
+                raise CheckpointError(f"{self.folder}, the directory of this run, is gone; {_START_AGAIN}")
+            return
+        try:
+            found = os.stat(file)
+        except OSError as error:
+            what = "is gone" if not os.path.isdir(self.folder) else f"has lost its {LOCK_FILE} ({why(error)})"
+            raise CheckpointError(f"{self.folder}, the directory of this run, {what}; {_START_AGAIN}") from None
+        if (found.st_dev, found.st_ino) != self.file:
+            raise CheckpointError(
+                f"{self.folder} is not the directory that this run has locked: it was removed and made again, or "
+                f"replaced; {_START_AGAIN}"
+            )
+
+
+_START_AGAIN = (
+    "nothing is written there, since another run may be using it: put it back, or make another Manager (start the run "
+    "again)"
+)
+
 
 class Ownership:
     """Of a directory, from construction to `release`, or to the end of the process.
@@ -100,9 +144,13 @@ class Ownership:
     """
 
     def __init__(self, store: Store, folder: str) -> None:
-        self.proof = Proof(folder, secrets.token_hex(8))
-        store.mkdir(folder)
+        token = secrets.token_hex(8)
+        if isinstance(store, LocalStore):
+            store.make(folder)
+        else:
+            store.mkdir(folder)
         handle = _locked(folder) if isinstance(store, LocalStore) else None
+        self.proof = Proof(folder, token, None if handle is None else handle.file())
         self._close = None if handle is None else weakref.finalize(self, handle.close)
         if not store.renames:
             owner = {"token": self.proof.token, "host": socket.gethostname(), "pid": os.getpid()}
@@ -119,8 +167,20 @@ def _locked(folder: str) -> Handle | None:
         return lock(folder)
     except BlockingIOError:
         raise CheckpointError(
-            f"{folder} is in use by another run; stop that one, or give each a directory of its own"
+            f"{folder} is in use by {holder(folder)}; stop that one, or give each a directory of its own"
         ) from None
+
+
+def holder(folder: Path_) -> str:
+    """Whose lock of a folder it is, in words."""
+    try:
+        told = json.loads(Path(folder, LOCK_FILE).read_bytes()[:_TOLD_BYTES])
+        pid, host, since = int(told["pid"]), str(told["host"]), str(told["since"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another run"
+    if pid == os.getpid() and host == socket.gethostname():
+        return f"another run, which is this very process ({pid}): a Manager that is not closed, or is still saving"
+    return f"another run (process {pid} on {host}, since {since}), which may have ended but for its last save"
 
 
 def lock(folder: Path_) -> Handle | None:
@@ -139,6 +199,7 @@ def lock(folder: Path_) -> Handle | None:
     while True:
         try:
             fcntl.flock(handle.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle.tell()
             return handle
         except BlockingIOError:
             if time.monotonic() > deadline:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -28,8 +30,20 @@ def gathered(value: T) -> list[T]:
     """Every rank's value, by rank. A collective call."""
     found = [value] * count()
     if amax.world() is not None:
-        dist.all_gather_object(found, value)
+        with _told():
+            dist.all_gather_object(found, value)
     return found
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What fails in a collective call is said as what it is: another rank is gone, or did not come."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"another rank ended, was interrupted or did not come ({first_failure(error)}); look at what it said"
+        ) from error
 
 
 def from_rank0(find: Callable[[], T]) -> T:
@@ -39,6 +53,7 @@ def from_rank0(find: Callable[[], T]) -> T:
         CheckpointError, ConfigurationError: on every rank, if raised there; any other error is said as the first.
     """
     sent: list[Any] = [None, None]
+    interrupt: BaseException | None = None
     if rank() == 0:
         try:
             sent = [find(), None]
@@ -48,8 +63,13 @@ def from_rank0(find: Callable[[], T]) -> T:
             sent = [None, (CheckpointError, str(error))]
         except Exception as error:  # the other ranks wait
             sent = [None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}")]
+        except INTERRUPTS as error:
+            sent, interrupt = [None, (CheckpointError, _interrupted(0, error))], error
     if amax.world() is not None:
-        dist.broadcast_object_list(sent, src=0)
+        with _told():
+            dist.broadcast_object_list(sent, src=0)
+    if interrupt is not None:
+        raise interrupt
     if sent[1] is not None:
         kind, message = sent[1]
         raise kind(message)
@@ -70,10 +90,11 @@ def alike(own: Callable[[], T], prefix: str = "") -> T:
     Raises:
         CheckpointError: the first rank's, or one of its kind, on every rank; any other error too is said as one.
         ConfigurationError: likewise.
+        KeyboardInterrupt, SystemExit: of this rank; the others are told.
     """
     found: list[T] = []
     failed: tuple[type[QuantshardError], str] | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
     try:
         found.append(own())
     except QuantshardError as error:
@@ -82,6 +103,9 @@ def alike(own: Callable[[], T], prefix: str = "") -> T:
         failed, cause = (CheckpointError, str(error)), error
     except Exception as error:  # objects of the caller's fail in any way, and the other ranks wait
         failed, cause = (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
+    except INTERRUPTS as error:
+        gathered((CheckpointError, _interrupted(rank(), error)))
+        raise
     for number, other in enumerate(gathered(failed)):
         if other is not None:
             kind, message = other
@@ -89,9 +113,44 @@ def alike(own: Callable[[], T], prefix: str = "") -> T:
     return found[0]
 
 
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+"""What ends a process because somebody wants it to: never said as an error of another kind to the process itself."""
+
+
+def _interrupted(number: int, error: BaseException) -> str:
+    return f"rank {number} was interrupted ({type(error).__name__})"
+
+
+def raise_interrupt(error: CheckpointException, own: int) -> None:
+    """Raise what interrupted a rank in DCP, which makes a failure of it.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: it was this rank, whose number in the call is `own`.
+        CheckpointError: it was another.
+    """
+    interrupts = {rank: found for rank, (found, _) in error.failures.items() if isinstance(found, INTERRUPTS)}
+    if own in interrupts:
+        raise interrupts[own] from error
+    for number, found in sorted(interrupts.items()):
+        raise CheckpointError(_interrupted(number, found)) from error
+
+
+def first_failed(error: BaseException) -> tuple[int, BaseException]:
+    """The first rank that had an error, and which; of one that is not DCP's, this rank's own number."""
+    if isinstance(error, CheckpointException) and error.failures:
+        number = min(error.failures)
+        return number, error.failures[number][0]
+    return rank(), error
+
+
 def first_failure(error: BaseException) -> str:
     """The first line of an error; of DCP's, of the first rank that had one."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = error.failures[min(error.failures)][0]
+    return words(first_failed(error)[1])
+
+
+def words(error: BaseException) -> str:
+    """An error in one line; one of the system's without its number, and with its file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.strerror}: {os.fsdecode(error.filename)}"
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]

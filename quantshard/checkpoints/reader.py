@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -194,6 +195,13 @@ def decoded(key: str, content: bytes) -> Any:
         raise type(error)(f"{key} cannot be read: {error}") from error
 
 
+def files_of(metadata: Metadata, state: dict[str, Any]) -> set[str]:
+    """The files that this rank reads for a state dict."""
+    planner = SafePlanner()
+    planner.set_up_planner(state, metadata)
+    return {metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items}
+
+
 def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> dict[str, str]:
     """Read entries into a state dict: tensors in place, a rank its own part. A collective call unless `no_dist`.
 
@@ -202,14 +210,25 @@ def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: b
 
     Raises:
         DamagedError: on every rank, with the first failure of any.
+        CheckpointError: no damage, but a rank has no memory for it, or was interrupted.
+        KeyboardInterrupt, SystemExit: it was this rank.
     """
-    planner = SafePlanner()
+    planner, alone = SafePlanner(), no_dist or amax.world() is None
     try:
-        reader, alone = SafeReader(path, metadata), no_dist or amax.world() is None
+        reader = SafeReader(path, metadata)
         private_torch.load_checkpoint(state, storage_reader=reader, planner=planner, no_dist=alone)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        if isinstance(error, CheckpointException):
+            ranks.raise_interrupt(error, 0 if alone else ranks.rank())
         why = ranks.first_failure(error)
+        if _lacks_memory(error):
+            raise CheckpointError(f"{path} cannot be read into the memory that there is: {why}") from error
         raise DamagedError(
             f"{path} is damaged or incomplete: {why}; restore its files or choose another checkpoint"
         ) from error
     return planner.left_out
+
+
+def _lacks_memory(error: Exception) -> bool:
+    found = [f for f, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return any(isinstance(each, MemoryError | torch.OutOfMemoryError) for each in found)

@@ -82,8 +82,20 @@ class LocalStore(FileSystem):
             os.fsync(file.fileno())
 
     def remove(self, path: Path_) -> None:
-        """Remove a folder with all that is in it."""
-        shutil.rmtree(path)
+        """Remove a folder with all that is in it; of a link to one, the link."""
+        if os.path.islink(path):
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
+
+    def make(self, path: Path_) -> None:
+        """Make a folder, and those that it is in, durably."""
+        folder = os.path.abspath(os.fspath(path))
+        if not os.path.isdir(folder):
+            if (parent := os.path.dirname(folder)) != folder:
+                self.make(parent)
+            self.mkdir(Path(folder))
+            self.sync(os.path.dirname(folder))
 
     def sync(self, path: Path_) -> None:
         """Make a folder's entries durable, where a folder can be opened."""

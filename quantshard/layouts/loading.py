@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from quantshard import amax, components, numerics, private_torch
 from quantshard.checkpoints import ranks
+from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.checkpoints.store import local
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Role
@@ -96,9 +97,12 @@ def load(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # else a forward without backward may have left the gathered copies in place
-    loader = ranks.alike(lambda: _Loader(local(path, "safetensors files"), model, names, config))
-    loader.judge(lossy)
-    loader.write()
+    with loading(f"the load of {path}", model) as load:
+        loader = ranks.alike(lambda: _Loader(local(path, "safetensors files"), model, names, config))
+        loader.judge(lossy)
+        load.writes = True
+        loader.write()
+        load.mends = not load.is_mixed or covers_buffers(model)
     return loader.report
 
 
