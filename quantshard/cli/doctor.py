@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from quantshard.cli import outputs
 from quantshard.doctor import diagnose
 from quantshard.errors import ConfigurationError
 
@@ -47,9 +48,6 @@ def doctor(
     else:
         Console(highlight=False).print(report)
     if file is not None:
-        try:
-            file.write_text(report.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {file}: {error.strerror}") from None
+        outputs.write(file, report.to_json() + "\n")
     if not report.ok:
         raise typer.Exit(WRONG)
