@@ -111,9 +111,9 @@ def resume(
     folder.check_ours()
     settings, launched, corpus = folder.read_config()
     processes = nproc_per_node or worker.of_mesh(worker.changed(settings, overrides)) or int(launched["processes"])
+    launch.check_processes(processes)
     settings = worker.changed(settings, overrides, processes)
     settings.check_ranks(processes)
-    launch.check_processes(processes)
     folder.last_complete()
     worker.check_copy(copy_to)
     if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too

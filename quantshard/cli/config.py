@@ -48,7 +48,7 @@ _COUNT, _SIZE, _STEPS = 1 << 20, 1 << 24, 10**9
 """The most of what is counted: layers, heads and processes; elements and sequences; steps."""
 
 
-def _setting(default: Any, panel: str, help: str, least: float = 0, most: float = 4096, **bounds: bool) -> Any:
+def _setting(default: Any, panel: str, help: str, least: float = 0, most: float = 4096, **bounds: Any) -> Any:
     """A setting; `least`, `most` and `bounds` are those of its `Kind`."""
     kind = partial(Kind, least=least, most=most, **bounds)
     return field(default=default, metadata={"panel": panel, "help": help, "kind": kind})
@@ -94,7 +94,7 @@ class Settings:
     beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment", 0, 1, less=True)
     eps: float = _setting(1e-8, "Training", "Adam's epsilon", 0, 1e6, more=True)
     weight_decay: float = _setting(0.1, "Training", "decoupled weight decay of matrices", 0, 1e6)
-    clip: float = _setting(1.0, "Training", "highest norm of the gradient; 0: no clipping", 0, 1e30)
+    clip: float = _setting(1.0, "Training", "highest norm of the gradient; 0: no clipping", 0, 1e12)
     seed: int = _setting(0, "Training", "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
 
     recipe: str = _setting("mxfp8", "Precision", f"one of {', '.join(recipe.NAMES)}", 1, 80)

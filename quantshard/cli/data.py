@@ -25,7 +25,7 @@ import stat
 import sysconfig
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -113,15 +113,16 @@ def collect(paths: Sequence[str]) -> Corpus:
     return Corpus(tuple(_document(path, size) for path, size in _find(paths)))
 
 
-def collect_recorded(paths: Sequence[str], recorded: Corpus) -> Corpus:
+def collect_recorded(paths: Sequence[str], recorded: Corpus, begun: Callable[[], None] = lambda: None) -> Corpus:
     """The documents of files and folders, which must be those that a run was started with. No file is read before the
-    lengths of all are found to be right, and none after one that differs.
+    lengths of all are found to be right and `begun` is called, and none after one that differs.
 
     Raises:
         ConfigurationError: as `collect`, and naming the first document that differs.
     """
     found = _find(paths)
     _check_lengths(found, recorded)
+    begun()
     documents = []
     for (path, size), before in zip(found, recorded.documents, strict=True):
         documents.append(_document(path, size))

@@ -34,7 +34,6 @@ import tomli_w
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from quantshard import checkpoints, recipe
@@ -42,6 +41,7 @@ from quantshard.cli import outputs
 from quantshard.cli.config import TABLES, Settings, from_mapping, read_toml
 from quantshard.cli.model import LanguageModel
 from quantshard.cli.run_dir import RunDir
+from quantshard.cli.screen import Screen, say
 from quantshard.cli.train import make_optimizer
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.observe.table import GATHERED, WEIGHTS
@@ -139,7 +139,7 @@ def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
         if out.is_symlink() or not (out / MARK).is_file():
             raise ConfigurationError(f"{out} exists and is not of an earlier demo; name another folder with --out")
         outputs.check_folder(out, (MARK,))
-        print(f"(removing the earlier demo in {out})")
+        say(f"(removing the earlier demo in {out})")
         shutil.rmtree(out)
     outputs.make_folder(out)
     outputs.write(out / MARK, tomli_w.dumps(dict(settings)), within=out)
@@ -151,7 +151,7 @@ class Story:
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         self.out, self.steps = out, int(settings["steps"])
         self.save_every = int(settings["save_every"])
-        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.console = Screen(soft_wrap=True)
         self.outcome = Outcome()
         self.resumed = self.parameters = 0
         self.whole, self.killed, self.single, self.bf16 = (

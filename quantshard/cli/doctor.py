@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from quantshard.cli import outputs
+from quantshard.cli.screen import Screen, say
 from quantshard.doctor import diagnose
 from quantshard.errors import ConfigurationError
 
@@ -41,12 +41,12 @@ def doctor(
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"there is no folder {directory}; name one with --dir")
     folder = None if quick else directory or Path(tempfile.gettempdir())
-    with Console(stderr=True).status("looking at this machine") as status:
+    with Screen(stderr=True).status("looking at this machine") as status:
         report = diagnose(folder, begun=status.update)
     if json_ and file is None:
-        print(report.to_json())
+        say(report.to_json())
     else:
-        Console(highlight=False).print(report)
+        Screen().print(report)
     if file is not None:
         outputs.write(file, report.to_json() + "\n")
     if not report.ok:

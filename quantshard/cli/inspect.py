@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from quantshard.checkpoints.inspection import Inspection, Row
+from quantshard.cli.screen import Screen, say
 from quantshard.layouts.inspection import inspect as inspect_path
 from quantshard.observe.table import human_bytes
-
-_TEXT_WIDTH = 200
 
 
 def register(app: typer.Typer) -> None:
@@ -36,9 +34,9 @@ def inspect(
     """
     found = inspect_path(path, data)
     if json_:
-        print(found.to_json())
+        say(found.to_json())
     else:
-        Console(highlight=False, width=None if sys.stdout.isatty() else _TEXT_WIDTH).print(report(found))
+        Screen(table=True).print(report(found))
 
 
 def report(found: Inspection) -> Group:

@@ -13,7 +13,7 @@ from quantshard.errors import ConfigurationError
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
-_TYPES = {tuple: "a list of paths", dict: "a table", list: "a list of strings"}
+_TYPES: dict[type, str] = {tuple: "a list of paths", dict: "a table", list: "a list of strings"}
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class Kind:
         """
         if self.type is float and type(value) is int:
             return float(value)
-        if self.type in (tuple, list) and isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-            return self.type(value)
+        if self.type in (tuple, list):
+            if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+                return self.type(value)
+            raise TypeError
         if type(value) is not self.type:
             raise TypeError
         return value

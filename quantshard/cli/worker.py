@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from quantshard.checkpoints import Restored
 from quantshard.checkpoints.store import is_taken
-from quantshard.cli import data, environment, launch
+from quantshard.cli import data, environment, launch, screen
 from quantshard.cli.config import Settings, from_mapping
 from quantshard.cli.mesh import Axes
 from quantshard.cli.run_dir import RunDir
@@ -34,6 +34,8 @@ from quantshard.observe import explain
 
 _CHANGES = 20
 """Of the environment, that are told."""
+_PATHS = 5
+"""Of the data, that are told."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,14 @@ def recorded_data(settings: Settings, recorded: dict[str, Any]) -> data.Corpus:
     Raises:
         ConfigurationError: a document is missing or differs.
     """
-    return data.collect_recorded(settings.data, data.from_table(recorded))
+
+    def begun() -> None:
+        if settings.data:
+            more = len(settings.data) - _PATHS
+            paths = ", ".join(settings.data[:_PATHS]) + (f" and {more} more" if more > 0 else "")
+            screen.say(f"reading the data of the run: {paths}")
+
+    return data.collect_recorded(settings.data, data.from_table(recorded), begun)
 
 
 def work(run: RunDir, order: Order) -> None:
@@ -292,7 +301,7 @@ def main(run: Path, order: Order) -> NoReturn:
     except BaseException as error:  # a process that fails must say so and end, whatever it was
         line = launch.report_failure(error, folder.logs)
         if line and not order.launched:
-            print(f"quantshard: process {os.environ.get('RANK')}: {line}", file=sys.stderr)
+            screen.complain(f"process {os.environ.get('RANK')}: {line}")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
