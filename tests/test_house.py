@@ -356,6 +356,16 @@ def commands_write_in_one_file(tree: Tree) -> list[str]:
     return found
 
 
+def commands_print_in_one_file(tree: Tree) -> list[str]:
+    """In cli/, only screen.py prints: what is shown there may be a text of somebody else's."""
+    return [
+        f"{at(path, node)}: {ast.unparse(node.func)}() shows what is not escaped; use cli/screen.py"
+        for path, node in nodes(tree)
+        if path.startswith("cli/") and path != "cli/screen.py" and isinstance(node, ast.Call)
+        if re.fullmatch(r"print|(\w+\.)*(Console|echo|secho|pprint)|sys\.std(out|err)\.write", ast.unparse(node.func))
+    ]
+
+
 def writes(call: ast.Call) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name in WRITERS or (name in OF_OS and isinstance(call.func, ast.Attribute) and is_os(call.func.value)):
@@ -473,6 +483,10 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
             6,
         ),
         ({"cli/data.py": "p.write_text(t), p.mkdir(), os.replace(a, b), os.open(p, f), p.parent.touch()"}, 5),
+    ],
+    commands_print_in_one_file: [
+        ({"cli/screen.py": "print(x)", "doctor/report.py": "print(x)", "cli/diff.py": "say(x), screen.print(x)"}, 0),
+        ({"cli/diff.py": "print(x), Console(), rich.console.Console(), typer.echo(x), sys.stdout.write(x)"}, 5),
     ],
     floats_have_a_named_dtype: [
         ({"ops.py": "import torch\ntorch.zeros(3, dtype=torch.float32), torch.zeros_like(x), x.new_zeros(3)"}, 0),

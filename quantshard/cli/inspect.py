@@ -12,6 +12,7 @@ from rich.text import Text
 
 from quantshard.checkpoints.inspection import Inspection, Row
 from quantshard.cli.screen import Screen, say
+from quantshard.errors import printable
 from quantshard.layouts.inspection import inspect as inspect_path
 from quantshard.observe.table import human_bytes
 
@@ -59,8 +60,8 @@ def _rows(found: Inspection) -> Table:
         table.add_column(heading, justify="right")
     for row in found.rows:
         table.add_row(
-            row.name,
-            row.format,
+            Text(printable(row.name)),
+            Text(printable(row.format)),
             "-" if row.shape is None else " x ".join(map(str, row.shape)) or "scalar",
             human_bytes(row.bytes),
             str(row.chunks),
@@ -84,7 +85,7 @@ def _totals(found: Inspection) -> Table:
     for total in found.totals:
         table.add_row(
             total.kind,
-            total.format,
+            Text(printable(total.format)),
             str(total.tensors),
             f"{total.numel:,}",
             human_bytes(total.bytes),

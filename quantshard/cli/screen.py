@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from quantshard.errors import printable
 
@@ -30,8 +32,12 @@ class Screen(Console):
         width = TEXT_WIDTH if table and not stream.isatty() else None
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
+    def render_str(self, text: str, **options: Any) -> Text:
+        """As rich does it, of the escaped text: a table then knows how wide it is."""
+        return super().render_str(printable(text, but=_KEPT), **options)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does it, but for what is escaped."""
+        """As rich does it, but for what is escaped, also of texts that were made for rich elsewhere."""
         for segment in super().render(renderable, options):
             text = segment.text
             yield segment if segment.control else Segment(printable(text, but=_KEPT), segment.style)
