@@ -25,7 +25,7 @@ PACKAGE = "quantshard"
 
 LAYERS = {
     **dict.fromkeys(["formats", "errors", "limits"], 0),
-    **dict.fromkeys(["sharding", "numerics", "distributions", "kernels"], 1),
+    **dict.fromkeys(["foreign", "sharding", "numerics", "distributions", "kernels"], 1),
     **dict.fromkeys(["recipe", "recipe_arguments", "compute", "storage", "sources", "private_torch"], 2),
     **dict.fromkeys(
         ["tensor", "ops", "arithmetic", "components", "distribute", "amax", "operands", "backend", "replicas"], 3
@@ -346,6 +346,48 @@ def is_float(node: ast.expr) -> bool:
     return is_number(node) and not (isinstance(node, ast.Constant) and isinstance(node.value, int))
 
 
+def commands_write_in_one_file(tree: Tree) -> list[str]:
+    """In cli/, only outputs.py opens files for writing, makes folders and renames: what is written there may lie in a
+    folder that somebody else prepared."""
+    found = []
+    for path, node in nodes(tree):
+        if path.startswith("cli/") and path != "cli/outputs.py" and isinstance(node, ast.Call) and writes(node):
+            found.append(f"{at(path, node)}: {ast.unparse(node.func)}() writes; use cli/outputs.py")
+    return found
+
+
+def commands_print_in_one_file(tree: Tree) -> list[str]:
+    """In cli/, only screen.py prints: what is shown there may be a text of somebody else's."""
+    return [
+        f"{at(path, node)}: {ast.unparse(node.func)}() shows what is not escaped; use cli/screen.py"
+        for path, node in nodes(tree)
+        if path.startswith("cli/") and path != "cli/screen.py" and isinstance(node, ast.Call)
+        if re.fullmatch(r"print|(\w+\.)*(Console|echo|secho|pprint)|sys\.std(out|err)\.write", ast.unparse(node.func))
+    ]
+
+
+def writes(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in WRITERS or (name in OF_OS and isinstance(call.func, ast.Attribute) and is_os(call.func.value)):
+        return True
+    if name != "open" or any(keyword.arg is None for keyword in call.keywords):
+        return name == "open"
+    mode = [k.value for k in call.keywords if k.arg == "mode"] or call.args[0 if is_method(call) else 1 :][:1]
+    return any(not isinstance(m, ast.Constant) or set(str(m.value)) & set("wax+") for m in mode)
+
+
+WRITERS = {"write_text", "write_bytes", "touch", "mkdir", "makedirs", "symlink_to", "hardlink_to", "copyfile", "copy2"}
+OF_OS = {"open", "rename", "replace", "link", "symlink", "mkfifo"}
+
+
+def is_os(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "os"
+
+
+def is_method(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute)
+
+
 def private_uses(path: str, node: ast.AST, aliases: dict[str, str], own: set[str]) -> list[str]:
     """The private names that `node` itself uses."""
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -432,6 +474,19 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"mlp.py": "import torch\ncurve(torch.ops.aten.silu_backward)"}, 1),
         ({"ops.py": "import torch\naten = torch.ops.aten\ndef f():\n    aten.add(x, y)"}, 1),
         ({"ops.py": "import torch\ntorch.ops.aten._foreach_maximum_(x, y)"}, 1),
+    ],
+    commands_write_in_one_file: [
+        ({"cli/outputs.py": "os.open(p, f); p.mkdir()", "layouts/files.py": "open(p, 'wb')"}, 0),
+        ({"cli/data.py": "open(p), open(p, 'rb'), p.open(mode='r'), replace(order, x=1), text.replace('a', 'b')"}, 0),
+        (
+            {"cli/data.py": "open(p, 'w'), open(p, mode='ab'), p.open('x'), open(p, 'r+'), open(p, how), open(p, **m)"},
+            6,
+        ),
+        ({"cli/data.py": "p.write_text(t), p.mkdir(), os.replace(a, b), os.open(p, f), p.parent.touch()"}, 5),
+    ],
+    commands_print_in_one_file: [
+        ({"cli/screen.py": "print(x)", "doctor/report.py": "print(x)", "cli/diff.py": "say(x), screen.print(x)"}, 0),
+        ({"cli/diff.py": "print(x), Console(), rich.console.Console(), typer.echo(x), sys.stdout.write(x)"}, 5),
     ],
     floats_have_a_named_dtype: [
         ({"ops.py": "import torch\ntorch.zeros(3, dtype=torch.float32), torch.zeros_like(x), x.new_zeros(3)"}, 0),

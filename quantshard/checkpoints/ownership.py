@@ -194,7 +194,7 @@ def lock(folder: Path_) -> Handle | None:
     if sys.platform == "win32":
         _warn_of(folder, "on this system")
         return None
-    handle = Handle(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT)
+    handle = Handle(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:

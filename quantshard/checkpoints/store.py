@@ -295,14 +295,14 @@ def locate(path: Path_) -> tuple[Store, str]:
 
 
 def is_taken(path: Path_) -> bool:
-    """True if there is a file or folder at a path or behind a URL.
+    """True if there is a file or folder at a path or behind a URL, or a link, wherever that leads.
 
     Raises:
         CheckpointError: nobody can tell.
     """
     store, place = locate(path)
     try:
-        return store.exists(place)
+        return store.exists(place) or (isinstance(store, LocalStore) and os.path.islink(place))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be reached ({why(error)}); name another place") from error
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 from quantshard.cli import commands, convert, demo, diff, doctor, exchange, inspect, verify
+from quantshard.cli.screen import complain, prepare
 from quantshard.errors import QuantshardError
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
@@ -37,10 +38,11 @@ def app() -> typer.Typer:
 def main() -> None:
     """Run the command of `sys.argv`; a mistake of the user's ends in one line and exit code 2 (usage) or 1."""
     code: object = 0
+    prepare()
     try:
         code = app()(prog_name="quantshard", standalone_mode=False)
     except QuantshardError as error:
-        print(f"quantshard: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(str(error))
         code = 1
     except KeyboardInterrupt:
         code = 130
@@ -49,6 +51,6 @@ def main() -> None:
         if usage is None:
             raise
         if line := " ".join(usage().split()):  # empty where the help has just been printed instead
-            print(f"quantshard: {line} (see quantshard --help)", file=sys.stderr)
+            complain(f"{line} (see quantshard --help)")
         code = getattr(error, "exit_code", 2)
     sys.exit(code if isinstance(code, int) else 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +62,7 @@ def train(
     if launch.is_worker():
         worker.main(run, Order(resume=False, launched=False, new=asdict(settings)))
     processes = nproc_per_node or worker.of_mesh(settings) or launch.default_processes()
+    launch.check_processes(processes)
     worker.create(RunDir(run), settings, processes)
     _launch(processes, run, Order(resume=False, launched=True))
 
@@ -107,13 +108,16 @@ def resume(
     order = Order(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
     if launch.is_worker():
         worker.main(run, order)
+    folder.check_ours()
     settings, launched, corpus = folder.read_config()
     processes = nproc_per_node or worker.of_mesh(worker.changed(settings, overrides)) or int(launched["processes"])
+    launch.check_processes(processes)
     settings = worker.changed(settings, overrides, processes)
     settings.check_ranks(processes)
     folder.last_complete()
     worker.check_copy(copy_to)
-    worker.recorded_data(settings, corpus)
+    if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too
+        order = replace(order, overrides=overrides | {"data": list(settings.data)})
     _launch(processes, run, order)
 
 

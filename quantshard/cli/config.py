@@ -7,24 +7,23 @@ is written to `config.toml` in the run's folder: `--config` of another run can r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 import torch
 
-from quantshard import recipe
+from quantshard import foreign, recipe
 from quantshard.cli.mesh import Axes
+from quantshard.cli.schema import Kind, check, read
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+MOST_BYTES = 32 << 20
+"""That a configuration may have; that of a run lists its data, about 150 bytes a file."""
 
 TABLES = ("launch", "corpus")
 """Tables that a run's `config.toml` has beside the settings; `--config` skips them."""
@@ -45,8 +44,14 @@ _STATE_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 _WIDTH_MULTIPLE = 32
 
 
-def _setting(default: Any, panel: str, help: str) -> Any:
-    return field(default=default, metadata={"panel": panel, "help": help})
+_COUNT, _SIZE, _STEPS = 1 << 20, 1 << 24, 10**9
+"""The most of what is counted: layers, heads and processes; elements and sequences; steps."""
+
+
+def _setting(default: Any, panel: str, help: str, least: float = 0, most: float = 4096, **bounds: Any) -> Any:
+    """A setting; `least`, `most` and `bounds` are those of its `Kind`."""
+    kind = partial(Kind, least=least, most=most, **bounds)
+    return field(default=default, metadata={"panel": panel, "help": help, "kind": kind})
 
 
 @dataclass(frozen=True)
@@ -54,61 +59,79 @@ class Settings:
     """Everything that determines a run but the number of its processes and the bytes of its data."""
 
     architecture: str = _setting("llama", "Model", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)")
-    hidden: int = _setting(256, "Model", "width of the model")
-    layers: int = _setting(4, "Model", "number of transformer layers")
-    heads: int = _setting(4, "Model", "attention heads")
-    kv_heads: int = _setting(0, "Model", "heads of keys and values (grouped-query attention); 0: as many as heads")
-    ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden")
-    seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence")
+    hidden: int = _setting(256, "Model", "width of the model", 1, _SIZE)
+    layers: int = _setting(4, "Model", "number of transformer layers", 1, _COUNT)
+    heads: int = _setting(4, "Model", "attention heads", 1, _COUNT)
+    kv_heads: int = _setting(
+        0, "Model", "heads of keys and values (grouped-query attention); 0: as many as heads", 0, _COUNT
+    )
+    ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, _SIZE)
+    seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence", 2, _SIZE)
     tied: bool = _setting(False, "Model", "use the embedding as the output head too")
-    dropout: float = _setting(0.0, "Model", "probability of dropout")
+    dropout: float = _setting(0.0, "Model", "probability of dropout", 0, 1, less=True)
 
-    data: tuple[str, ...] = _setting((), "Data", "file or folder; repeatable. Default: the source of Python's library")
-    heldout: float = _setting(0.02, "Data", "share of the text, at its end, that is kept to evaluate on")
-    eval_sequences: int = _setting(32, "Data", "sequences of the held-out text that an evaluation reads")
+    data: tuple[str, ...] = _setting(
+        (), "Data", "file or folder; repeatable. Default: the source of Python's library", 1
+    )
+    heldout: float = _setting(
+        0.02, "Data", "share of the text, at its end, that is kept to evaluate on", 0, 1, less=True
+    )
+    eval_sequences: int = _setting(32, "Data", "sequences of the held-out text that an evaluation reads", 1, _SIZE)
 
-    steps: int = _setting(200, "Training", "optimizer steps")
-    global_batch: int = _setting(16, "Training", "sequences of one step, over all processes")
-    micro_batches: int = _setting(1, "Training", "parts in which a process takes its share of a step, one by one")
-    lr: float = _setting(1e-3, "Training", "highest learning rate")
+    steps: int = _setting(200, "Training", "optimizer steps", 1, _STEPS)
+    global_batch: int = _setting(16, "Training", "sequences of one step, over all processes", 1, _SIZE)
+    micro_batches: int = _setting(
+        1, "Training", "parts in which a process takes its share of a step, one by one", 1, _SIZE
+    )
+    lr: float = _setting(1e-3, "Training", "highest learning rate", 0, 1e6, more=True)
     schedule: str = _setting("cosine", "Training", "cosine or constant, after the warmup")
-    warmup: int = _setting(20, "Training", "steps in which the learning rate rises to lr")
-    decay_steps: int = _setting(0, "Training", "step at which the cosine ends; 0: steps, as the run was started with")
-    lr_floor: float = _setting(0.1, "Training", "share of lr at which the cosine ends")
-    beta1: float = _setting(0.9, "Training", "Adam's decay of the first moment")
-    beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment")
-    eps: float = _setting(1e-8, "Training", "Adam's epsilon")
-    weight_decay: float = _setting(0.1, "Training", "decoupled weight decay of matrices")
-    clip: float = _setting(1.0, "Training", "highest norm of the gradient; 0: no clipping")
-    seed: int = _setting(0, "Training", "seed of the weights and of the order of the data")
+    warmup: int = _setting(20, "Training", "steps in which the learning rate rises to lr", 0, _STEPS)
+    decay_steps: int = _setting(
+        0, "Training", "step at which the cosine ends; 0: steps, as the run was started with", 0, _STEPS
+    )
+    lr_floor: float = _setting(0.1, "Training", "share of lr at which the cosine ends", 0, 1)
+    beta1: float = _setting(0.9, "Training", "Adam's decay of the first moment", 0, 1, less=True)
+    beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment", 0, 1, less=True)
+    eps: float = _setting(1e-8, "Training", "Adam's epsilon", 0, 1e6, more=True)
+    weight_decay: float = _setting(0.1, "Training", "decoupled weight decay of matrices", 0, 1e6)
+    clip: float = _setting(1.0, "Training", "highest norm of the gradient; 0: no clipping", 0, 1e12)
+    seed: int = _setting(0, "Training", "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
 
-    recipe: str = _setting("mxfp8", "Precision", f"one of {', '.join(recipe.NAMES)}")
+    recipe: str = _setting("mxfp8", "Precision", f"one of {', '.join(recipe.NAMES)}", 1, 80)
     params_dtype: str = _setting("bfloat16", "Precision", "dtype of activations and of weights that stay unquantized")
     exp_avg_dtype: str = _setting("float32", "Precision", "Adam's first moment: float32 or fp8")
     exp_avg_sq_dtype: str = _setting("float32", "Precision", "Adam's second moment: float32 or fp8")
 
-    save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end")
-    keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all")
-    keep_every: int = _setting(0, "Running", "keep checkpoints of steps that this divides too, where keep_last is set")
+    save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end", 0, _STEPS)
+    keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all", 0, _STEPS)
+    keep_every: int = _setting(
+        0, "Running", "keep checkpoints of steps that this divides too, where keep_last is set", 0, _STEPS
+    )
     async_save: bool = _setting(False, "Running", "save in the background, from a copy of the state in memory")
-    eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end")
-    log_every: int = _setting(1, "Running", "steps between printed lines")
-    sample_bytes: int = _setting(0, "Running", "print a generated text of this length when training starts and ends")
+    eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end", 0, _STEPS)
+    log_every: int = _setting(1, "Running", "steps between printed lines", 1, _STEPS)
+    sample_bytes: int = _setting(
+        0, "Running", "print a generated text of this length when training starts and ends", 0, _SIZE
+    )
     mesh: str = _setting(
         "",
         "Running",
         "processes along dp_replicate, dp_shard and tp (tensor parallelism), as dp_shard=2,tp=2. Default: dp_shard",
     )
-    dp_replicate: int = _setting(1, "Running", "copies of the model (HSDP), where no mesh is given")
+    dp_replicate: int = _setting(1, "Running", "copies of the model (HSDP), where no mesh is given", 1, _COUNT)
     sequence_parallel: str = _setting(
         "auto",
         "Running",
         "divide sequences over tp between GEMMs: on, off, or auto: where a micro-batch can be divided",
+        0,
+        200,
     )
     reshard_after_forward: bool = _setting(True, "Running", "free gathered weights between forward and backward")
     device: str = _setting("auto", "Running", "cpu, cuda, or auto: cuda where there is one")
     deterministic: bool = _setting(True, "Running", "the same bits in every run on the same hardware and software")
-    threads: int = _setting(0, "Running", "CPU threads of a process; 0: OMP_NUM_THREADS, or 1 of several processes")
+    threads: int = _setting(
+        0, "Running", "CPU threads of a process; 0: OMP_NUM_THREADS, or 1 of several processes", 0, 4096
+    )
 
     @property
     def torch_params_dtype(self) -> torch.dtype:
@@ -135,25 +158,21 @@ class Settings:
             data=tuple(str(Path(path).absolute()) for path in self.data),
         )
 
-    def check(self) -> None:
+    def check(self, where: str = "") -> None:
         """Refuse settings that cannot be trained, whatever the number of processes.
 
         Raises:
-            ConfigurationError: naming the setting, its value, and what it must be.
+            ConfigurationError: naming the setting, its value, and what it must be; and the file that says so, `where`.
         """
+        try:
+            self._check()
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}" if where else str(error)) from None
+
+    def _check(self) -> None:
+        for name, kind in KINDS.items():
+            check(name, getattr(self, name), kind)
         recipe.resolve(self.recipe)
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigurationError(f"{name} = {getattr(self, name)!r}: choose one of: {', '.join(choices)}")
-        for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:
-                raise ConfigurationError(f"{name} = {getattr(self, name)}: must be {least} or more")
-        for name in ("lr", "eps"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigurationError(f"{name} = {getattr(self, name)}: must be more than 0")
-        for name in ("beta1", "beta2", "dropout", "heldout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} = {getattr(self, name)}: must be at least 0 and less than 1")
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise ConfigurationError(
                 f"hidden = {self.hidden} over heads = {self.heads}: each head must get the same even number of elements"
@@ -234,17 +253,23 @@ class Settings:
             )
 
 
-_LEAST: dict[str, float] = {
-    **dict.fromkeys(("hidden", "layers", "heads", "steps", "global_batch", "micro_batches", "log_every"), 1),
-    **dict.fromkeys(("eval_sequences", "dp_replicate"), 1),
-    **dict.fromkeys(("kv_heads", "ffn", "warmup", "decay_steps", "save_every", "eval_every", "sample_bytes"), 0),
-    **dict.fromkeys(("keep_last", "keep_every"), 0),
-    **dict.fromkeys(("threads", "weight_decay", "clip", "lr_floor", "seed"), 0),
-    "seq_length": 2,
-}
-
 TYPES: dict[str, type] = {f.name: tuple if f.name == "data" else type(f.default) for f in fields(Settings)}
 """The type of each setting."""
+
+KINDS: dict[str, Kind] = {
+    f.name: f.metadata["kind"](TYPES[f.name], choices=CHOICES.get(f.name, ())) for f in fields(Settings)
+}
+"""What each setting may be."""
+
+_LAUNCH = {
+    "processes": Kind(int, 1, _COUNT),
+    "mesh": KINDS["mesh"],
+    "threads": Kind(int, 1, 4096),
+    "python": Kind(str, most=200),
+    "torch": Kind(str, most=200),
+}
+_CORPUS = {"sha256": Kind(str, 64, 64), "bytes": Kind(int, 0, (1 << 63) - 1), "files": Kind(list, 68, 4200)}
+_NEEDED = {"launch": ("processes",), "corpus": tuple(_CORPUS)}
 
 
 def setting_fields() -> tuple[Field[Any], ...]:
@@ -258,46 +283,55 @@ def defaults() -> dict[str, Any]:
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check names and types of settings read from a file or handed on; `TABLES` are left out.
+    """Check names, types and ranges of settings read from a file or handed on; `TABLES` are left out.
 
     Raises:
         ConfigurationError: naming the key.
     """
-    found = {}
-    for name, value in values.items():
-        if name in TABLES:
-            continue
-        expected = TYPES.get(name)
-        if expected is None:
-            raise ConfigurationError(f"{where}: there is no setting {name!r}; `quantshard train --help` lists them")
-        if expected is float and type(value) is int:
-            value = float(value)
-        if expected is tuple and isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-            value = tuple(value)
-        if type(value) is not expected:
-            wanted = "a list of paths" if expected is tuple else expected.__name__
-            raise ConfigurationError(f"{where}: {name} = {value!r} must be {wanted}")
-        found[name] = value
-    return found
+    settings = {name: value for name, value in values.items() if name not in TABLES}
+    return read(settings, KINDS, where, "`quantshard train --help` lists them")
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as a mapping.
+def launch_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table [launch] of a run's `config.toml`.
 
     Raises:
-        ConfigurationError: the file is missing or not TOML.
+        ConfigurationError: it is missing, or naming the key.
     """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not TOML: {error}") from None
+    return _table("launch", _LAUNCH, content, where)
+
+
+def corpus_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table [corpus] of a run's `config.toml`.
+
+    Raises:
+        ConfigurationError: it is missing, or naming the key.
+    """
+    return _table("corpus", _CORPUS, content, where)
+
+
+def _table(name: str, kinds: Mapping[str, Kind], content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    table = content.get(name)
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{where} is not the configuration of a run: it lacks [launch] or [corpus]")
+    for key in _NEEDED[name]:
+        if key not in table:
+            raise ConfigurationError(f"{where} is not the configuration of a run: [{name}] lacks {key}")
+    return read(table, kinds, f"{where}: [{name}]", f"it has {', '.join(kinds)}")
+
+
+def read_toml(path: Path, *, follow: bool = False) -> dict[str, Any]:
+    """A TOML file as a mapping. `follow`: whether it may be a link, as one that the user has named.
+
+    Raises:
+        ConfigurationError: the file is missing, no regular file, too long, or not TOML.
+    """
+    return foreign.read_toml(path, MOST_BYTES, follow=follow)
 
 
 def merge(flags: Mapping[str, Any], config: Path | None) -> Settings:
     """Settings from the flags that were given, over the file, over the defaults."""
-    values = from_mapping(read_toml(config), str(config)) if config is not None else {}
+    values = from_mapping(read_toml(config, follow=True), str(config)) if config is not None else {}
     given = {name: value for name, value in flags.items() if value is not None}
     return Settings(**(values | given))
 

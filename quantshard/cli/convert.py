@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quantshard import transformer_engine
+from quantshard.cli.screen import say
 
 
 def register(app: typer.Typer) -> None:
@@ -29,5 +30,5 @@ def convert_te(
 ) -> None:
     """Write a TransformerEngine checkpoint (model, FusedAdam) as one of ours, and list what is not exact."""
     done = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)
-    print("\n".join(done.lines()))
-    print(f"wrote {out}")
+    say(*done.lines())
+    say(f"wrote {out}")

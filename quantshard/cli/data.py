@@ -10,15 +10,22 @@ a resumed run goes on where it would have been.
 
 Only the list of documents is held in memory; windows are read from the files. The list has a SHA-256 of each document,
 and of the whole: the digest of the lines "<sha256> <size>", one a document. `resume` compares them.
+
+A run that is resumed may come from somebody else, and name any file as its data. So lengths are compared before a file
+is read, nothing is trained on whose SHA-256 is not the one in the run's `config.toml`, and what was read for the
+comparison is not told: of a file it says at most whether it is the one that the writer of the run had.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import stat
 import sysconfig
+import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,13 +35,17 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
+from quantshard.cli.schema import shown
 from quantshard.errors import ConfigurationError
+from quantshard.foreign import open_regular
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
 
 _ORDER_STREAM = 0
 _CHUNK_BYTES = 1 << 20
+_ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (/[^\0]*)", re.DOTALL)
+_RESTORE = "restore it, or name the unchanged files with --data"
 _LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
 """Folders of Python's library that are not part of the default text: what is not its source, and tests."""
 
@@ -73,33 +84,23 @@ class Corpus:
             "files": [f"{document.sha256} {document.size} {document.path}" for document in self.documents],
         }
 
-    def check_same(self, recorded: Mapping[str, Any]) -> None:
-        """Compare with the table that a run was started with.
-
-        Raises:
-            ConfigurationError: naming the first document that differs.
-        """
-        if self.sha256 == recorded["sha256"]:
-            return
-        way_out = "restore it, or name the unchanged files with --data"
-        then = from_table(recorded).documents
-        for now, before in zip(self.documents, then, strict=False):
-            if (now.sha256, now.size) != (before.sha256, before.size):
-                raise ConfigurationError(
-                    f"the data have changed: {now.path} ({now.size} bytes, SHA-256 {now.sha256[:12]}...) is not the "
-                    f"{before.path} that the run was started with ({before.size} bytes, {before.sha256[:12]}...); "
-                    f"{way_out}"
-                )
-        if len(self.documents) < len(then):
-            raise ConfigurationError(f"the data have changed: {then[len(self.documents)].path} is missing; {way_out}")
-        added = self.documents[len(then)].path
-        raise ConfigurationError(f"the data have changed: {added} was not there at the start; {way_out}")
-
 
 def from_table(recorded: Mapping[str, Any]) -> Corpus:
-    """The corpus that a table of `config.toml` describes, without reading the files again."""
-    entries = (entry.split(" ", 2) for entry in recorded["files"])
-    return Corpus(tuple(Document(Path(path), int(size), sha256) for sha256, size, path in entries))
+    """The corpus that a table of `config.toml` describes, without reading the files again.
+
+    Raises:
+        ConfigurationError: it describes none.
+    """
+    documents = []
+    for entry in recorded["files"]:
+        found = _ENTRY.fullmatch(entry)
+        if found is None:
+            raise ConfigurationError(f"config.toml: {shown(entry)} in [corpus] is not a SHA-256, a length and a path")
+        documents.append(Document(Path(found[3]), int(found[2]), found[1]))
+    corpus = Corpus(tuple(documents))
+    if not documents or corpus.sha256 != recorded["sha256"]:
+        raise ConfigurationError("config.toml: the sha256 in [corpus] is not that of its files; restore the file")
+    return corpus
 
 
 def collect(paths: Sequence[str]) -> Corpus:
@@ -107,26 +108,106 @@ def collect(paths: Sequence[str]) -> Corpus:
     empty ones apart. Without paths: the source text of Python's standard library.
 
     Raises:
-        ConfigurationError: a path is missing or cannot be read, or there is no text at all.
+        ConfigurationError: a path is missing or cannot be read, is no regular file, or there is no text at all.
     """
+    return Corpus(tuple(_document(path, size) for path, size in _find(paths)))
+
+
+def collect_recorded(paths: Sequence[str], recorded: Corpus, begun: Callable[[], None] = lambda: None) -> Corpus:
+    """The documents of files and folders, which must be those that a run was started with. No file is read before the
+    lengths of all are found to be right and `begun` is called, and none after one that differs.
+
+    Raises:
+        ConfigurationError: as `collect`, and naming the first document that differs.
+    """
+    found = _find(paths)
+    _check_lengths(found, recorded)
+    begun()
     documents = []
+    for (path, size), before in zip(found, recorded.documents, strict=True):
+        documents.append(_document(path, size))
+        _check_document(documents[-1], before)
+    return Corpus(tuple(documents))
+
+
+def _check_lengths(found: Sequence[tuple[Path, int]], recorded: Corpus) -> None:
+    then = recorded.documents
+    for (path, size), before in zip(found, then, strict=False):
+        if size != before.size:
+            raise _changed(path, before, "length")
+    if len(found) < len(then):
+        raise ConfigurationError(f"the data have changed: {then[len(found)].path} is missing; {_RESTORE}")
+    if len(found) > len(then):
+        raise ConfigurationError(f"the data have changed: {found[len(then)][0]} was not there at the start; {_RESTORE}")
+
+
+def _check_document(now: Document, before: Document) -> None:
+    if now.size != before.size:
+        raise _changed(now.path, before, "length")
+    if now.sha256 != before.sha256:
+        raise _changed(now.path, before, "content")
+
+
+def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the data have changed: {path} is not the {before.path} that the run was started with ({before.size} bytes, "
+        f"SHA-256 {before.sha256[:12]}...), its {what} is another; {_RESTORE}"
+    )
+
+
+def _find(paths: Sequence[str]) -> list[tuple[Path, int]]:
+    """The files that are the documents, and their lengths; none is read."""
+    found = []
     for path in [Path(p).absolute() for p in paths]:
-        if not path.exists():
-            raise ConfigurationError(f"there is no data file or folder {path}")
-        documents += [_document(found) for found in (_files_below(path) if path.is_dir() else [path])]
+        if os.path.isdir(path):
+            found += [(file, size) for file in _files_below(path) if (size := _length(file))]
+        elif size := _length(path):
+            found.append((path, size))
+        else:
+            raise ConfigurationError(
+                f"there is no text in {path}: the file is empty, or has no length as those in /proc"
+            )
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
-        documents = [_document(found) for found in _library_sources(library)]
-    kept = tuple(document for document in documents if document.size)
-    if not kept:
+        found = [(file, size) for file in _library_sources(library) if (size := _length(file))]
+    if not found:
         raise ConfigurationError(f"there is no text in {', '.join(paths) or 'the standard library'}")
-    return Corpus(kept)
+    return found
+
+
+def _length(path: Path) -> int:
+    """The length of a regular file, to which a link may lead."""
+    try:
+        str(path).encode("utf-8")
+        found = path.stat()
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no data file or folder {path}") from None
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            f"the name of the data file {path} is not UTF-8, as the run's config.toml is, which lists it; rename it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigurationError(f"the data file {path} is no regular file but a pipe, a device or a socket")
+    return found.st_size
 
 
 def _files_below(folder: Path) -> list[Path]:
     found = []
-    for here, folders, names in os.walk(folder):
+
+    def stop(error: OSError) -> None:
+        raise _unreadable(Path(error.filename or folder), error)
+
+    for here, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if os.path.islink(os.path.join(here, name)):
+                warnings.warn(
+                    f"{os.path.join(here, name)} is a link to a folder, whose files are not read; name the folder with "
+                    "--data if they are data",
+                    stacklevel=2,
+                )
         found += [Path(here, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
@@ -137,16 +218,23 @@ def _library_sources(library: Path) -> list[Path]:
     return [library / path for path in sorted(kept, key=Path.as_posix)]
 
 
-def _document(path: Path) -> Document:
-    digest, size = hashlib.sha256(), 0
+def _document(path: Path, size: int) -> Document:
+    digest, left = hashlib.sha256(), size
     try:
-        with open(path, "rb") as file:
-            while content := file.read(_CHUNK_BYTES):
+        with open_regular(path, follow=True) as file:
+            while left and (content := file.read(min(left, _CHUNK_BYTES))):
                 digest.update(content)
-                size += len(content)
+                left -= len(content)
+            changed = bool(left or file.read(1))
     except OSError as error:
-        raise ConfigurationError(f"cannot read the data file {path}: {error.strerror}") from None
+        raise _unreadable(path, error) from None
+    if changed:
+        raise ConfigurationError(f"the data file {path} changed while it was read; try again when nothing writes to it")
     return Document(path, size, digest.hexdigest())
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigurationError:
+    return ConfigurationError(f"cannot read the data file {path}: {getattr(error, 'strerror', None) or error}")
 
 
 class Windows:
@@ -211,11 +299,11 @@ class Windows:
 
 def _read(document: Document, offset: int, length: int) -> Tensor:
     try:
-        with open(document.path, "rb") as file:
+        with open_regular(document.path, follow=True) as file:
             file.seek(offset)
             content = file.read(length)
     except OSError as error:
-        raise ConfigurationError(f"cannot read the data file {document.path}: {error.strerror}") from None
+        raise _unreadable(document.path, error) from None
     if len(content) != length:
         raise ConfigurationError(
             f"the data file {document.path} became shorter than the {document.size} bytes that the run was started with"

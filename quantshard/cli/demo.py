@@ -13,6 +13,7 @@ checks what it claims: it fails if bits differ that must not. Chapters, in the o
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -33,15 +34,16 @@ import tomli_w
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from quantshard import checkpoints, recipe
-from quantshard.cli.config import read_toml
+from quantshard.cli import outputs
+from quantshard.cli.config import TABLES, Settings, from_mapping, read_toml
 from quantshard.cli.model import LanguageModel
 from quantshard.cli.run_dir import RunDir
+from quantshard.cli.screen import Screen, say
 from quantshard.cli.train import make_optimizer
-from quantshard.errors import ConfigurationError, QuantshardError
+from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.observe.table import GATHERED, WEIGHTS
 
 SETTINGS: dict[str, Any] = {
@@ -111,7 +113,7 @@ def demo(
 
     Takes less than four minutes on two CPU cores, and needs no GPU and no download.
     """
-    settings = SETTINGS | (read_toml(config) if config is not None else {})
+    settings = _settings(config)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `started` cleans up
     _prepare(out, settings)
     story = Story(out, settings)
@@ -122,18 +124,25 @@ def demo(
         raise DemoError(f"the demo failed: {'; '.join(story.outcome.failures)}; logs and runs are in {out}")
 
 
+def _settings(config: Path | None) -> dict[str, Any]:
+    """What all runs have in common, as TOML has it."""
+    if config is None:
+        return SETTINGS
+    given = {name: value for name, value in read_toml(config, follow=True).items() if name not in TABLES}
+    Settings(**(SETTINGS | from_mapping(given, str(config)))).check(str(config))
+    return SETTINGS | given
+
+
 def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
     """Make the folder; one that an earlier demo wrote is emptied, any other that holds something is refused."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if not (out / MARK).is_file():
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        if out.is_symlink() or not (out / MARK).is_file():
             raise ConfigurationError(f"{out} exists and is not of an earlier demo; name another folder with --out")
-        print(f"(removing the earlier demo in {out})")
+        outputs.check_folder(out, (MARK,))
+        say(f"(removing the earlier demo in {out})")
         shutil.rmtree(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / MARK).write_text(tomli_w.dumps(dict(settings)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {out}: {error.strerror}; name another folder with --out") from None
+    outputs.make_folder(out)
+    outputs.write(out / MARK, tomli_w.dumps(dict(settings)), within=out)
 
 
 class Story:
@@ -142,7 +151,7 @@ class Story:
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         self.out, self.steps = out, int(settings["steps"])
         self.save_every = int(settings["save_every"])
-        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.console = Screen(soft_wrap=True)
         self.outcome = Outcome()
         self.resumed = self.parameters = 0
         self.whole, self.killed, self.single, self.bf16 = (
@@ -393,7 +402,7 @@ class Story:
 @contextmanager
 def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A quantshard command in a process group of its own, which does not outlive the block."""
-    with open(log, "wb") as output:
+    with outputs.create(log, within=log.parent) as output:
         process = subprocess.Popen(
             _command(arguments), env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -449,11 +458,6 @@ def load_and_save(run: RunDir, saved: Path, again: Path) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def printable(text: str) -> str:
-    """Text without what would move the cursor or ring the bell."""
-    return "".join(character if character.isprintable() else "\N{MIDDLE DOT}" for character in text)
-
-
 def facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """What a resumed run must repeat of a step: all of its record but speed and memory."""
     return {name: value for name, value in record.items() if name not in MEASURED}
@@ -487,4 +491,6 @@ def draw(file: Path, losses: Sequence[Mapping[int, float]], resumed: int, bounds
     below.set_xlabel("step")
     below.set_ylabel("difference from\nuninterrupted")
     below.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120)
+    outputs.write(file, content.getvalue(), within=file.parent)

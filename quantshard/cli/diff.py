@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from quantshard.checkpoints.compare import Comparison, compare
+from quantshard.cli.screen import complain, say
 from quantshard.errors import CheckpointError
 
 UNEQUAL, UNREADABLE = 1, 2
@@ -32,10 +32,9 @@ def diff(
     try:
         comparison = compare(checkpoint_a, checkpoint_b)
     except CheckpointError as error:
-        print(f"quantshard: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(str(error))
         raise typer.Exit(UNREADABLE) from None
-    for line in report(comparison):
-        print(line)
+    say(*report(comparison))
     if not comparison.equal:
         raise typer.Exit(UNEQUAL)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.status import Status
 
+from quantshard.cli import outputs
+from quantshard.cli.screen import Screen, say
 from quantshard.doctor import Result, Watch, diagnose
 from quantshard.errors import ConfigurationError
 
@@ -30,13 +29,13 @@ class _Told(Watch):
     def begin(self, name: str, number: int, count: int) -> None:
         line = f"{number} of {count}, {time.perf_counter() - self.start:.0f} s: {name}"
         if self.status.console.is_terminal:
-            self.status.update(escape(line))
+            self.status.update(line)
         else:
-            print(line, end=" ... ", file=sys.stderr, flush=True)
+            self.status.console.print(line, end=" ... ")
 
     def end(self, result: Result, seconds: float) -> None:
         if not self.status.console.is_terminal:
-            print(f"{result.state}, {seconds:.1f} s", file=sys.stderr, flush=True)
+            self.status.console.print(f"{result.state}, {seconds:.1f} s")
 
 
 def register(app: typer.Typer) -> None:
@@ -64,16 +63,13 @@ def doctor(
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"there is no folder {directory}; name one with --dir")
     folder = None if quick else directory or Path(tempfile.gettempdir())
-    with Console(stderr=True).status("looking at this machine") as status:
+    with Screen(stderr=True, soft_wrap=True).status("looking at this machine") as status:
         report = diagnose(folder, _Told(status))
     if json_ and file is None:
-        print(report.to_json())
+        say(report.to_json())
     else:
-        Console(highlight=False).print(report)
+        Screen().print(report)
     if file is not None:
-        try:
-            file.write_text(report.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {file}: {error.strerror}") from None
+        outputs.write(file, report.to_json() + "\n")
     if not report.ok:
         raise typer.Exit(WRONG)

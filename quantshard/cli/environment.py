@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quantshard.cli.config import Settings
+from quantshard.cli.schema import shown
 from quantshard.modules import attention_backends
 
 Environment = dict[str, Any]
@@ -66,9 +67,9 @@ def _matters(name: str) -> bool:
     return (name in _NAMES or name.startswith(_PREFIXES)) and name not in _NO_MATTER
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each entry that was added, went or changed, in words; before and now are as `found` gives them."""
-    flat = [{**side, **side.get("variables", {})} for side in (before, now)]
+def differences(before: object, now: Environment) -> list[str]:
+    """Each entry that was added, went or changed, in words; before and now are as `found` gives them, or a file."""
+    flat = [{**side, **_table(side.get("variables"))} for side in map(_table, (before, now))]
     names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if name != "variables"]
     return [
         f"{name} was {_said(flat[0].get(name))}, is {_said(flat[1].get(name))}"
@@ -77,7 +78,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _table(value: object) -> dict[str, Any]:
+    """What should be a table of names; empty if it is none."""
+    return {str(name): entry for name, entry in value.items()} if isinstance(value, Mapping) else {}
+
+
 def _said(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "not set" if value is None else str(value)
+    return "not set" if value is None else value if isinstance(value, str) and len(value) < 200 else shown(value)

@@ -14,6 +14,7 @@ from quantshard.checkpoints.store import is_taken, local
 from quantshard.cli.config import Settings, from_mapping, read_toml
 from quantshard.cli.data import VOCABULARY
 from quantshard.cli.model import LanguageModel
+from quantshard.cli.screen import say
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts import LLAMA, Names, names
 from quantshard.layouts.files import read_json
@@ -61,7 +62,7 @@ def export(
         values=values,
         lossy=lossy,
     )
-    print("\n".join(done.lines()))
+    say(*done.lines())
 
 
 def import_(
@@ -91,8 +92,8 @@ def import_(
                     quantized.clear_high_precision_init_val()  # four times the weight
     done = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
     checkpoints.save(out, model, None, {"recipe": recipe_name})
-    print("\n".join(done.lines()))
-    print(f"wrote {out}, the model's weights by recipe {recipe_name!r}")
+    say(*done.lines())
+    say(f"wrote {out}, the model's weights by recipe {recipe_name!r}")
 
 
 def size(text: str) -> int:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from quantshard.checkpoints.inspection import Inspection, Row
+from quantshard.cli.screen import Screen, say
+from quantshard.errors import printable
 from quantshard.layouts.inspection import inspect as inspect_path
 from quantshard.observe.table import human_bytes
-
-_TEXT_WIDTH = 200
 
 
 def register(app: typer.Typer) -> None:
@@ -36,9 +35,9 @@ def inspect(
     """
     found = inspect_path(path, data)
     if json_:
-        print(found.to_json())
+        say(found.to_json())
     else:
-        Console(highlight=False, width=None if sys.stdout.isatty() else _TEXT_WIDTH).print(report(found))
+        Screen(table=True).print(report(found))
 
 
 def report(found: Inspection) -> Group:
@@ -61,8 +60,8 @@ def _rows(found: Inspection) -> Table:
         table.add_column(heading, justify="right")
     for row in found.rows:
         table.add_row(
-            row.name,
-            row.format,
+            Text(printable(row.name)),
+            Text(printable(row.format)),
             "-" if row.shape is None else " x ".join(map(str, row.shape)) or "scalar",
             human_bytes(row.bytes),
             str(row.chunks),
@@ -86,7 +85,7 @@ def _totals(found: Inspection) -> Table:
     for total in found.totals:
         table.add_row(
             total.kind,
-            total.format,
+            Text(printable(total.format)),
             str(total.tensors),
             f"{total.numel:,}",
             human_bytes(total.bytes),

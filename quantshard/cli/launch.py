@@ -33,13 +33,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-from quantshard.errors import QuantshardError
+from quantshard.cli import outputs
+from quantshard.errors import ConfigurationError, QuantshardError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """What asks a run to finish its step, save and end."""
 
 _MONITOR_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 20
+_PROCESSES, _PROCESSES_A_CORE = 64, 4
+"""That are started here at most: of either figure the larger one."""
 _PARENT_CHECK_SECONDS = 0.2
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ON_PURPOSE, _CRASHED, _FOLLOWS = 0, 1, 2
@@ -69,6 +72,21 @@ def is_worker() -> bool:
 def default_processes() -> int:
     """Processes on this machine unless the user says otherwise: one for each GPU, or one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 1
+
+
+def check_processes(processes: int) -> None:
+    """Refuse more processes than a machine such as this one runs.
+
+    Raises:
+        ConfigurationError: with the numbers.
+    """
+    cores = os.cpu_count() or 1
+    most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
+    if processes > most:
+        raise ConfigurationError(
+            f"{processes} processes are too many for this machine of {cores} CPU cores, on which at most {most} are "
+            "started; name fewer with --nproc-per-node or --mesh, or start them on several machines with torchrun"
+        )
 
 
 def launch(processes: int, arguments: list[str]) -> None:
@@ -175,7 +193,7 @@ def report_failure(error: BaseException, logs: Path) -> str:
 
     Errors that quantshard raises on purpose say everything in their message, and leave no traceback.
     """
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "0").replace("/", "_")
     kind = _ON_PURPOSE if isinstance(error, QuantshardError) else _CRASHED
     if kind == _CRASHED and _LOST_PEER.search(str(error)):
         kind = _FOLLOWS
@@ -186,14 +204,14 @@ def report_failure(error: BaseException, logs: Path) -> str:
         file = logs / f"rank-{rank}.txt"
         message = f"{type(error).__name__}: {lines[0]} (traceback: {file})"
         try:
-            logs.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        except OSError:
+            content = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
+            outputs.write(file, content, within=logs.parent)
+        except ConfigurationError:
             message = f"{type(error).__name__}: {lines[0]}"
     if target := os.environ.get(_ERROR_FILE):
         now = time.time()
         extra: dict[str, Any] = {"timestamp": str(int(now)), "time": now, "kind": kind, "py_callstack": ""}
-        Path(target).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+        outputs.write(Path(target), json.dumps({"message": {"message": message, "extraInfo": extra}}))
     return "" if kind == _FOLLOWS else message
 
 

@@ -14,10 +14,14 @@ from dataclasses import asdict, dataclass, fields
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from quantshard.cli.schema import shown
 from quantshard.errors import ConfigurationError
 
 TP = "tp"
 """The axis of tensor parallelism."""
+
+_DIGITS = 6
+"""Of the number of processes along an axis."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,20 @@ class Axes:
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
             if name and name not in known:
-                raise ConfigurationError(f"mesh = {text!r}: there is no axis {name!r}; use {', '.join(known)}")
+                raise ConfigurationError(
+                    f"mesh = {shown(text)}: there is no axis {shown(name)}; use {', '.join(known)}"
+                )
             if not name or not (size.isascii() and size.isdigit()):
                 raise ConfigurationError(
-                    f"mesh = {text!r}: {entry.strip()!r} does not give an axis its number of processes; write it as in "
-                    "dp_shard=2,tp=2"
+                    f"mesh = {shown(text)}: {shown(entry.strip())} does not give an axis its number of processes; "
+                    "write it as in dp_shard=2,tp=2"
                 )
             if name in sizes:
-                raise ConfigurationError(f"mesh = {text!r}: the axis {name} is named twice; name it once")
-            if int(size) < 1:
-                raise ConfigurationError(f"mesh = {text!r}: {name} = {size} must be 1 or more")
+                raise ConfigurationError(f"mesh = {shown(text)}: the axis {name} is named twice; name it once")
+            if len(size) > _DIGITS or int(size) < 1:
+                raise ConfigurationError(
+                    f"mesh = {shown(text)}: {name} = {size:.20} must be 1 or more, and of at most {_DIGITS} digits"
+                )
             sizes[name] = int(size)
         return cls(**sizes)
 

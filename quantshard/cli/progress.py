@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from quantshard.cli.config import Settings
+from quantshard.cli.screen import Screen
 
 
 class Progress:
@@ -18,7 +18,7 @@ class Progress:
 
     def __init__(self, settings: Settings, shown: bool) -> None:
         self.settings, self.shown = settings, shown
-        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.console = Screen(soft_wrap=True)
         self._bar: Bar | None = None
         self._task: TaskID | None = None
 

@@ -9,8 +9,9 @@
     logs/rank-1.txt           the traceback of a process that failed
 
 Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a
-folder. What a run has written is not overwritten: files are replaced in one move. Of checkpoints only those are removed
-that the settings give up, and those that were never completed or are damaged, when their step is saved again.
+folder. What a run has written is not overwritten: files are replaced in one move. No link is followed in the folder,
+and one of another user is refused (`cli.outputs`). Of checkpoints only those are removed that the settings give up, and
+those that were never completed or are damaged, when their step is saved again.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from typing import Any
 from quantshard import checkpoints
 from quantshard.checkpoints import ownership
 from quantshard.checkpoints.store import local
-from quantshard.cli.config import Settings, from_mapping, read_toml, to_toml
+from quantshard.cli import outputs
+from quantshard.cli.config import MOST_BYTES, Settings, corpus_table, from_mapping, launch_table, read_toml, to_toml
 from quantshard.errors import ConfigurationError
+from quantshard.foreign import read_regular
+
+_RECORD_BYTES = 1 << 30
+"""That a file of records may have: four million steps."""
 
 _STEP_DIGITS = 6
 
@@ -65,15 +71,18 @@ class RunDir:
     def create(self, settings: Settings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
         """Make the folder of a new run and write its configuration."""
         self.check_new()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.write_config(settings, launch, corpus)
-        except OSError as error:
-            raise ConfigurationError(f"cannot write the run folder {self.path}: {error.strerror}") from None
+        text = _config(settings, launch, corpus)
+        if len(text) > MOST_BYTES:
+            raise ConfigurationError(
+                f"{self.config} would have {len(text)} bytes, more than the {MOST_BYTES} that are read of it: it lists "
+                f"{len(corpus['files'])} data files; join them into fewer"
+            )
+        outputs.make_folder(self.path)
+        self.write(self.config, text)
 
     def write_config(self, settings: Settings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
         """Write or replace `config.toml`."""
-        self._replace(self.config, to_toml(settings, {"launch": dict(launch), "corpus": dict(corpus)}))
+        self.write(self.config, _config(settings, launch, corpus))
 
     def read_config(self) -> tuple[Settings, dict[str, Any], dict[str, Any]]:
         """The settings, and the tables [launch] and [corpus].
@@ -81,13 +90,24 @@ class RunDir:
         Raises:
             ConfigurationError: there is no run here, or its configuration is not one.
         """
-        if not self.config.is_file():
+        if not os.path.lexists(self.config):
             raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml")
-        content = read_toml(self.config)
-        if not isinstance(content.get("launch"), dict) or not isinstance(content.get("corpus"), dict):
-            raise ConfigurationError(f"{self.config} is not the configuration of a run: it lacks [launch] or [corpus]")
-        settings = Settings(**from_mapping(content, str(self.config)))
-        return settings, content["launch"], content["corpus"]
+        content, where = read_toml(self.config), str(self.config)
+        settings = Settings(**from_mapping(content, where))
+        settings.check(where)
+        return settings, launch_table(content, where), corpus_table(content, where)
+
+    def check_ours(self) -> None:
+        """See that what is about to be written cannot end up elsewhere, nor anybody else's settings be followed.
+
+        Raises:
+            ConfigurationError: naming a folder or file that is a link, has a second name, or is another user's.
+        """
+        if self.path.is_dir():
+            files = (self.config, self.metrics, self.samples, self.starts)
+            locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
+            folders = f"{self.logs.name}/", f"{self.checkpoints.name}/"
+            outputs.check_folder(self.path, (*(file.name for file in files), *folders, *locks))
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -100,7 +120,7 @@ class RunDir:
         found = []
         for path in self.checkpoints.glob("step-*"):
             digits = path.name.removeprefix("step-")
-            if digits.isdecimal():
+            if digits.isascii() and digits.isdecimal():
                 found.append(int(digits))
         complete = [step for step in sorted(found) if checkpoints.is_complete(self.checkpoint(step))]
         return complete, [step for step in sorted(found) if step not in complete]
@@ -127,34 +147,39 @@ class RunDir:
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        with open(file, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(plain) + "\n")
+        outputs.append(file, json.dumps(plain) + "\n", within=self.path)
 
-    def last_start(self) -> dict[str, Any] | None:
-        """The last record of `starts`, of which `forget_after` has dropped what was cut off; None if there is none."""
-        lines = self.starts.read_text(encoding="utf-8").splitlines() if self.starts.is_file() else []
-        return json.loads(lines[-1]) if lines else None
+    def last_start(self) -> dict[str, Any]:
+        """The last record of `starts`, of which `forget_after` has dropped what was cut off; empty if there is none."""
+        return next(
+            (start for line in reversed(self._content(self.starts).split(b"\n")) if (start := _record(line))), {}
+        )
 
     def requantized(self) -> tuple[bool, bool]:
         """Whether some start quantized the weights anew, into another recipe; and whether without masters too."""
-        lines = self.starts.read_text(encoding="utf-8").splitlines() if self.starts.is_file() else []
+        lines = self._content(self.starts).split(b"\n")
         found = [start for line in lines if "requantized" in (start := _record(line))]
-        return bool(found), any(start["lossy"] for start in found)
+        return bool(found), any(start.get("lossy") is True for start in found)
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, and a line that was cut off, so that the files read as one run."""
         for file in (self.metrics, self.samples, self.starts):
-            if not file.exists():
-                continue
-            lines = file.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
-            if kept != lines:
-                self._replace(file, "".join(line + "\n" for line in kept))
+            content = self._content(file)
+            kept = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
+            if kept != content:
+                self.write(file, kept)
 
-    def _replace(self, file: Path, content: str) -> None:
-        new = file.with_name(file.name + ".new")
-        new.write_text(content, encoding="utf-8")
-        os.replace(new, file)
+    def _content(self, file: Path) -> bytes:
+        """What a file of records has; nothing if it is not there.
+
+        Raises:
+            ConfigurationError: it is no regular file, or longer than what is read.
+        """
+        return read_regular(file, _RECORD_BYTES) if os.path.lexists(file) else b""
+
+    def write(self, file: Path, content: str | bytes) -> None:
+        """Write or replace a file of the run."""
+        outputs.write(file, content, within=self.path)
 
     # Lock ------------------------------------------------------------------------------------------------------------
 
@@ -169,19 +194,34 @@ class RunDir:
         except BlockingIOError:
             said = f"{self.path} is in use by another training process; stop that one first"
             raise ConfigurationError(said) from None
+        except OSError as error:
+            raise ConfigurationError(f"{self.path} cannot be locked: {error.strerror or error}") from None
 
 
-def _record(line: str) -> dict[str, Any]:
+def _config(settings: Settings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:
+    """The content of `config.toml`.
+
+    Raises:
+        ConfigurationError: a path is not UTF-8.
+    """
+    try:
+        return to_toml(settings, {"launch": dict(launch), "corpus": dict(corpus)}).encode("utf-8")
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 40) : error.end]
+        raise ConfigurationError(
+            f"config.toml is UTF-8, and cannot say ...{near}, which is not; rename the file or folder"
+        ) from None
+
+
+def _record(line: bytes) -> dict[str, Any]:
     """What a line says; nothing if it was cut off."""
     try:
         return dict(json.loads(line))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """The step of a record; infinite for a line that is none."""
-    try:
-        return int(_record(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+    step = _record(line).get("step")
+    return step if type(step) is int else math.inf

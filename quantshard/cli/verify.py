@@ -10,6 +10,7 @@ import typer
 
 from quantshard.checkpoints.verify import Verification
 from quantshard.checkpoints.verify import verify as verify_checkpoint
+from quantshard.cli.screen import say
 from quantshard.observe.table import human_bytes
 
 WRONG = 1
@@ -32,7 +33,7 @@ def verify(
     It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
     """
     found = verify_checkpoint(checkpoint)
-    print(json.dumps({**asdict(found), "ok": found.ok}, indent=1) if json_ else "\n".join(report(found)))
+    say(json.dumps({**asdict(found), "ok": found.ok}, indent=1) if json_ else "\n".join(report(found)))
     if not found.ok:
         raise typer.Exit(WRONG)
 

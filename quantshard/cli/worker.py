@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from quantshard.checkpoints import Restored
 from quantshard.checkpoints.store import is_taken
-from quantshard.cli import data, environment, launch
+from quantshard.cli import data, environment, launch, screen
 from quantshard.cli.config import Settings, from_mapping
 from quantshard.cli.mesh import Axes
 from quantshard.cli.run_dir import RunDir
@@ -31,6 +31,11 @@ from quantshard.cli.train import Place, StopFlag, Trainer, describe
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
+
+_CHANGES = 20
+"""Of the environment, that are told."""
+_PATHS = 5
+"""Of the data, that are told."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,14 @@ def recorded_data(settings: Settings, recorded: dict[str, Any]) -> data.Corpus:
     Raises:
         ConfigurationError: a document is missing or differs.
     """
-    corpus = data.collect(settings.data)
-    corpus.check_same(recorded)
-    return corpus
+
+    def begun() -> None:
+        if settings.data:
+            more = len(settings.data) - _PATHS
+            paths = ", ".join(settings.data[:_PATHS]) + (f" and {more} more" if more > 0 else "")
+            screen.say(f"reading the data of the run: {paths}")
+
+    return data.collect_recorded(settings.data, data.from_table(recorded), begun)
 
 
 def work(run: RunDir, order: Order) -> None:
@@ -155,7 +165,7 @@ def work(run: RunDir, order: Order) -> None:
     place = _join(known["device"])
     task = _from_rank_0(lambda: _read(run, order, place), place)
     if place.device.type == "cpu":
-        torch.set_num_threads(task.launched["threads"])
+        torch.set_num_threads(task.launched.get("threads", 1))
     random.seed(task.settings.seed)
     np.random.seed(task.settings.seed % 2**32)
     trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop)
@@ -181,11 +191,12 @@ def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, resto
         return
     done = 0 if restored is None else restored.step
     now = environment.found(task.settings, place.device)
-    before = run.last_start() if done else None
-    if before and (changes := environment.differences(before["environment"], now)):
+    before = run.last_start() if done else {}
+    if before and (changes := environment.differences(before.get("environment"), now)):
+        more = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
         trainer.progress.note(
             "WARNING: from here on losses may differ from those of the run without a stop, because "
-            f"{'; '.join(changes)} (starts.jsonl has both)"
+            f"{'; '.join(changes[:_CHANGES])}{more} (starts.jsonl has both)"
         )
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": task.settings.recipe}
     if restored is not None and restored.requantized:
@@ -214,6 +225,7 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     if order.new is not None:
         create(run, Settings(**from_mapping(order.new, "train")), place.ranks)
     check_copy(order.copy_to)
+    run.check_ours()
     run.lock()
     settings, launched, corpus = run.read_config()
     if not order.resume:
@@ -221,7 +233,7 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     before, settings = settings, changed(settings, order.overrides, place.ranks)
     settings.check_ranks(place.ranks)
     started = how_started(settings, place.ranks)
-    if not settings.threads and launched["processes"] == place.ranks:
+    if not settings.threads and launched["processes"] == place.ranks and "threads" in launched:
         started["threads"] = launched["threads"]  # the order of sums depends on them
     run.last_complete()  # says what to do if there is none
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
@@ -289,7 +301,7 @@ def main(run: Path, order: Order) -> NoReturn:
     except BaseException as error:  # a process that fails must say so and end, whatever it was
         line = launch.report_failure(error, folder.logs)
         if line and not order.launched:
-            print(f"quantshard: process {os.environ.get('RANK')}: {line}", file=sys.stderr)
+            screen.complain(f"process {os.environ.get('RANK')}: {line}")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

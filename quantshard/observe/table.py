@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
 
 WEIGHTS = "weights"
@@ -160,13 +161,13 @@ def _render(report: Report) -> Group:
     for heading, justify in _COLUMNS.items():
         table.add_column(heading, justify=justify, overflow="fold")
     for row in report.rows:
-        table.add_row(*_cells(row))
+        table.add_row(*(Text(printable(cell)) for cell in _cells(row)))
     parts: list[Any] = [table, _totals_table(report.totals)]
     told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
     told += [(row.name, text) for row in report.rows for text in row.notes]
-    parts += [Text(text) for text in (*_merged(told), *report.attention)]
-    parts += [Text(f"fallback: {text}") for text in report.fallbacks]
-    parts += [Text(f"warning: {text}", style="bold") for text in report.warnings]
+    parts += [Text(printable(text)) for text in (*_merged(told), *report.attention)]
+    parts += [Text(f"fallback: {printable(text)}") for text in report.fallbacks]
+    parts += [Text(f"warning: {printable(text)}", style="bold") for text in report.warnings]
     return Group(*parts)
 
 

@@ -15,11 +15,13 @@ from quantshard.cli.run_dir import RunDir
 from quantshard.cli.worker import Order, _anew
 from quantshard.errors import ConfigurationError
 
+CORPUS = {"sha256": "0" * 64, "bytes": 0, "files": []}
+
 
 @pytest.fixture
 def run(tmp_path):
     run = RunDir(tmp_path / "run")
-    run.create(Settings(), {"processes": 2}, {"files": []})
+    run.create(Settings(), {"processes": 2}, CORPUS)
     return run
 
 
@@ -48,7 +50,7 @@ def test_folder_must_be_new(run, tmp_path):
 
 
 def test_config_round_trip(run, tmp_path):
-    assert run.read_config() == (Settings(), {"processes": 2}, {"files": []})
+    assert run.read_config() == (Settings(), {"processes": 2}, CORPUS)
     with pytest.raises(ConfigurationError, match="there is no run in"):
         RunDir(tmp_path / "none").read_config()
     run.config.write_text("hidden = 96\n")

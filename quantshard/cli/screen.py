@@ -1,0 +1,68 @@
+"""What commands show: the one place that prints, whose texts may come from anybody.
+
+A terminal obeys what it is shown: sequences that begin with an escape, and characters that reorder or hide text. Names
+tensors, files and settings can hold them. So all that is no printable character is escaped here, whatever the command
+has done with it before; colors and the progress bar are rich's own, and rich reads no markup in texts.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from quantshard.errors import printable
+
+TEXT_WIDTH = 200
+"""Of tables that do not go to a terminal."""
+
+_KEPT = "\n\t"
+
+
+class Screen(Console):
+    """A rich console that escapes what a terminal would obey. `table`: as wide as tables need to be in a file."""
+
+    def __init__(self, *, table: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        width = TEXT_WIDTH if table and not stream.isatty() else None
+        super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """As rich does it, of the escaped text: a table then knows how wide it is."""
+        return super().render_str(printable(text, but=_KEPT), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does it, but for what is escaped, also of texts that were made for rich elsewhere."""
+        for segment in super().render(renderable, options):
+            text = segment.text
+            yield segment if segment.control else Segment(printable(text, but=_KEPT), segment.style)
+
+
+def say(*lines: str) -> None:
+    """Show lines on standard output."""
+    for line in lines:
+        print(printable(line, but=_KEPT))
+
+
+def complain(message: str) -> None:
+    """Show one line on standard error."""
+    print(f"quantshard: {printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+def prepare() -> None:
+    """See that nothing shown raises, whatever the encoding of the terminal or pipe is, and that a warning is a line."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    warnings.formatwarning = _warning_line
+
+
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"quantshard: WARNING: {printable(' '.join(str(message).split()))}\n"

@@ -1,0 +1,118 @@
+"""What is shown: nothing that a terminal obeys, in any encoding, and no markup read in texts of other people."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from quantshard.cli import screen
+from quantshard.cli.screen import Screen
+from quantshard.observe import explain
+from tests.cli.hostile import made
+
+ROOT = Path(__file__).parents[2]
+BAD = "a\x1b[2J\x9b1mb\x07\u202ec\udcffd[red]e"
+GOOD = "a\\x1b[2J\\x9b1mb\\x07\\u202ec\\udcffd[red]e"
+
+
+def test_all_that_is_shown_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    screen.say(BAD, "two\nlines")
+    screen.complain(f"{BAD}\nx")
+    shown = capsys.readouterr()
+    assert shown.out == f"{GOOD}\ntwo\nlines\n" and shown.err == f"quantshard: {GOOD} x\n"
+    Screen(soft_wrap=True).print(BAD, Text(BAD.replace("\x07", "")))  # which rich leaves out of its own
+    table = Table()
+    table.add_column("name")
+    table.add_row(BAD)
+    Screen(table=True).print(table, BAD)
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out and shown.out.count(GOOD) == 3 and GOOD.replace("\\x07", "") in shown.out
+
+
+def test_colors_and_bars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    console = Screen()
+    console.print(BAD, style="bold red")
+    with console.status("working"):
+        pass
+    assert (
+        "\x1b[1;31m" in out.getvalue() and GOOD in out.getvalue().replace("\n", "") and "\x1b[2J" not in out.getvalue()
+    )
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    Screen().print("x", style="bold red")
+    assert "31m" not in out.getvalue()
+
+
+def test_tables_of_explain_read_no_markup() -> None:
+    model = nn.ModuleDict({f"layer{BAD}": nn.Linear(4, 4, dtype=torch.float32)})
+    told = explain(model)
+    assert f"layer{GOOD}.weight" in str(told)
+    out = io.StringIO()
+    Console(file=out, width=300).print(told)
+    assert f"layer{GOOD}.weight" in out.getvalue()
+
+
+def test_a_warning_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    screen.prepare()
+    assert (
+        warnings.formatwarning(UserWarning(f"{BAD}\nmore"), UserWarning, "f", 1)
+        == f"quantshard: WARNING: {GOOD} more\n"
+    )
+
+
+COMMANDS = """
+import io, sys
+from unittest.mock import patch
+from quantshard import cli
+from quantshard.cli import launch
+run, text = sys.argv[1:]
+lines = [
+    ["--help"], ["train", "--help"], ["resume", run], ["resume", run + "caf\\u00e9 \\u202e\\u2713"],
+    ["train", "--run", run + "2", "--data", text + "\\udcff"], ["inspect", run + "\\u2713"], ["diff", run, "\\u2713"],
+    ["trian"], ["train", "--run", "x", "--recipe", "\\u2713"],
+]
+for line in lines:
+    with patch.object(sys, "argv", ["quantshard", *line]), patch.object(launch, "launch"):
+        try:
+            cli.main()
+        except SystemExit as end:
+            print("exit code", end.code, flush=True)
+from quantshard.cli.progress import Progress
+from quantshard.cli.config import Settings
+Progress(Settings(), shown=True).note("generated: caf\\u00e9 \\u2713 \\ufffd")
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii"])
+def test_every_encoding_can_show_everything(tmp_path: Path, encoding: str) -> None:
+    run = made(tmp_path / "caf\u00e9")
+    more = {"PYTHONIOENCODING": encoding, "LANG": "C", "LC_ALL": "C", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "80"}
+    told = subprocess.run(
+        [sys.executable, "-c", COMMANDS, str(run), str(tmp_path / "text")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | more, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    out, err = told.stdout.decode(encoding), told.stderr.decode(encoding)
+    assert told.returncode == 0 and "Traceback" not in err and "\x1b" not in out + err, err
+    codes = [line.split()[-1] for line in out.splitlines() if line.startswith("exit code")]
+    assert codes == ["0", "0", "0", "1", "1", "1", "2", "2", "1"]
+    assert len(err.splitlines()) == 6 and all(line.startswith("quantshard: ") for line in err.splitlines()), err
