@@ -138,7 +138,7 @@ class Manager:
         if not read_only:
             ranks.from_rank0(self._own)
         self._read_only = read_only
-        self._group = dist.new_group(backend="gloo") if async_ and world() is not None else None
+        self._group: Any = dist.new_group(backend="gloo") if async_ and world() is not None else None
         self._stager = Stager(shared=async_ == "process") if async_ else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if async_ == "thread" else None
 
