@@ -75,9 +75,9 @@ float32. What follows:
 - Weights that a recipe quantizes are quantized as they are, not cast before; without a recipe they are cast, as by
   `nn.Linear`.
 - A bias that is returned (`return_bias`) has the dtype of the output.
-- `torch.autocast` rounds nothing else: products of codes are summed in float32, in backward too, if that runs inside.
-  Recomputation, `torch.compile` (entered inside or outside) and FSDP2's `MixedPrecisionPolicy` keep these bits.
-  float64 is not cast, as in PyTorch.
+- `torch.autocast` rounds nothing else: products of codes are summed in float32, in backward too, if that runs inside
+  (there it does change what PyTorch's attention rounds). Recomputation, `torch.compile` (entered inside or outside) and
+  FSDP2's `MixedPrecisionPolicy` keep these bits. float64 is not cast, as in PyTorch.
 
 It says nothing about the formats of GEMMs: those are of `quantshard.autocast`, and the two nest in any order.
 """
