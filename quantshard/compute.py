@@ -159,7 +159,7 @@ def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
-    """`numerics.exceeds` of each of some tensors: bool [tensors], on the device of the first."""
+    """`numerics.exceeds` of each of some tensors: float32 [tensors], on the device of the first."""
     devices = {x.device for x in tensors}
     if len(devices) == 1 and all(has_kernels(x) and x.dtype in KERNEL_DTYPES for x in tensors):
         return multi_tensor.exceeding(tensors, largest)

@@ -44,6 +44,11 @@ class Encoding:
     storage: torch.dtype
     native: torch.dtype | None
 
+    @property
+    def floor(self) -> float:
+        """The smallest positive value beside the largest, which is how far apart values under one scale can be."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits) / self.max
+
 
 E4M3: Final = Encoding("E4M3", 8, 4, 3, 7, 448.0, torch.uint8, torch.float8_e4m3fn)
 E5M2: Final = Encoding("E5M2", 8, 5, 2, 15, 57344.0, torch.uint8, torch.float8_e5m2)

@@ -56,9 +56,14 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def exceeds(x: Tensor, largest: float) -> Tensor:
-    """Whether any element is NaN, infinite or above `largest`, rounded to x's dtype, in magnitude: bool scalar."""
-    limit = min(largest, torch.finfo(x.dtype).max)  # beyond float16's range it would compare as infinite
-    return ~(x.abs() <= limit).all()  # NaN is not <= either
+    """How far any element is beyond `largest`, rounded to x's dtype, in magnitude: float32 scalar.
+
+    0 if none is, 1 if all that are above it are finite, 2 if one is infinite or NaN.
+    """
+    finite = torch.finfo(x.dtype).max
+    top = x.abs().amax() if x.numel() else x.new_zeros(())
+    beyond = ~(top <= min(largest, finite))  # above float16's range the limit would be infinite; NaN is not <= either
+    return beyond.float() + (~(top <= finite)).float()
 
 
 # ---------------------------------------------------------------------------------------------------------- encodings

@@ -94,9 +94,9 @@ def too_large(shape: Shape, device: torch.device) -> bool:
     ]
     for tensor, odd in zip(tensors, (2e4, float("nan"), 1.0, float("inf"), 1.0, -2e4, 1.0, 2e4, 1.0), strict=True):
         tensor[-1, -1] = odd
-    expected = [bool(numerics.exceeds(tensor, 1e4)) for tensor in tensors]
+    expected = [float(numerics.exceeds(tensor, 1e4)) for tensor in tensors]
     amaxes = multi_tensor.amaxes(tensors)
     largest = torch.stack([tensor.abs().amax().float() for tensor in tensors])
     nan = amaxes.isnan() & largest.isnan()
     right = torch.equal(amaxes.masked_fill(nan, 0), largest.masked_fill(nan, 0))
-    return right and multi_tensor.exceeding(tensors, 1e4).bool().tolist() == expected
+    return right and multi_tensor.exceeding(tensors, 1e4).tolist() == expected

@@ -3,7 +3,8 @@
     m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
     w = w - lr (m c1 / (sqrt(v c2) + eps) + wd w),   c = 1 / (1 - b^step)
 
-with the operations of `optimizers.adam.adam`, in its order. The tables that it works from: `states`.
+with the operations of `optimizers.adam.adam`, in its order, and its bound on m where it has one. The tables that it
+works from: `states`.
 
 A program takes a tile of whole scale blocks by the global block grid, so the new weight is quantized in the same pass.
 Where a scale derives from more than the tile (of a whole tensor or row, or of a block that ranks share), a pass
@@ -85,7 +86,7 @@ def quotient_by_root(a, b, c):
 
 
 @triton.jit
-def updated(grad, master, exp_avg, exp_avg_sq, valid, settings):
+def updated(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
     """One step of `optimizers.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside."""
     lr, beta1, rest1 = tl.load(settings), tl.load(settings + 1), tl.load(settings + 2)
     beta2, rest2 = tl.load(settings + 3), tl.load(settings + 4)
@@ -93,14 +94,18 @@ def updated(grad, master, exp_avg, exp_avg_sq, valid, settings):
     eps, l2, decay = tl.load(settings + 7), tl.load(settings + 8), tl.load(settings + 9)
     if l2 != 0:
         grad = grad + l2 * master
+    if BOUNDED:
+        limit = tl.load(settings + 10) * tl.sqrt_rn(exp_avg_sq)
+        exp_avg = tl.where(exp_avg > limit, limit, exp_avg)
+        exp_avg = tl.where(exp_avg < -limit, -limit, exp_avg)
     exp_avg = beta1 * exp_avg + rest1 * grad
     exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
     update = quotient_by_root(exp_avg * correction1, exp_avg_sq * correction2, eps)
+    if eps < 2.0**-60:
+        update = tl.where(exp_avg_sq == 0, 0.0, update)
     if decay != 0:
         update = update + decay * master
     master = master - lr * update
-    if eps == 0:  # which makes NaN of the zeros outside, and no amax must see that
-        master = tl.where(valid, master, 0.0)
     return master, exp_avg, exp_avg_sq
 
 
@@ -131,7 +136,7 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
     exp_avg_sq = read(entry, EXP_AVG_SQ, tile, area, V, H)
     master = read(entry, MASTER, tile, area, W, H) if W.kind != ABSENT else read(entry, WEIGHT, tile, area, C, H)
     master, exp_avg, exp_avg_sq = updated(
-        grad, master, exp_avg, exp_avg_sq, tile.valid, settings + tl.load(entry + 1) * SETTINGS_COLUMNS
+        grad, master, exp_avg, exp_avg_sq, settings + tl.load(entry + 1) * SETTINGS_COLUMNS, H.bounded
     )
     key = key_of(entry, gradients, groups, EXP_AVG, False)  # of both moments
     words = drawn(key, tile, M if M.stochastic else V, H)

@@ -189,12 +189,18 @@ def how_of(p: Parameter, aligned: bool, measures: bool, writes_states: bool, wri
     return ks.How(
         *tile, 1 if tile[0] == 1 else HEIGHT // tile[0], aligned, by_four, high,
         isinstance(p.master, Plain) and p.master.tensor.dtype is torch.float32,
+        _floor(p.exp_avg) > _floor(p.exp_avg_sq),
         state(p.exp_avg, stochastic=True, keep_positive=False),
         state(p.exp_avg_sq, stochastic=True, keep_positive=True),
         state(p.master, stochastic=True, keep_positive=False),
         rowwise,
         weight(Copy.COLUMNWISE) if isinstance(p.weight, Scaled) else ks.Stored(ks.ABSENT.value),
     )  # fmt: skip
+
+
+def _floor(state: Plain | Scaled) -> float:
+    """See `Encoding.floor`; 0 of values with an exponent of their own."""
+    return state.fmt.copies[Copy.ROWWISE].codes.encoding.floor if isinstance(state, Scaled) else 0.0
 
 
 def _rows(p: Parameter) -> int:

@@ -3,7 +3,7 @@
     plan = Plan(parameters, groups, device)
 
     plan.take(gradients, hyperparameters, seed)      every step
-    plan.exceeding(limit)                            which gradients are not finite, if that is asked
+    plan.exceeding(limit)                            which gradients are too large or not finite, if that is asked
     plan.update(skip)
     (reduce the tensors of plan.amaxes with MAX over the ranks that share them)
     plan.finish()
@@ -71,6 +71,8 @@ class Hyperparameters(Protocol):
     def bias_correction(self) -> bool: ...
     @property
     def corrections(self) -> tuple[Tensor, Tensor]: ...
+    @property
+    def largest_ratio(self) -> float: ...
 
 
 class Amax(NamedTuple):
@@ -155,7 +157,8 @@ class Plan:
         self._histories = self._history_tables()
         numels = [p.rectangle.shape[0] * p.rectangle.shape[1] for p in self.parameters]
         self._reading = km.Reading(numels, len(ks.GRADIENT), device)
-        count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 3 + len(ks.SETTINGS) // 2)
+        count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 3)
+        count += -(groups * len(ks.SETTINGS) // -2)
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
         self._sent: list[int] | None = None
         self._spare = self._pinned()
@@ -312,7 +315,7 @@ class Plan:
         self._correct(hyperparameters)
 
     def exceeding(self, largest: float) -> Tensor:
-        """Float32 [parameters]: 1 for gradients with an element that `numerics.exceeds` the largest, else 0."""
+        """`numerics.exceeds` of each gradient, float32 [parameters]; 0 where there is none."""
         return self._reading.exceeding(self._parts[0], self._present, largest)
 
     def update(self, skip: Tensor | None = None) -> None:
@@ -458,7 +461,8 @@ def _settings(hyperparameters: Sequence[Hyperparameters], seed: int | None) -> l
         corrections = (0.0, 0.0) if on_device else tuple(float(c) for c in h.corrections)
         l2, decay = (0.0, h.weight_decay) if h.decoupled else (h.weight_decay, 0.0)
         lr = 0.0 if on_device else float(h.lr)
-        floats += [lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections, h.eps, l2, decay]
+        floats += [lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections, h.eps, l2, decay, h.largest_ratio]
+    floats += [0.0] * (len(floats) % 2)
     as_int64 = struct.unpack(f"<{len(betas)}q", struct.pack(f"<{len(betas)}d", *betas))
     pairs = struct.unpack(f"<{len(floats) // 2}q", struct.pack(f"<{len(floats)}f", *floats))
     return [*groups, *as_int64, *corrected, *pairs]

@@ -65,7 +65,8 @@ def amax_kernel(
     table, entries, addresses, out, limit, STRIDE: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Make out [tensors] the larger of itself and the bits of the amax; with a limit, 1.0 where the amax is above it.
+    """Make out [tensors] the larger of itself and the bits of the amax; with a limit, 1.0 where the amax is above it,
+    or 2.0 where it is not finite.
 
     `addresses`: int64 [tensors, STRIDE], the code of a dtype, of which only CODE counts, and the address of the tensor.
     """
@@ -93,8 +94,9 @@ def amax_kernel(
     amax = tl.max(top, 0)
     if limit is None:
         tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, amax, sem="relaxed")
-    elif amax > limit:
-        tl.store(out + number, 1.0)
+    elif amax > limit:  # of bits: 2.0 from those of infinity on, else 1.0
+        beyond = tl.where(amax >= 0x7F800000, 0x40000000, 0x3F800000)
+        tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, beyond, sem="relaxed")
 
 
 class Reading:
@@ -117,7 +119,7 @@ class Reading:
         return self._run(addresses, codes, None)
 
     def exceeding(self, addresses: Tensor, codes: Iterable[int], largest: float) -> Tensor:
-        """Float32 [tensors]: 1 for those with an element that `numerics.exceeds` the largest, else 0."""
+        """`numerics.exceeds` of each tensor, float32 [tensors]."""
         return self._run(addresses, codes, largest)
 
     def _run(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
@@ -159,9 +161,9 @@ def amaxes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
-    """Which tensors have an element that `numerics.exceeds` the largest, bool [tensors]; tensors as for `amaxes`."""
+    """`numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `amaxes`."""
     reading, addresses, codes, _held = _read(tensors)
-    return reading.exceeding(addresses, codes, largest) != 0
+    return reading.exceeding(addresses, codes, largest)
 
 
 # --------------------------------------------------------------------------------------------------------------- scales

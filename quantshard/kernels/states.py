@@ -58,7 +58,7 @@ class How(NamedTuple):
     `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `rw.words_of_tile`.
     `high`: blocks are higher than a tile, so all chunks of a program are updated before one is quantized. `rereads`:
     their values are then read again from the float32 masters, a few microseconds old, to have the registers for another
-    program beside this one; else they are kept.
+    program beside this one; else they are kept. `bounded`: as for `optimizers.adam.adam`.
     """
 
     rows: int
@@ -68,6 +68,7 @@ class How(NamedTuple):
     by_four: bool
     high: bool
     rereads: bool
+    bounded: bool
     exp_avg: Stored
     exp_avg_sq: Stored
     master: Stored
@@ -92,7 +93,8 @@ _SLOTS: Final = tl.constexpr(len(SLOT))
 # its own words; for each group the optimizer's seed and the step; and float32 for each group.
 GRADIENT: Final = ("dtype", "address", "draw")
 GROUP: Final = ("seed", "step")
-SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay")
+SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
+                   "ratio")  # fmt: skip
 GRADIENT_COLUMNS: Final = tl.constexpr(len(GRADIENT))
 GROUP_COLUMNS: Final = tl.constexpr(len(GROUP))
 SETTINGS_COLUMNS: Final = tl.constexpr(len(SETTINGS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,10 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
+
+SMALL_EPS = 2.0**-60
+"""From here on, eps keeps updates of less than a learning rate where v vanishes, which it does for gradients below
+1e-21."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,29 @@ class Hyperparameters:
             return ones.float(), ones.float()
         return (ones / first).float(), (ones / second).float()
 
+    @cached_property
+    def largest_ratio(self) -> float:
+        """What |m| / sqrt(v) stays below, whatever the gradients were: see the function of this name."""
+        return largest_ratio(self.beta1, self.beta2)
+
+
+def largest_ratio(beta1: float, beta2: float) -> float:
+    """C = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), float32; `math.inf` if b1^2 >= b2 and b1 > 0.
+
+    By Cauchy and Schwarz's inequality, of m = (1 - b1) sum b1^i g_i and v = (1 - b2) sum b2^i g_i^2 over past steps i:
+
+        m^2 <= (1 - b1)^2 (sum b1^2i / b2^i) (sum b2^i g_i^2) <= C^2 v
+
+    so that an update, m c1 / (sqrt(v c2) + eps), stays below C c1 / sqrt(c2). (Section 2.1 of Kingma and Ba, 2015, has
+    it for a gradient that is zero in all steps but one.)
+    """
+    beta1, beta2 = _float32(beta1), _float32(beta2)
+    if beta1 == 0:
+        return _float32(1 / math.sqrt(1 - beta2))
+    if beta1 * beta1 >= beta2:
+        return math.inf
+    return _float32((1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2)))
+
 
 class Updated(NamedTuple):
     """What one step makes of a parameter: float32, of its shape."""
@@ -48,7 +76,9 @@ class Updated(NamedTuple):
     exp_avg_sq: Tensor
 
 
-def adam(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: Hyperparameters) -> Updated:
+def adam(
+    grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: Hyperparameters, bounded: bool = False
+) -> Updated:
     """One Adam step in float32; the arguments are not changed.
 
         m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
@@ -60,15 +90,28 @@ def adam(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: H
     operations that IEEE 754 rounds correctly are used, so every device and every shard gets the same bits: not
     `torch.sqrt`, which on CPUs is sometimes an ulp off, and no division by a Python number, which on GPUs multiplies by
     its inverse.
+
+    Where v is 0 and eps is below `SMALL_EPS`, there is no update but weight decay's: the gradients were zero, or so
+    small that their squares vanished, and the quotient would be NaN or mean nothing.
+
+    `bounded`: m is first brought within C sqrt(v), where every true one is (`largest_ratio`). For moments of which the
+    first is stored so that small values beside large ones are rounded up to values that are far too large for them, and
+    the second is not: without it an update could be thousands of learning rates.
     """
     grad = grad.float()
     if not h.decoupled and h.weight_decay != 0:
         grad = grad + h.weight_decay * master
     beta1, beta2 = _float32(h.beta1), _float32(h.beta2)
+    if bounded:
+        limit = h.largest_ratio * numerics.sqrt(exp_avg_sq)
+        exp_avg = torch.where(exp_avg > limit, limit, exp_avg)
+        exp_avg = torch.where(exp_avg < -limit, -limit, exp_avg)
     exp_avg = beta1 * exp_avg + (1.0 - beta1) * grad
     exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
     correction1, correction2 = (correction.to(master.device) for correction in h.corrections)
     update = (exp_avg * correction1) / (numerics.sqrt(exp_avg_sq * correction2) + h.eps)
+    if _float32(h.eps) < SMALL_EPS:
+        update = torch.where(exp_avg_sq == 0, 0.0, update)
     if h.decoupled and h.weight_decay != 0:
         update = update + h.weight_decay * master
     return Updated(master - h.lr * update, exp_avg, exp_avg_sq)

@@ -27,6 +27,8 @@ def clip_grad_norm_(
     and experts those that this rank holds of an `ep_mesh`. Gradients must be reduced already, as they are after
     `backward` under FSDP2.
 
+    Sums are taken in float64: squares of finite gradients do not overflow, and the norm hardly depends on the mesh.
+
     Args:
         model: the outermost module, whose parameters' gradients are scaled in place.
         max_norm: the largest norm that is left as it is.
@@ -34,11 +36,13 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is infinite or NaN, instead of scaling by it.
 
     Returns:
-        The norm before, float32 scalar on the device of the gradients, the same on every rank.
+        The norm before, float32 scalar on the device of the gradients, the same on every rank; infinite if it is beyond
+        float32, while gradients are scaled by the true one.
 
     Raises:
         RuntimeError: the norm is not finite, under `error_if_nonfinite`; on every rank.
-        ConfigurationError: a gradient is laid out otherwise than its parameter; or an argument means nothing.
+        ConfigurationError: a gradient is laid out otherwise than its parameter; or an argument means nothing, as a
+            `max_norm` that is negative or NaN.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
@@ -47,6 +51,10 @@ def clip_grad_norm_(
         )
     if not norm_type > 0:
         raise ConfigurationError(f"clip_grad_norm_(norm_type={norm_type}): use a number above 0, or math.inf")
+    if not max_norm >= 0:
+        raise ConfigurationError(
+            f"clip_grad_norm_(max_norm={max_norm}): use a number, 0 or more; math.inf measures and scales nothing"
+        )
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     grads = []
     for name, param, groups in _with_groups(model):
@@ -55,7 +63,7 @@ def clip_grad_norm_(
             guards.check_alike(param, param.grad, name, "gradient")
             grads.append(private_torch.local_tensor(param.grad))
             if grads[-1].numel() > 0:  # the maximum of nothing is an error
-                mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float32))
+                mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))
     device = grads[0].device if grads else torch.device("cpu")
     norms = [_over_ranks(mine, groups, norm_type, device) for groups, mine in parts.items()]
     total = torch.linalg.vector_norm(torch.stack(norms or [_zero(device)]), norm_type)
@@ -64,7 +72,7 @@ def clip_grad_norm_(
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.device))
-    return total
+    return total.float()
 
 
 def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.ProcessGroup, ...]]]:
@@ -92,4 +100,4 @@ def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: f
 
 def _zero(device: torch.device) -> Tensor:
     """The norm of no element."""
-    return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.zeros((), dtype=torch.float64, device=device)

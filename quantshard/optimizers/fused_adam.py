@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, numerics, private_torch
+from quantshard import components, private_torch
 from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading
+from quantshard.optimizers import guards, loading, members, on_device, options
 from quantshard.optimizers.adam import Hyperparameters
+from quantshard.optimizers.on_device import COUNTERS
 from quantshard.optimizers.on_kernels import OnKernels
 from quantshard.optimizers.state import (
     EXP_AVG,
@@ -28,15 +28,16 @@ from quantshard.optimizers.state import (
     State,
     assign,
     check_dtype,
+    floor_of,
     make_master,
     make_state,
     make_weight,
 )
 from quantshard.optimizers.step import Work, rounded_roles
-from quantshard.storage import KEY, SEED_STREAM
 
-COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 SEED = "rounding_seed"
+UPDATES, VALUES = "updates that were made", "values that were loaded or set"
+"""What states hold that new ones would not."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -124,6 +125,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._master_weights, self._remainders = master_weights, store_param_remainders
         if store_param_remainders:
             self._check_remainders()
+        self._bounds_ratio = floor_of(exp_avg_dtype) > floor_of(exp_avg_sq_dtype)
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
         self._set_to_none = set_grad_none is None or set_grad_none
         self._max_skipped_in_a_row = max_skipped_in_a_row
@@ -136,25 +138,34 @@ class FusedAdam(torch.optim.Optimizer):
             "adam_w_mode": adam_w_mode,
             **dict.fromkeys(COUNTERS, 0),
         }
-        super().__init__(params, defaults)
+        self._members, self._kept = members.Members("FusedAdam"), ""
+        super().__init__(members.checked("FusedAdam", params), defaults)
         if capturable:
-            self.register_state_dict_post_hook(_make_numbers)  # the first, so that others see what is returned
+            self.register_state_dict_post_hook(on_device.make_numbers)  # the first, so that others see what is returned
         self._kernels = OnKernels()
         self._states: dict[Tensor, dict[str, State]] = {}
         self._weights: dict[Tensor, State] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
-        self._last_bad: guards.GradientFlags | None = None  # of the last skipped step, if capturable
+        self._remembered = on_device.Remembered()
         for group in self.param_groups:
             self._adopt(group)
         self._check_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its states are allocated at once. A collective call where parameters are sharded."""
-        _check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        if hasattr(self, "_states"):  # not from the base class's constructor
+        """Add a group; its states are allocated at once. A collective call where parameters are sharded.
+
+        Raises:
+            ConfigurationError: it has no parameters or one twice, or a number of it makes no step.
+        """
+        is_built = hasattr(self, "_states")  # else it is the base class's constructor that calls
+        if is_built:
+            self._follow()
+        group = members.checked_group("FusedAdam", len(self.param_groups), param_group)
+        options.check_adam("FusedAdam", {**self.defaults, **group}, self._bounds_ratio)
+        super().add_param_group(group)
+        if is_built:
             self._adopt(self.param_groups[-1])
             self._check_parameters()
 
@@ -177,21 +188,39 @@ class FusedAdam(torch.optim.Optimizer):
 
     # State -----------------------------------------------------------------------------------------------------------
 
+    def _follow(self) -> None:
+        """Make states for parameters that others have put in the places of those that this optimizer knew; see
+        `members`. Called before anything that reads or writes a state."""
+        swaps = self._members.replaced(self.param_groups, self._names, lambda: self._kept)
+        if not swaps:
+            return
+        for swap in swaps:
+            for mapping in (self._states, self._weights, self._versions, self.state):
+                mapping.pop(swap.old, None)
+            self._names[swap.new], self._streams[swap.new] = self._names.pop(swap.old), self._streams.pop(swap.old)
+        for group in self.param_groups:
+            if any(components.quantized(swap.new) is not None for swap in swaps):
+                group.pop(SEED, None)  # of a key: drawn again, it is what an optimizer built now would have
+        for swap in swaps:
+            if swap.new.requires_grad:
+                self._initialize(swap.new)
+        for name in ("_states", "_weights", "_names", "_streams"):
+            setattr(self, name, members.reordered(getattr(self, name), self.param_groups))
+        self._check_parameters()
+
     def _adopt(self, group: dict[str, Any]) -> None:
+        self._members.add(group["params"])
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
             self._streams[param] = len(self._names) * len(ROLES)
             self._names[param] = name
             if param.requires_grad:
-                self.initialize_state(param)
+                self._initialize(param)
         if self._seed is not None:
             group[SEED] = self._seed
         if self._capturable:
             first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32))
-            device = private_torch.local_tensor(first).device
-            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-            group["lr"] = lr.clone()  # of this group alone
-            group.update({key: torch.tensor(int(group[key]), dtype=torch.int64, device=device) for key in COUNTERS})
+            on_device.make_tensors(group, private_torch.local_tensor(first).device)
 
     def _check_remainders(self) -> None:
         if not self._master_weights or self._dtypes[MASTER] is not torch.float32:
@@ -201,12 +230,20 @@ class FusedAdam(torch.optim.Optimizer):
                 f"{self._dtypes[MASTER]})"
             )
 
-    @torch.no_grad()
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Allocate a parameter's states: zero moments, and a master seeded from the parameter.
 
         `store_param_remainders`: for this parameter; default as the optimizer was constructed.
+
+        Raises:
+            ConfigurationError: it is no parameter of this optimizer, or one that it does not train.
         """
+        self._follow()
+        self._check_known(param)
+        self._initialize(param, store_param_remainders)
+
+    @torch.no_grad()
+    def _initialize(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         name = self._names[param]
         remainders = self._remainders if store_param_remainders is None else store_param_remainders
         if remainders:
@@ -227,29 +264,14 @@ class FusedAdam(torch.optim.Optimizer):
         self._versions[param] = guards.weight_version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
-            seed = self._new_seed()
+            seed = guards.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for group in self.param_groups:
                 group[SEED] = seed
-
-    def _new_seed(self) -> int:
-        """From the key of the first quantized weight, which replicas share, DDP's too; else from torch's generator.
-
-        Ranks may hold different experts, so where meshes differ it is the largest that one of their ranks has found.
-        """
-        params = [param for group in self.param_groups for param in group["params"]]
-        quantized = next((found for param in params if (found := components.quantized(param)) is not None), None)
-        if quantized is None:
-            info = torch.iinfo(torch.int64)
-            seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
-        else:
-            key = int(quantized._storage.state[KEY])
-            low, high = numerics.random_words(key, 0, SEED_STREAM, (1, 2))[0].tolist()
-            seed = int(high << 32 | low) - (1 << 63)
-        return guards.largest(seed, params)
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
         """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
+        self._follow()
         for param, states in self._states.items():
             if MASTER in states:
                 assign(states[MASTER], guards.initial_master(param))
@@ -265,32 +287,67 @@ class FusedAdam(torch.optim.Optimizer):
         seed = {} if self._seed is None else {f"FusedAdam's {SEED}": torch.tensor([self._seed], dtype=torch.int64)}
         guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
 
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state in float32 ("exp_avg", "exp_avg_sq" or "master_param"); a DTensor where the parameter is one."""
-        held = self._states[param][state_name]
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """A state in float32 ("exp_avg", "exp_avg_sq" or "master_param"); a DTensor where the parameter is one.
+
+        Raises:
+            ConfigurationError: there is no such state; or `skip_unscale`, which has no meaning for codes with a scale
+                for each block.
+        """
+        if skip_unscale:
+            raise ConfigurationError(
+                "get_unscaled_state(skip_unscale=True) is not supported; state_dict() holds codes and scales"
+            )
+        held = self._state_of(param, state_name)
         if isinstance(param, DTensor):
             return components.as_dtensor(held.read(), param, list(param.placements), tuple(param.shape))
         return held.read()
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Set a state from high-precision values of the parameter's shape; a DTensor where the parameter is one.
+        """Set a state from high-precision values; a collective call where it is scaled and the parameter sharded.
 
-        They are rounded to nearest. Of a parameter with remainders, the master is the parameter too.
+        They are of the parameter's shape, a DTensor laid out as it is; or, of a sharded one, this rank's values in a
+        plain tensor, as `get_high_precision_init_val` of its local tensor has them. They are rounded to nearest. Of a
+        parameter with remainders, the master is the parameter too.
 
         Raises:
-            ConfigurationError: the shape differs, or one is a DTensor and the other is not.
+            ConfigurationError: there is no such state, or the shape or layout differs.
         """
-        held = self._states[param][state_name]
-        guards.check_alike(param, unscaled_state, self._names[param], state_name)
-        assign(held, private_torch.local_tensor(unscaled_state).float())
+        held, name = self._state_of(param, state_name), self._names[param]
+        if isinstance(param, DTensor) and not isinstance(unscaled_state, DTensor):
+            guards.check_local(param, unscaled_state, name, state_name)
+        else:
+            guards.check_alike(param, unscaled_state, name, state_name)
+        assign(held, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
+        self._kept = VALUES
+
+    def _state_of(self, param: Tensor, state_name: str) -> State:
+        self._follow()
+        self._check_known(param)
+        held = self._states.get(param, {})
+        if state_name not in held:
+            raise ConfigurationError(
+                f"{self._names[param]} has no state {state_name!r}, but {sorted(held) or 'none, being frozen'}; a "
+                "master has a parameter that is coarser than master_weight_dtype, unless master_weights=False"
+            )
+        return held[state_name]
+
+    def _check_known(self, param: Tensor) -> None:
+        if param not in self._names:
+            raise ConfigurationError(
+                f"the tensor of shape {tuple(param.shape)} is no parameter of this FusedAdam; give the parameter "
+                "itself, of a sharded one the DTensor, not its local tensor"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's: entries of groups are numbers, also if `capturable`, so that either loads the other's.
 
         Raises:
             NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
+            ConfigurationError: its parameters were replaced; see `step`.
         """
+        self._follow()
         if self._capturable:
             self._raise_for_bad_steps()
         return super().state_dict()
@@ -302,8 +359,11 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
+            ConfigurationError: its parameters were replaced; see `step`.
         """
-        loading.load(self, state_dict, self._names, loading.fused_adam_options)
+        self._follow()
+        if loading.load(self, state_dict, self._names, loading.fused_adam_options):
+            self._kept = VALUES
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
@@ -315,7 +375,9 @@ class FusedAdam(torch.optim.Optimizer):
         `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
 
         Raises:
-            ConfigurationError: a parameter is a DTensor and its gradient is not, or the reverse.
+            ConfigurationError: a parameter is a DTensor and its gradient is not, or the reverse; a number of a group
+                makes no step; or parameters in groups were replaced after the first step (before it, those that took
+                their places are adopted, with new states).
             RankMismatchError: some ranks only have a gradient for a parameter.
             NonFiniteGradientError: this was one skipped step too many in a row.
         """
@@ -324,11 +386,12 @@ class FusedAdam(torch.optim.Optimizer):
                 "FusedAdam.step(grad_scaler=...) is not supported; call grad_scaler.step(optimizer) instead, which "
                 "unscales the gradients first"
             )
+        self._follow()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        hyperparameters = [self._hyperparameters(group) for group in self.param_groups]
+        hyperparameters = [self._hyperparameters(*numbered) for numbered in enumerate(self.param_groups)]
         work = list(self._begin(hyperparameters))
         reduction, left = FlatMax(), work
         if self._kernels.take(work, hyperparameters, self._seed):
@@ -339,7 +402,7 @@ class FusedAdam(torch.optim.Optimizer):
                 item.measure(reduction)
             flags = self._flags(work, reduction)
         if self._capturable:
-            self._finish_on_device(left, flags)
+            self._remembered.finish(left, flags, self.param_groups)
         elif not flags.skips(self.param_groups, self._max_skipped_in_a_row):
             for item in left:
                 item.finish()
@@ -348,6 +411,8 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             return loss
         self._kernels.finished()
+        if any(item.grad is not None for item in work):
+            self._kept = UPDATES
         for item in work:
             self._versions[item.param] = guards.weight_version(item.param)
         return loss
@@ -355,7 +420,8 @@ class FusedAdam(torch.optim.Optimizer):
     def _flags(self, work: list[Work], reduction: FlatMax, exceeding: Tensor | None = None) -> guards.GradientFlags:
         """What all ranks know of the gradients, after all that was registered has been reduced."""
         gradients = ((self._names[item.param], item.param, item.grad) for item in work)
-        flags = guards.GradientFlags(gradients, reduction, exceeding)
+        wrong = on_device.wrong_rates(self.param_groups, len(work)) if self._capturable else None
+        flags = guards.GradientFlags(gradients, reduction, exceeding, wrong)
         reduction.reduce()
         flags.gather()
         return flags
@@ -388,15 +454,17 @@ class FusedAdam(torch.optim.Optimizer):
             )
         master.adopt()
 
-    def _hyperparameters(self, group: dict[str, Any]) -> Hyperparameters:
-        beta1, beta2 = group["betas"]
+    def _hyperparameters(self, number: int, group: dict[str, Any]) -> Hyperparameters:
+        where = f"FusedAdam: group {number} has been given numbers that make no step: group"
+        options.check_adam(where, group, self._bounds_ratio, reads_rate=not self._capturable)
+        beta1, beta2 = options.betas(where, group["betas"])
         return Hyperparameters(
             step=group["step"] + 1,
             lr=group["lr"] if self._capturable else float(group["lr"]),
             beta1=beta1,
             beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
             decoupled=group["adam_w_mode"],
             bias_correction=group["bias_correction"],
         )
@@ -410,6 +478,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, `decoupled_grad` too where it is used: to None (the default), or to zeros."""
+        self._follow()
         none = self._set_to_none if set_to_none is None else set_to_none
         super().zero_grad(none)
         if not self._use_decoupled_grad:
@@ -421,43 +490,5 @@ class FusedAdam(torch.optim.Optimizer):
             elif grad is not None:
                 grad.detach().zero_()
 
-    def _finish_on_device(self, left: list[Work], flags: guards.GradientFlags) -> None:
-        """What `step` does after the reduction, with nothing read back: a bad step is undone, not left out."""
-        bad, table = flags.bad(), flags.table
-        if self._last_bad is None or self._last_bad.table.shape != table.shape:
-            self._last_bad, flags.table = flags, torch.zeros_like(table)
-        remembered = self._last_bad.table
-        remembered.copy_(torch.where(bad, table, remembered))
-        for item in left:
-            item.finish(skip=bad)
-        for group in self.param_groups:
-            skipped = bad.to(group["step"].device).to(torch.int64)
-            group["step"].add_(1 - skipped)
-            group["skipped_steps"].add_(skipped)
-            group["skipped_in_a_row"].add_(1).mul_(skipped)
-
     def _raise_for_bad_steps(self) -> None:
-        if self._last_bad is not None:
-            self._last_bad.check_missing()
-            self._last_bad.check_skipped(self.param_groups, self._max_skipped_in_a_row)
-
-
-def _make_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Read the entries of groups that `capturable` keeps in tensors."""
-    for group in state_dict["param_groups"]:
-        group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError unless the numbers of a group, as it is added, make a step."""
-    if len(group["betas"]) != 2:
-        raise ConfigurationError(f"FusedAdam(betas={group['betas']}): give two, of the first and the second moment")
-    for beta in group["betas"]:
-        if not 0 <= beta or torch.tensor(beta, dtype=torch.float32) >= 1:
-            raise ConfigurationError(
-                f"FusedAdam(betas={group['betas']}): each must be 0 or more and, in float32, less than 1; with 1 the "
-                "bias correction divides by zero"
-            )
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ConfigurationError(f"FusedAdam({name}={group[name]}): it must be a finite number, 0 or more")
+        self._remembered.check(self.param_groups, self._max_skipped_in_a_row)

@@ -12,13 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, compute, limits, private_torch
+from quantshard import amax, components, compute, limits, numerics, private_torch
 from quantshard.amax import FlatMax, Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
-from quantshard.storage import KEY
+from quantshard.storage import KEY, SEED_STREAM
 
 LARGEST_GRADIENT = 1e19
-"""The square of a larger one is infinite in float32, and would freeze its weight for good: it counts as infinite."""
+"""The square of a larger one is infinite in float32, and as a second moment would freeze its weight for good."""
+
+LARGEST_WIDE_GRADIENT = 1e150
+"""The same where an optimizer computes in float64."""
+
+LARGEST_RATE = 1e30
+"""Of learning rates: an update is at most some ten of them, and weights near 1e38 overflow float32."""
+
+TOO_LARGE, NOT_FINITE, WEIGHT, RATE = 1.0, 2.0, 3.0, 4.0
+"""What is wrong with a parameter, worse ones being larger: a gradient above `LARGEST_GRADIENT`, or not finite; a master
+that the update before made infinite or NaN; or, of the first, that the learning rate is no number."""
 
 
 def initial_master(param: Tensor) -> Tensor:
@@ -47,6 +57,22 @@ def largest(value: int, params: Iterable[Tensor]) -> int:
         found = found.to(amax.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return int(found)
+
+
+def rounding_seed(params: Sequence[Tensor]) -> int:
+    """Of an optimizer's random words: from the key of the first quantized weight, which replicas share, DDP's too; else
+    from torch's generator.
+
+    Ranks may hold different experts, so where meshes differ it is the largest that one of their ranks has found.
+    """
+    first = next((found for param in params if (found := components.quantized(param)) is not None), None)
+    if first is None:
+        info = torch.iinfo(torch.int64)
+        seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
+    else:
+        low, high = numerics.random_words(int(first._storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
+        seed = int(high << 32 | low) - (1 << 63)
+    return largest(seed, params)
 
 
 def weight_version(param: Tensor) -> int:
@@ -138,15 +164,30 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
         )
 
 
+def check_local(param: DTensor, values: Tensor, name: str, what: str) -> None:
+    """Check that a plain tensor has the shape of what this rank holds of a parameter.
+
+    Raises:
+        ConfigurationError: naming the parameter and the shapes.
+    """
+    local = tuple(private_torch.local_tensor(param).shape)
+    if tuple(values.shape) != local:
+        raise ConfigurationError(
+            f"{name} has shape {tuple(param.shape)}, of which this rank holds {local}; its {what} is a plain tensor of "
+            f"shape {tuple(values.shape)}: give this rank's part, or a DTensor of the whole shape"
+        )
+
+
 class GradientFlags:
-    """What all ranks must know of each gradient: is it there, is it missing, is it not finite.
+    """What all ranks must know of each gradient: is it there, is it missing, what is wrong with it (`TOO_LARGE`, ...).
 
     Float32 [3, parameters], registered with `reduction` at construction; call `gather` after its `reduce`. Only
     `skips` and the checks wait for the device.
 
     Args:
         gradients: name, parameter and gradient of all parameters that may have one.
-        exceeding: float32 [parameters], 1 for gradients that are not finite; found here if it is not given.
+        exceeding: float32 [parameters], what is wrong with gradients; found here if it is not given.
+        wrong: float32, what is wrong besides, of as many of the first parameters as it has elements.
     """
 
     def __init__(
@@ -154,9 +195,10 @@ class GradientFlags:
         gradients: Iterable[tuple[str, Tensor, Tensor | None]],
         reduction: FlatMax,
         exceeding: Tensor | None = None,
+        wrong: Tensor | None = None,
     ) -> None:
         names, params, grads = zip(*found, strict=True) if (found := list(gradients)) else ((), (), ())
-        _warn_of_no_gradient(names, grads)
+        self._has_none = all(grad is None for grad in grads)
         members: dict[Groups, list[int]] = {}
         for at, param in enumerate(params):
             members.setdefault(amax.sharding_group(param), []).append(at)
@@ -166,7 +208,9 @@ class GradientFlags:
         self._parts: list[Tensor] = []
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
         if params:
-            flags = _flags_of(grads, private_torch.local_tensor(params[0]).device, exceeding)
+            flags = _flags_of(params, grads, private_torch.local_tensor(params[0]).device, exceeding)
+            if wrong is not None:
+                flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
             columns = flags.unbind(1)
             chosen_by_group = [[columns[at] for at in chosen] for chosen in members.values()]
             self._parts = [flags] if len(members) == 1 else [torch.stack(c, dim=1) for c in chosen_by_group]
@@ -178,20 +222,37 @@ class GradientFlags:
         ranks hold different ones."""
         if not self._parts:
             self.table = torch.zeros(3, 0, dtype=torch.float32)
+            self._warn_of_no_gradient()
             return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._spread:
             # a rank that is not in the group of a bad gradient must do as those that are: a column for all of them
-            missing, non_finite = (self.table[0] * self.table[1]).amax(), self.table[2].amax()
-            others = torch.stack([missing, missing, non_finite]).unsqueeze(1)
+            there, missing = self.table[0].amax(), (self.table[0] * self.table[1]).amax()
+            others = torch.stack([there, missing, self.table[2].amax()]).unsqueeze(1)
             reduction = FlatMax()
             reduction.add(others, self._ranks)
             reduction.reduce()
             self.table = torch.cat([self.table, others], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]
+        self._warn_of_no_gradient()
+
+    def _warn_of_no_gradient(self) -> None:
+        """The parameters of a model that was wrapped later are not trained, which nothing else would tell."""
+        capturing = self.table.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not self._has_none or capturing or self.table[0].any():  # which is read in this case alone
+            return
+        if not self._names:
+            warnings.warn("this optimizer has no parameter that is trained, so the step changes nothing", stacklevel=6)
+            return
+        warnings.warn(
+            f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
+            "step changes nothing; if they were replaced in the model after the optimizer was built, as by "
+            "fully_shard, build it after",
+            stacklevel=6,
+        )
 
     def bad(self) -> Tensor:
-        """Bool scalar, on the device: is any gradient missing on some ranks only, or not finite?"""
+        """Bool scalar, on the device: is any gradient missing on some ranks only, or is anything wrong with one?"""
         return (self.table[0] * self.table[1] + self.table[2]).any()
 
     def send(self) -> Tensor:
@@ -212,7 +273,7 @@ class GradientFlags:
         return bool(arriving)
 
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int) -> bool:
-        """Whether this step must be skipped since a gradient is not finite; counted in every group of an optimizer.
+        """Whether this step must be skipped since something is wrong with a gradient; counted in every group.
 
         Raises:
             RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`.
@@ -225,6 +286,9 @@ class GradientFlags:
             group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if bad else 0
         if bad:
             self.check_skipped(groups, most_in_a_row)
+            if self.table[2].amax() == TOO_LARGE:
+                name = self._first(self.table[2])
+                warnings.warn(f"{_too_large(name)}; this step is skipped", stacklevel=4)
         return bad
 
     def check_missing(self) -> None:
@@ -242,43 +306,68 @@ class GradientFlags:
             )
 
     def check_skipped(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Raise if as many steps in a row were skipped.
+        """Raise if as many steps in a row were skipped, or if nothing but a checkpoint helps.
 
         Raises:
             NonFiniteGradientError: naming the first parameter of the last such step.
         """
         in_a_row = int(groups[0]["skipped_in_a_row"])
-        if in_a_row >= most_in_a_row and self.table[2].any():
-            raise NonFiniteGradientError(
-                f"{in_a_row} steps in a row had infinite or NaN gradients, first in {self._first(self.table[2])}; no "
-                "weight was changed by them. Lower the learning rate, look at the data of these steps, or load an "
-                "older checkpoint"
-            )
+        worst = float(self.table[2].amax()) if in_a_row > 0 and self.table.numel() else 0.0
+        if worst == 0 or (in_a_row < most_in_a_row and worst < WEIGHT):
+            return
+        name = self._first(self.table[2] == worst)
+        raise NonFiniteGradientError(
+            {
+                TOO_LARGE: f"{in_a_row} steps in a row were skipped: {_too_large(name)}",
+                NOT_FINITE: f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight was "
+                "changed by them. Lower the learning rate, look at the data of these steps and whether weights are "
+                "finite, or load an older checkpoint",
+                WEIGHT: f"the update before this one made the master of {name} infinite or NaN, and it is no longer "
+                "trained; load an older checkpoint, and lower the learning rate",
+                RATE: f"{in_a_row} steps in a row were skipped: their learning rate was negative, infinite, NaN or "
+                f"above {LARGEST_RATE:g}; look at the schedule",
+            }[worst]
+        )
 
     def _first(self, chosen: Tensor) -> str:
         return self._names[int(chosen.nonzero()[0])]
 
 
-def _warn_of_no_gradient(names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
-    """The parameters of a model that was wrapped later are not trained, which nothing else would tell."""
-    if grads and all(grad is None for grad in grads):
-        warnings.warn(
-            f"none of this optimizer's {len(grads)} parameters ({names[0]}, ...) has a gradient, so the step changes "
-            "nothing; if they were replaced by fully_shard after the optimizer was built, build it after",
-            stacklevel=5,
-        )
+def _too_large(name: str) -> str:
+    return (
+        f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g} ({LARGEST_WIDE_GRADIENT:g} if it is "
+        "float64), so that its square overflows, and so would the second moment, for good; scale the loss down, or "
+        "call quantshard.optimizers.clip_grad_norm_ before the step"
+    )
 
 
-def _flags_of(grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None) -> Tensor:
+def _flags_of(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None
+) -> Tensor:
     flags, at = torch.zeros(3, len(grads), dtype=torch.float32, device=device), 0
     for there, run in groupby(grad is not None for grad in grads):
         end = at + len(list(run))
         flags[0 if there else 1, at:end].fill_(1.0)
         at = end
     if exceeding is None:
-        given = [private_torch.local_tensor(grad) for grad in grads if grad is not None]
-        found = iter(compute.exceeding(given, LARGEST_GRADIENT).to(device).unbind() if given else ())
-        no = torch.zeros((), dtype=torch.bool, device=device)
-        exceeding = torch.stack([no if grad is None else next(found) for grad in grads])
+        no = torch.zeros((), dtype=torch.float32, device=device)
+        columns = [no] * len(grads)
+        for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
+            chosen = [
+                at
+                for at, (param, grad) in enumerate(zip(params, grads, strict=True))
+                if grad is not None and _is_wide(param) is wide
+            ]
+            if chosen:
+                given = [private_torch.local_tensor(grads[at]) for at in chosen]
+                found = compute.exceeding(given, largest).to(device).unbind()
+                for at, value in zip(chosen, found, strict=True):
+                    columns[at] = value
+        exceeding = torch.stack(columns)
     flags[2].copy_(exceeding)
     return flags
+
+
+def _is_wide(param: Tensor) -> bool:
+    """Whether optimizers compute in float64."""
+    return param.dtype is torch.float64 and components.quantized(param) is None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,8 +41,8 @@ def with_hooks(
     return hooked
 
 
-def load(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options) -> None:
-    """Load a state dict into an optimizer's live states and groups.
+def load(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options) -> bool:
+    """Load a state dict into an optimizer's live states and groups; whether a state now has other values on this rank.
 
     `options`: from a parameter's live and loaded state, what the optimizer must be constructed with, for messages.
 
@@ -57,14 +58,26 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Ten
     ]
     for name, live, loaded in loads:
         _check_states(name, live, loaded, options)
+    changed = False
     for _, live, loaded in loads:
         for key, value in loaded.items():
             if isinstance(value, Tensor):
-                private_torch.local_tensor(live[key]).copy_(private_torch.local_tensor(value))
+                changed |= _copied(private_torch.local_tensor(live[key]), private_torch.local_tensor(value), changed)
             else:
                 live[key] = value
     for saved, own in zip(groups, optimizer.param_groups, strict=True):
         _load_group(own, saved)
+    return changed
+
+
+def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
+    """Copy a value into a live tensor; whether that changed it, unless something is known to have been changed."""
+    if is_known or live is value or live.data_ptr() == value.data_ptr():
+        live.copy_(value)
+        return False
+    before = live.clone()
+    live.copy_(value)
+    return not torch.equal(before, live)
 
 
 def _check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, private_torch
+from quantshard import amax, components, compute, private_torch
 from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading, rounding
+from quantshard.optimizers import guards, loading, members, options, rounding
 from quantshard.optimizers.state import PLAIN_DTYPES
 
 MASTER, UPDATES = "master_param", "updates"
@@ -51,7 +51,7 @@ class MasterWeights(torch.optim.Optimizer):
         params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
             are trained are quantized, float64, float32, bfloat16 or float16.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
-        options: those of `optimizer_class`, e.g. lr and weight_decay; `fused=True` and `foreach=True` are fine.
+        settings: those of `optimizer_class`, e.g. lr and weight_decay; `fused=True` and `foreach=True` are fine.
 
     Raises:
         ConfigurationError: a parameter is on the meta device or of another dtype; or the inner optimizer needs a
@@ -68,19 +68,21 @@ class MasterWeights(torch.optim.Optimizer):
         params: Iterable[Any],
         *,
         max_skipped_in_a_row: int = 10,
-        **options: Any,
+        **settings: Any,
     ) -> None:
         if not callable(optimizer_class):
             raise ConfigurationError(
                 f"MasterWeights({type(optimizer_class).__name__} object): give the class, which is built over the "
                 f"masters, and its options: MasterWeights(torch.optim.{type(optimizer_class).__name__}, params, lr=...)"
             )
-        super().__init__(params, {})  # the inner optimizer fills in its defaults
-        self._make = lambda groups: optimizer_class(groups, **options)
+        self._members, self._is_assigned = members.Members("MasterWeights"), False
+        super().__init__(members.checked("MasterWeights", params), {})  # the inner optimizer fills in its defaults
+        self._make = lambda groups: optimizer_class(groups, **settings)
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
+        self._overflown: Tensor | None = None  # of each master, what the last update made wrong
         groups = self.param_groups
         for group in groups:
             self._adopt(group)
@@ -92,9 +94,17 @@ class MasterWeights(torch.optim.Optimizer):
         self._check_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its masters and states are allocated at once. A collective call where parameters are sharded."""
-        super().add_param_group(param_group)
-        if hasattr(self, "_inner"):  # not from the base class's constructor
+        """Add a group; its masters and states are allocated at once. A collective call where parameters are sharded.
+
+        Raises:
+            ConfigurationError: it has no parameters or one twice, or a number of it makes no step.
+        """
+        is_built = hasattr(self, "_inner")  # else it is the base class's constructor that calls
+        if is_built:
+            self._follow()
+        group = members.checked_group("MasterWeights", len(self.param_groups), param_group)
+        super().add_param_group(group)
+        if is_built:
             group = self.param_groups.pop()
             self._adopt(group)
             self._inner.add_param_group(self._inner_group(group))
@@ -117,8 +127,32 @@ class MasterWeights(torch.optim.Optimizer):
 
     # State -----------------------------------------------------------------------------------------------------------
 
+    def _follow(self) -> None:
+        """Make masters and states for parameters that others have put in the places of those that this optimizer knew;
+        see `members`. Called before anything that reads or writes a state."""
+        swaps = self._members.replaced(self.param_groups, self._names, self._kept)
+        if not swaps:
+            return
+        for swap in swaps:
+            self._inner.state.pop(self._masters.pop(swap.old, swap.old), None)
+            for mapping in (self._versions, self.state):
+                mapping.pop(swap.old, None)
+            self._names[swap.new] = self._names.pop(swap.old)
+        for swap in swaps:
+            if swap.new.requires_grad:
+                self.initialize_state(swap.new)
+        for name in ("_masters", "_names"):
+            setattr(self, name, members.reordered(getattr(self, name), self.param_groups))
+        self._check_parameters()
+
+    def _kept(self) -> str:
+        """What the states hold that new ones would not."""
+        updates = max((int(self.state[param][UPDATES]) for param in self._masters if param in self.state), default=0)
+        return f"{updates} updates" if updates > 0 else "values that were loaded" if self._is_assigned else ""
+
     def _adopt(self, group: dict[str, Any]) -> None:
         """Give a group's parameters names and masters."""
+        self._members.add(group["params"])
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
             self._names[param] = name
@@ -150,6 +184,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def initialize_state(self, param: Tensor) -> None:
         """Allocate the master and the states of a parameter that was frozen when this optimizer was built."""
+        self._follow()
         group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
         self._masters[param] = self._new_master(param)
         self._versions[param] = guards.weight_version(param)
@@ -188,6 +223,8 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def reseed_masters(self) -> None:
         """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
+        self._follow()
+        self._overflown = None
         for param, master in self._masters.items():
             if master is not param:
                 private_torch.local_tensor(master).copy_(guards.initial_master(param))
@@ -201,8 +238,11 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of other parameters or another inner optimizer; the message names the first
                 difference.
+            ConfigurationError: its parameters were replaced; see `step`.
         """
-        loading.load(
+        self._follow()
+        self._overflown = None
+        self._is_assigned |= loading.load(
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
         )
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
@@ -215,24 +255,54 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             RankMismatchError: a gradient is missing on some ranks only.
-            NonFiniteGradientError: this was one skipped step too many in a row.
-            ConfigurationError: a parameter that was frozen has a gradient, or one was given new values by others.
+            NonFiniteGradientError: this was one skipped step too many in a row, or the update before it made a master
+                infinite or NaN.
+            ConfigurationError: a parameter that was frozen has a gradient, or one was given new values by others; a
+                number of a group makes no step; or parameters in groups were replaced after the first update (before
+                it, those that took their places are adopted, with new masters and states).
         """
+        self._follow()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for number, group in enumerate(self.param_groups):
+            options.check_any(f"MasterWeights: group {number} has been given numbers that make no step: group", group)
         self._check_ours()
         reduction = FlatMax()
-        flags = guards.GradientFlags(((self._names[param], param, param.grad) for param in self._masters), reduction)
+        gradients = ((self._names[param], param, param.grad) for param in self._masters)
+        flags = guards.GradientFlags(gradients, reduction, wrong=self._overflown)
         reduction.reduce()
         flags.gather()
         if flags.skips(self.param_groups, self._max_skipped_in_a_row):
             return loss
         with self._inner_step():
             self._inner.step()
+        self._overflown = self._found_overflown()
         self._write_weights()
         return loss
+
+    def _found_overflown(self) -> Tensor | None:
+        """Float32 [masters], `guards.WEIGHT` for those that are now infinite or NaN; nothing waits for it."""
+        if not self._masters:
+            return None
+        locals_ = [private_torch.local_tensor(master).detach() for master in self._masters.values()]
+        found = compute.exceeding(locals_, torch.finfo(torch.float32).max)
+        return (found >= guards.NOT_FINITE) * guards.WEIGHT
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's.
+
+        Raises:
+            ConfigurationError: its parameters were replaced; see `step`.
+        """
+        self._follow()
+        return super().state_dict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: to None, or to zeros."""
+        self._follow()
+        super().zero_grad(set_to_none)
 
     def _check_ours(self) -> None:
         """Check that the parameters are as this optimizer left them."""

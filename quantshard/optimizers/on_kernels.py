@@ -101,7 +101,7 @@ class OnKernels:
         return planned
 
     def exceeding(self) -> Tensor:
-        """Float32 [parameters of the step]: 1 for gradients that are not finite, else 0."""
+        """`numerics.exceeds` of each gradient of the step, float32 [parameters]."""
         flags = [planned.plan.exceeding(LARGEST_GRADIENT) for planned in self._planned]
         if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
             return flags[0]
@@ -113,7 +113,7 @@ class OnKernels:
         for place in self._left:
             grad = self._work[place].grad
             if grad is not None:
-                columns[place] = numerics.exceeds(grad, LARGEST_GRADIENT).to(device, torch.float32)
+                columns[place] = numerics.exceeds(grad, LARGEST_GRADIENT).to(device)
         return torch.stack(columns)
 
     def update(self, skip: Tensor) -> list[Work]:

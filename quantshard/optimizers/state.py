@@ -19,6 +19,7 @@ from quantshard import amax, components, numerics, private_torch
 from quantshard import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import ConfigurationError
+from quantshard.formats import Copy
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import Draw, Place
 from quantshard.recipe import STATE_CELLS, Cell
@@ -55,6 +56,12 @@ class State(ABC):
     def rounds(self) -> bool:
         """False if every float32 fits, so that writing needs no random words."""
         return True
+
+    @property
+    def floor(self) -> float:
+        """How small a value can be beside others under one scale (`Encoding.floor`); 0 where each has an exponent."""
+        storage = self.storage
+        return 0.0 if storage is None else storage.cell.format.copies[Copy.ROWWISE].codes.encoding.floor
 
     @abstractmethod
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -269,6 +276,12 @@ def check_dtype(role: str, dtype: torch.dtype) -> None:
             f"FusedAdam({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
             + (" (uint8: FP8)" if torch.uint8 in allowed else "")
         )
+
+
+def floor_of(dtype: torch.dtype) -> float:
+    """`State.floor` of states of 2-D parameters that are asked for by this dtype."""
+    cell = STATE_CELLS[dtype]
+    return 0.0 if cell is None else cell.format.copies[Copy.ROWWISE].codes.encoding.floor
 
 
 def make_state(param: Tensor, dtype: torch.dtype, role: str) -> State:

@@ -54,6 +54,7 @@ class Work:
         self.targets = dict(states)
         if not isinstance(self.source, RemainderState):
             self.targets[WEIGHT] = weight
+        self.bounded = states[EXP_AVG].floor > states[EXP_AVG_SQ].floor
         self.begun: dict[str, Requantization | None] = {}
 
     def measure(self, reduction: FlatMax) -> None:
@@ -77,7 +78,7 @@ class Work:
         master = self.source.read()
         grad = torch.zeros_like(master) if self.grad is None else self.grad
         moments = (self.targets[EXP_AVG].read(), self.targets[EXP_AVG_SQ].read())
-        updated = adam(grad, master, *moments, self.hyperparameters)
+        updated = adam(grad, master, *moments, self.hyperparameters, self.bounded)
         by_role = {EXP_AVG: updated.exp_avg, EXP_AVG_SQ: updated.exp_avg_sq}
         return {role: by_role.get(role, updated.master) for role in self.targets}
 

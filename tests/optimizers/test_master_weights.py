@@ -261,7 +261,7 @@ def test_frozen_parameters():
 # -------------------------------------------------------------------------------------------------- bad steps, refusals
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e20])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_non_finite_gradients_are_skipped(value):
     params = parameters()
     optimizer = MasterWeights(torch.optim.AdamW, params.items(), lr=1e-2, max_skipped_in_a_row=3)

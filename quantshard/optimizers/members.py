@@ -1,0 +1,165 @@
+"""Which parameters an optimizer's groups hold: given as they should be, and still those that its states belong to.
+
+Some libraries shard a model after its optimizer was built and put the new parameters into the optimizer's groups
+(accelerate under FSDP2). States are kept by parameter, so without a look nothing would be trained, or masters would be
+left out, in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quantshard import amax
+from quantshard.errors import ConfigurationError
+
+
+class Replaced(NamedTuple):
+    """A parameter whose place in a group another has taken."""
+
+    old: Tensor
+    new: Tensor
+    group: int
+    position: int
+
+
+def checked(optimizer: str, params: Iterable[Any]) -> list[Any]:
+    """What an optimizer was given, as a list, where it can be trained.
+
+    Raises:
+        ConfigurationError: it is a module or a tensor, there is nothing, or a group lacks its parameters.
+    """
+    if isinstance(params, nn.Module):
+        raise ConfigurationError(
+            f"{optimizer}(a {type(params).__name__}): give its parameters, model.parameters() or, for names in "
+            "messages and checkpoints, model.named_parameters()"
+        )
+    if isinstance(params, Tensor | dict):
+        raise ConfigurationError(
+            f"{optimizer}(params={type(params).__name__}): give a list of parameters, (name, parameter) pairs or groups"
+        )
+    found = list(params)
+    if not found:
+        raise ConfigurationError(
+            f"{optimizer}(params): there is no parameter; if it is a generator, such as model.parameters(), something "
+            "has consumed it before: give a new one, or a list"
+        )
+    return found
+
+
+def checked_group(optimizer: str, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group that is to be added, its parameters in a list.
+
+    Raises:
+        ConfigurationError: it has no parameters, or one twice.
+    """
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise ConfigurationError(
+            f"{optimizer}: group {number} has no entry 'params'; it is a dict of 'params' and options, as "
+            "{'params': model.parameters(), 'lr': 1e-3}"
+        )
+    given = group["params"]
+    params = [given] if isinstance(given, Tensor) else list(given)
+    seen: dict[int, int] = {}
+    for position, entry in enumerate(params):
+        param = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        first = seen.setdefault(id(param), position)
+        if first != position:
+            raise ConfigurationError(
+                f"{optimizer}: group {number} has one parameter twice, at {first} and {position}, so a step would "
+                "update it twice; give each once, as model.parameters() does with tied weights"
+            )
+    return {**group, "params": params}
+
+
+class Members:
+    """The parameters that an optimizer knows, by group and position.
+
+    Args:
+        optimizer: the name of its class, for messages.
+    """
+
+    def __init__(self, optimizer: str) -> None:
+        self._optimizer = optimizer
+        self._held: list[list[Tensor]] = []
+
+    def add(self, params: Iterable[Tensor]) -> None:
+        """A group, at the end."""
+        self._held.append(list(params))
+
+    def replaced(
+        self, groups: list[dict[str, Any]], names: Mapping[Tensor, str], kept: Callable[[], str]
+    ) -> list[Replaced]:
+        """The parameters whose places in the groups others have taken; from now on those are the ones known.
+
+        `kept`: in words, what the states hold that would be lost, asked only if there are any; empty if nothing. All
+        ranks must call it together then.
+
+        Raises:
+            ConfigurationError: something would be lost, or groups or parameters came, went or changed places.
+        """
+        if len(groups) == len(self._held) and all(
+            len(group["params"]) == len(held) and all(map(_is, group["params"], held))
+            for group, held in zip(groups, self._held, strict=True)
+        ):
+            return []
+        self._check_sizes([len(group["params"]) for group in groups])
+        found = list(self._differences(groups, names))
+        lost = kept()
+        if _on_any_rank(bool(lost), [one.new for one in found]):
+            raise ConfigurationError(
+                f"{self._optimizer}: {self._described(found[0], names)}, but its states hold "
+                f"{lost or 'what another rank has'}, which would be lost. Replace parameters, as by sharding the "
+                "model, before the first step, or build a new optimizer over those that are trained"
+            )
+        self._held = [list(group["params"]) for group in groups]
+        return found
+
+    def _check_sizes(self, sizes: list[int]) -> None:
+        held = [len(params) for params in self._held]
+        if sizes != held:
+            raise ConfigurationError(
+                f"{self._optimizer}: its groups had {held} parameters and now have {sizes}; add some with "
+                "add_param_group(), leave some as they are by giving them no gradient, or build a new optimizer"
+            )
+
+    def _differences(self, groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> Iterator[Replaced]:
+        for number, (group, held) in enumerate(zip(groups, self._held, strict=True)):
+            for position, (old, new) in enumerate(zip(held, group["params"], strict=True)):
+                if new is old:
+                    continue
+                if new in names:
+                    raise ConfigurationError(
+                        f"{self._optimizer}: {names[new]} was moved to group {number}, position {position}; parameters "
+                        "of an optimizer keep their places, by which states are saved: build a new one"
+                    )
+                yield Replaced(old, new, number, position)
+
+    def _described(self, one: Replaced, names: Mapping[Tensor, str]) -> str:
+        old, new = tuple(one.old.shape), tuple(one.new.shape)
+        return (
+            f"{names[one.old]} (group {one.group}, position {one.position}, shape {old}) was replaced by another "
+            f"parameter of shape {new}"
+        )
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _on_any_rank(flag: bool, params: Iterable[Tensor]) -> bool:
+    """Whether it is so on any of the ranks that step these parameters together; a collective call."""
+    found = torch.tensor([float(flag)], dtype=torch.float32)
+    for group in amax.united(dict.fromkeys(map(amax.stepping_group, params))):
+        found = found.to(amax.collective_device(group))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found)
+
+
+def reordered(mapping: dict[Tensor, Any], groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
+    """The same entries in the order of the groups' parameters, which is that of collective calls."""
+    return {param: mapping[param] for group in groups for param in group["params"] if param in mapping}

@@ -1,0 +1,97 @@
+"""The numbers of an optimizer's groups, which anybody may set between steps: they make a step, or an error.
+
+What these let through cannot make a weight infinite by itself: an update is at most some ten learning rates
+(`adam.largest_ratio`), and weight decay no more than turns a weight's sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers.adam import largest_ratio
+from quantshard.optimizers.guards import LARGEST_RATE
+
+LARGEST_DECAY = 1e9
+"""Of weight decay added to the gradient, whose square must be finite."""
+
+
+def check_adam(where: str, group: Mapping[str, Any], ratio_matters: bool = False, reads_rate: bool = True) -> None:
+    """Check the numbers of a group of Adam's.
+
+    `where`: what the messages begin with. `ratio_matters`: moments are such that updates are bounded by
+    `adam.largest_ratio`. `reads_rate`: whether the learning rate, which may be on a device, is read.
+
+    Raises:
+        ConfigurationError: one makes no step, or would make weights infinite.
+    """
+    beta1, beta2 = betas(where, group["betas"])
+    if ratio_matters and largest_ratio(beta1, beta2) == math.inf:
+        raise ConfigurationError(
+            f"{where}(betas={(beta1, beta2)}): with beta1**2 >= beta2 there is no bound on an update, and exp_avg_dtype "
+            "is so much coarser than exp_avg_sq_dtype that it needs one; choose a larger beta2, or the same dtype"
+        )
+    for name in ("lr", "eps", "weight_decay") if reads_rate else ("eps", "weight_decay"):
+        _check_number(where, name, group[name])
+    lr, decay = float(group["lr"]) if reads_rate else 0.0, float(group["weight_decay"])
+    if decay > LARGEST_DECAY:
+        raise ConfigurationError(f"{where}(weight_decay={decay}): more than {LARGEST_DECAY:g} overflows float32")
+    if group["adam_w_mode"] and lr * decay > 2:
+        raise ConfigurationError(
+            f"{where}(lr={lr}, weight_decay={decay}): a step would multiply weights by 1 - lr * weight_decay = "
+            f"{1 - lr * decay:g}, until they are infinite; lower one of them"
+        )
+
+
+def betas(where: str, given: Any) -> tuple[float, float]:
+    """Adam's betas as numbers.
+
+    Raises:
+        ConfigurationError: they are not two numbers, 0 or more and in float32 less than 1.
+    """
+    try:
+        beta1, beta2 = map(float, given)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{where}(betas={given}): give two numbers, of the first and the second moment"
+        ) from error
+    for beta in (beta1, beta2):
+        if not 0 <= beta < 1 - 2.0**-25:  # what rounds to 1 in float32
+            raise ConfigurationError(
+                f"{where}(betas={(beta1, beta2)}): each must be 0 or more and, in float32, less than 1; with 1 the "
+                "bias correction divides by zero"
+            )
+    return beta1, beta2
+
+
+def check_any(where: str, group: Mapping[str, Any]) -> None:
+    """Check the numbers of a group of an optimizer that is not known.
+
+    Raises:
+        ConfigurationError: one is NaN, or the learning rate or weight decay is infinite or too large.
+    """
+    for name, value in group.items():
+        if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.device.type != "cpu"):
+            continue  # which would wait for the device
+        if name in ("lr", "weight_decay"):
+            _check_number(where, name, abs(float(value)))
+        elif isinstance(value, float) and math.isnan(value):
+            raise ConfigurationError(f"{where}({name}={value}): it must be a number")
+
+
+def _check_number(where: str, name: str, value: Any) -> None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{where}({name}={value!r}): it must be a number") from error
+    if not 0 <= number < math.inf:
+        raise ConfigurationError(f"{where}({name}={number}): it must be a finite number, 0 or more")
+    if name == "lr" and number > LARGEST_RATE:
+        raise ConfigurationError(
+            f"{where}(lr={number}): an update is up to some ten of these, which would make weights infinite; use less "
+            f"than {LARGEST_RATE:g}"
+        )
