@@ -159,7 +159,7 @@ def load_and_tell(
         components.check_offsets(model.named_parameters())
         metadata, described = ranks.alike(lambda: _metadata(path, verify))
         if described is None:
-            checksums.warn_of_none(path, metadata, stacklevel=4)
+            checksums.warn_of_none(path, metadata, stacklevel=3)
         state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
         formats = ranks.alike(lambda: _formats(path, metadata, state["model"]))
         formats |= _of_other_scales(path, metadata, model, formats)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 import time
@@ -36,6 +38,7 @@ from quantshard.cli.config import Settings
 from quantshard.cli.mesh import Axes
 from quantshard.cli.train import make_optimizer
 from quantshard.errors import CheckpointError, ConfigurationError
+from tests.distributed import durability
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import IMPORTED
 from tests.distributed.shelf import SCHEME
@@ -142,6 +145,36 @@ def failed_in_a_process(folder: str) -> list[str]:
     return said
 
 
+class FullWriter(CommitWriter):
+    """The disk of the second rank is full."""
+
+    def write_data(self, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{self.target.written_in}/__1_0.distcp")
+        return super().write_data(*args)
+
+
+def on_a_disk(folder: str) -> list[str]:
+    """What is not durable in time of a save by a process; what is said of one into a full disk, and left."""
+    run = Run("nvfp4", "dp_shard=2")
+    with (
+        mock.patch.object(managers, "CommitWriter", durability.RecordingWriter),
+        Manager(f"{folder}/run", async_="process") as manager,
+    ):
+        manager.save(1, run.model, run.optimizer)
+        manager.wait()
+    dist.barrier()
+    said = durability.not_durable(Path(f"{folder}/run/step-000001"), sorted(Path(folder).glob("run.*.log")))
+    with mock.patch.object(managers, "CommitWriter", FullWriter), Manager(f"{folder}/run", async_="process") as manager:
+        manager.save(2, run.model, run.optimizer)
+        try:
+            manager.wait()
+        except CheckpointError as error:
+            said.append(re.sub(r"[.]step-000002[.][0-9a-f]*", "HIDDEN", str(error)))
+    dist.barrier()
+    return [*said, str(sorted(path.name for path in Path(f"{folder}/run").glob("*step*")))]
+
+
 def behind_urls(folder: str) -> list[str]:
     """What is there after two saves by a process on a store without renames."""
     run = Run("nvfp4", "dp_shard=2")
@@ -205,7 +238,7 @@ def two_at_once(folder: str) -> list[str]:
 
 def all_of_them(folder: str) -> tuple[list[str], ...]:
     """In one set of processes."""
-    functions = (plain_saves, failed_in_a_process, behind_urls, left_by_an_error, two_at_once)
+    functions = (plain_saves, failed_in_a_process, on_a_disk, behind_urls, left_by_an_error, two_at_once)
     return tuple(function(f"{folder}/{function.__name__}") for function in functions)
 
 
@@ -244,11 +277,17 @@ def test_saved_by_a_thread_and_by_a_process(tmp_path: Path) -> None:
     """2 ranks: by stock PyTorch, each recipe by both, on FSDP2 and tensor-parallel; a process fails, and a run."""
     by_rank = on_two(all_of_them, tmp_path)
     assert by_rank[0] == by_rank[1]
-    plain, failed, urls, left, two = by_rank[0]
+    plain, failed, disk, urls, left, two = by_rank[0]
     assert plain == []
     assert failed[0].startswith("/proc/none/step-000002 could not be written: "), failed
     assert failed[1].startswith("extra['folder'], a PosixPath, cannot be saved as plain data"), failed
     assert failed[2:] == ["[1, 3]", "{'seen': {1: {}, 'last': [tensor([1., 1.])]}}"], failed
+    run = f"{tmp_path}/on_a_disk/run"
+    assert disk == [
+        f"{run}/step-000002 could not be written: on rank 1: No space left on device: {run}/HIDDEN.tmp/__1_0.distcp; "
+        "nothing of it is kept, and other checkpoints are as they were; make room, or save to another place",
+        "['step-000001']",
+    ]
     assert urls == ["[2]"]
     assert (left[0], *left[2:]) == ("[1]", "[1, 2]", "[1, 2, 3]") and "in use by another run" in left[1], left
     assert two == ["True", "[1]", "[2]"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,17 +16,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from quantshard import checkpoints
 from quantshard.checkpoints import high_precision, partial_load
-from quantshard.checkpoints.checksums import NoManifestWarning
+from quantshard.checkpoints.checksums import NoManifestWarning, shares
 from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
 from quantshard.checkpoints.reader import SafePlanner, SafeReader
 from quantshard.errors import CheckpointError
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import FULL, SHAPES, Run, new_run, on_rank_0
@@ -175,6 +178,11 @@ def half_way(case: Case, folder: str) -> list[str]:
             (SafePlanner, "commit_tensor"),
             case,
         ),
+        "load of the model": (
+            lambda run: checkpoints.load(root / "good", run.model),
+            (SafePlanner, "commit_tensor"),
+            case,
+        ),
         "the optimizer refuses": (
             lambda run: checkpoints.load(root / "good", run.model, run.optimizer),
             (FusedAdam, "load_state_dict"),
@@ -209,10 +217,14 @@ def half_way(case: Case, folder: str) -> list[str]:
                 except BaseException as found:
                     said = type(found).__name__
             expected = {error.__name__ if is_last() and error is KeyboardInterrupt else "CheckpointError"}
-            expected |= {"load_high_precision": {error.__name__}, "load": {"DamagedError"}}.get(name, set())
+            expected |= {
+                "load_high_precision": {error.__name__},
+                "load": {"DamagedError"},
+                "load of the model": {"DamagedError"},
+            }.get(name, set())
             if said not in expected:
                 wrong.append(f"{name}, {error.__name__}: {said}")
-            only_model = name in ("load_from_rank0", "load_high_precision")
+            only_model = name in ("load of the model", "load_from_rank0", "load_high_precision")
             for use, action in uses(run, root / "not saved").items():
                 if "step" in use and only_model:
                     continue
@@ -233,3 +245,119 @@ def half_way(case: Case, folder: str) -> list[str]:
 def test_a_load_that_fails_half_way_leaves_what_refuses(ranks: int, tmp_path: Path) -> None:
     """1 and 3 ranks: every entrance that writes into a live model fails on the last rank, by an error and a Ctrl-C."""
     assert run_ranks(ranks, half_way, Case("mxfp8", (ranks,), shapes=SHAPES), str(tmp_path)) == [[]] * ranks
+
+
+# In one process -------------------------------------------------------------------------------------------------------
+
+
+def broken(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    with pytest.raises(ZeroDivisionError), partial_load.loading("the test", model, optimizer) as load:
+        load.writes = True
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("compiled", ["the model", "in place", "around it", None])
+def test_code_that_is_compiled_refuses_too(compiled: str | None) -> None:
+    """Hooks are not guarded by default: what is loaded may be a part of what was compiled."""
+    around = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    used: nn.Module = around
+    if compiled == "the model":
+        used = torch.compile(around, backend="eager")  # type: ignore[assignment]
+    elif compiled == "in place":
+        around[0].compile(backend="eager")
+    elif compiled == "around it":
+        around.compile(backend="eager")
+    x = torch.ones(2, 4)
+    expected = used(x)
+    broken(around[0], None)
+    with pytest.raises(Exception, match=r"failed after it had begun to write|Observed exception"):
+        used(x)
+    with partial_load.loading("the test", around):
+        pass
+    assert torch.equal(used(x), expected)
+
+
+def test_any_optimizer_refuses_until_it_is_loaded() -> None:
+    """Also by its own `load_state_dict`, which writes all or nothing; a model that is copied refuses as well."""
+    kinds: list[Callable[[nn.Module], torch.optim.Optimizer]] = [
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda model: MasterWeights(torch.optim.AdamW, model.named_parameters()),
+        lambda model: FusedAdam(model.named_parameters()),
+    ]
+    for kind in kinds:
+        model = nn.Linear(3, 3)
+        optimizer = kind(model)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        broken(model, optimizer)
+        for use in (optimizer.step, optimizer.state_dict, lambda: copy.deepcopy(model)(torch.ones(1, 3))):  # noqa: B023
+            with pytest.raises(CheckpointError, match="the test failed after it had begun to write"):
+                use()
+        with partial_load.loading("of the model alone", model):
+            pass
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(CheckpointError, match=f"this {type(optimizer).__name__} cannot step or be saved"):
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        optimizer.step()
+
+
+def test_a_load_of_a_part_does_not_mend() -> None:
+    """Nor does one that is refused before it writes."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    values = {name: value for name, value in model.state_dict().items() if "running" not in name}
+    whole = model.state_dict()
+    broken(model, None)
+    checkpoints.load_from_rank0(model, values, strict=False)
+    checkpoints.load_high_precision(model, values)
+    with pytest.raises(CheckpointError, match="of another model"):
+        checkpoints.load_from_rank0(model, values)
+    with pytest.raises(CheckpointError, match="BatchNorm1d cannot run or be saved: the test failed"):
+        model[0](torch.ones(2, 3))
+    checkpoints.load_high_precision(model, whole)
+    model(torch.ones(2, 3))
+
+
+def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
+    """With what looks like files of another save."""
+    model, path = nn.Linear(3, 3), tmp_path / "c"
+    checkpoints.save(path, model, None)
+    (path / MANIFEST).unlink()
+    with pytest.warns(NoManifestWarning) as caught:
+        checkpoints.load(path, model)
+    said = str(caught[0].message)
+    assert said.startswith(f"{path} has no manifest.json, so nothing tells") and len(caught) == 1
+    assert f"`quantshard verify {path}`" in said and "checkpoints.save and Manager write a manifest" in said
+    assert caught[0].filename == __file__
+    shutil.copy(path / "__0_0.distcp", path / "__7_0.distcp")
+    later = (path / METADATA_FILE).stat().st_mtime + 60
+    os.utime(path / "__0_0.distcp", (later, later))
+    with pytest.warns(
+        NoManifestWarning, match=r"1 of its files \(first: __7_0.distcp\) are not named.*1 of its files "
+    ):
+        checkpoints.load(path, model)
+
+
+def test_files_are_shared_out_among_their_readers() -> None:
+    """Each once, by a rank that reads it, about as many bytes on each."""
+    sizes = {"a": 5, "b": 4, "c": 3, "d": 3, ".metadata": 1}
+    wanted = [{"a", "b", "c", "d"}, {"b", "c", "d"}, {"d", "e"}]
+    assert shares(wanted, sizes) == [["a"], ["b", "c"], ["d", "e"]]
+
+
+def without_one(folder: str) -> list[str]:
+    """The warnings of each rank: `load` of a plain checkpoint, and `restore`."""
+    run = new_run(Case("mxfp8", (dist.get_world_size(),), shapes=((32, 32),)), folder)
+    dcp.save(run.state(), checkpoint_id=f"{folder}/step-000001")
+    with warnings.catch_warnings(record=True) as caught, Manager(folder, read_only=True) as manager:
+        warnings.simplefilter("always")
+        checkpoints.load(f"{folder}/step-000001", run.model, run.optimizer)
+        manager.restore(run.model, run.optimizer)
+    return [str(warning.message) for warning in caught if warning.category is NoManifestWarning]
+
+
+def test_the_warning_is_of_rank_0(tmp_path: Path) -> None:
+    """2 ranks: once a load."""
+    first, second = run_ranks(2, without_one, str(tmp_path))
+    assert len(first) == 2 and second == []
