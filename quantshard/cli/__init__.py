@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import metadata
+from inspect import cleandoc
+from typing import Annotated
 
 import typer
 
-from quantshard.cli import commands, convert, demo, diff, doctor, exchange, inspect, verify
-from quantshard.cli.screen import complain, prepare
+from quantshard.cli import commands, convert, demo, diff, doctor, exchange, inspect, launch, verify
+from quantshard.cli.screen import complain, prepare, say
 from quantshard.errors import QuantshardError
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
@@ -17,6 +20,20 @@ REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
 """What adds commands to the command line."""
 
 __all__ = ["app", "main"]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"quantshard {metadata.version('quantshard')}")
+        raise typer.Exit
+
+
+def _begin(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version, and exit")
+    ] = False,
+) -> None:
+    """What stands before a command."""
 
 
 def app() -> typer.Typer:
@@ -29,9 +46,12 @@ def app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )
-    line.callback()(lambda: None)  # commands stay subcommands, however few there are
+    line.callback(help=line.info.help)(_begin)  # commands stay subcommands, however few there are
     for register in REGISTER:
         register(line)
+    for command in line.registered_commands:  # of a paragraph after the first, typer would keep the ends of lines
+        paragraphs = cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return line
 
 
@@ -43,9 +63,9 @@ def main() -> None:
         code = app()(prog_name="quantshard", standalone_mode=False)
     except QuantshardError as error:
         complain(str(error))
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
+        code = getattr(error, "exit_code", 1)
+    except (KeyboardInterrupt, typer.Abort):  # of which some versions of typer make the other
+        code = launch.INTERRUPTED
     except Exception as error:
         usage = getattr(error, "format_message", None)  # typer's errors of usage, in any of its versions
         if usage is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import Field, asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from quantshard.cli.worker import Order
 from quantshard.errors import ConfigurationError
 
 _ANNOTATIONS: dict[type, Any] = {
-    tuple: list[str] | None, str: str | None, int: int | None, float: float | None, bool: bool | None
+    tuple: list[str] | None, str: str | None, int: int | None, float: float | None
 }  # fmt: skip
 
 _PROCESSES = "processes to start here. Default: the product of the mesh, or "
@@ -43,7 +44,10 @@ def train(
         int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "one for each GPU, or 1")
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
-    more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    more_data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATH", rich_help_panel="Data", help="more data, after --data: texts/*.txt"),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Train a byte-level language model with quantized weights, sharded over processes, into a new folder.
@@ -90,7 +94,9 @@ def resume(
         str | None,
         typer.Option("--recipe", metavar="NAME", help="go on with weights of another recipe, made of the masters"),
     ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="with --recipe: of the codes where it has none")] = False,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="with --recipe: made of the codes where there are no masters")
+    ] = False,
     copy_to: Annotated[
         str, typer.Option(metavar="CKPT", help="save what was loaded there too, from this mesh: diff finds it equal")
     ] = "",
@@ -136,29 +142,43 @@ def _launch(processes: int, run: Path, order: Order) -> None:
         raise
 
 
+def _help(setting: Field[Any]) -> str:
+    """What a setting is, and its default: the option's own is None, for the file goes before the default."""
+    said, default = setting.metadata["help"], setting.default
+    if isinstance(default, bool):
+        return f"turn off: {said}" if default else str(said)
+    return str(said) if default in ((), "") else f"{said}. Default: {default}"
+
+
+def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
+    """The parameters of a setting. One that is on or off has two, `--x` and `--no-x`, of which the one is shown that
+    changes the default: both would leave no room for what they mean."""
+    name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
+    if isinstance(setting.default, bool):
+        for key, hidden in ((name, setting.default), (f"no_{name}", not setting.default)):
+            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden, show_default=False, **about)
+            yield inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+            )
+    else:
+        kind = Annotated[_ANNOTATIONS[TYPES[name]], typer.Option(show_default=False, **about)]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
 def _with_flags(command: Any) -> Any:
-    """`command` with one flag for each setting in place of its `**flags`."""
+    """`command` with the flags of each setting in place of its `**flags`."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    flags = [
-        inspect.Parameter(
-            setting.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                _ANNOTATIONS[TYPES[setting.name]],
-                typer.Option(
-                    help=setting.metadata["help"],
-                    rich_help_panel=setting.metadata["panel"],
-                    show_default=str(setting.default) if setting.default not in ((), "") else False,
-                ),
-            ],
-        )
-        for setting in setting_fields()
-    ]
+    switches = [setting.name for setting in setting_fields() if isinstance(setting.default, bool)]
 
     @functools.wraps(command)
     def flagged(**arguments: Any) -> None:
+        for name in switches:
+            on, off = arguments[name], arguments.pop(f"no_{name}")
+            if on and off:
+                raise ConfigurationError(f"--{name} and --no-{name} are both given; leave one out".replace("_", "-"))
+            arguments[name] = True if on else False if off else None
         command(**arguments)
 
+    flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
     flagged.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]  # what typer reads
     return flagged

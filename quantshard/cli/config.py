@@ -113,25 +113,26 @@ class Settings:
     sample_bytes: int = _setting(
         0, "Running", "print a generated text of this length when training starts and ends", 0, _SIZE
     )
-    mesh: str = _setting(
-        "",
-        "Running",
-        "processes along dp_replicate, dp_shard and tp (tensor parallelism), as dp_shard=2,tp=2. Default: dp_shard",
-    )
-    dp_replicate: int = _setting(1, "Running", "copies of the model (HSDP), where no mesh is given", 1, _COUNT)
-    sequence_parallel: str = _setting(
-        "auto",
-        "Running",
-        "divide sequences over tp between GEMMs: on, off, or auto: where a micro-batch can be divided",
-        0,
-        200,
-    )
-    reshard_after_forward: bool = _setting(True, "Running", "free gathered weights between forward and backward")
     device: str = _setting("auto", "Running", "cpu, cuda, or auto: cuda where there is one")
     deterministic: bool = _setting(True, "Running", "the same bits in every run on the same hardware and software")
     threads: int = _setting(
         0, "Running", "CPU threads of a process; 0: OMP_NUM_THREADS, or 1 of several processes", 0, 4096
     )
+
+    mesh: str = _setting(
+        "",
+        "Sharding",
+        "processes along dp_replicate, dp_shard and tp (tensor parallelism), as dp_shard=2,tp=2. Default: dp_shard",
+    )
+    dp_replicate: int = _setting(1, "Sharding", "copies of the model (HSDP), where no mesh is given", 1, _COUNT)
+    sequence_parallel: str = _setting(
+        "auto",
+        "Sharding",
+        "divide sequences over tp between GEMMs: on, off, or auto: where a micro-batch can be divided",
+        0,
+        200,
+    )
+    reshard_after_forward: bool = _setting(True, "Sharding", "free gathered weights between forward and backward")
 
     @property
     def torch_params_dtype(self) -> torch.dtype:

@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     json_: Annotated[bool, typer.Option("--json", help="the whole report as JSON, printed or written to FILE")] = False,
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="where --json writes")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="where --json writes")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="no probes of bandwidth, GEMMs and disk")] = False,
     directory: Annotated[
         Path | None,
@@ -62,6 +62,8 @@ def doctor(
         raise ConfigurationError(f"unexpected argument {str(file)!r}; a report is written with --json {file}")
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"there is no folder {directory}; name one with --dir")
+    if file is not None:
+        outputs.check_writable(file)
     folder = None if quick else directory or Path(tempfile.gettempdir())
     with Screen(stderr=True, soft_wrap=True).status("looking at this machine") as status:
         report = diagnose(folder, _Told(status))

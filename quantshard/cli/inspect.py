@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -14,7 +14,7 @@ from quantshard.checkpoints.inspection import Inspection, Row
 from quantshard.cli.screen import Screen, say
 from quantshard.errors import printable
 from quantshard.layouts.inspection import inspect as inspect_path
-from quantshard.observe.table import human_bytes
+from quantshard.observe.table import FittedTable, human_bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -52,24 +52,29 @@ def report(found: Inspection) -> Group:
     return Group(*parts)
 
 
-def _rows(found: Inspection) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("stored as")
-    for heading in ("shape", "bytes", "pieces", "scales", "saturated", "zero"):
-        table.add_column(heading, justify="right")
-    for row in found.rows:
-        table.add_row(
-            Text(printable(row.name)),
-            Text(printable(row.format)),
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "tensor": "left",
+    "stored as": "left",
+    **dict.fromkeys(("shape", "bytes", "pieces", "scales", "saturated", "zero"), "right"),
+}
+_SPARED = ("pieces", "zero", "saturated", "scales", "shape")
+
+
+def _rows(found: Inspection) -> FittedTable:
+    rows = [
+        [
+            row.name,
+            row.format,
             "-" if row.shape is None else " x ".join(map(str, row.shape)) or "scalar",
             human_bytes(row.bytes),
             str(row.chunks),
             "-" if row.scales is None else f"{row.scales[0]:.3g} to {row.scales[1]:.3g}",
             _share(row.saturated, row),
             _share(row.zeros, row),
-        )
-    return table
+        ]
+        for row in found.rows
+    ]
+    return FittedTable(_COLUMNS, rows, _SPARED)
 
 
 def _share(count: int | None, row: Row) -> str:

@@ -39,6 +39,9 @@ from quantshard.errors import ConfigurationError, QuantshardError
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """What asks a run to finish its step, save and end."""
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
 _MONITOR_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 20
 _PROCESSES, _PROCESSES_A_CORE = 64, 4
@@ -61,7 +64,11 @@ class LaunchError(QuantshardError):
 
 
 class Stopped(QuantshardError):
-    """The run was told to stop when it could not save."""
+    """The run was told to stop when it could not save. `exit_code`: of the command."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def is_worker() -> bool:
@@ -95,6 +102,8 @@ def launch(processes: int, arguments: list[str]) -> None:
     Raises:
         LaunchError: a process failed; the others have been ended.
         Stopped: a signal came before the processes could heed it, or a second one came.
+        SystemExit: with `INTERRUPTED`, after Ctrl-C, when the processes have saved and ended: what a script was to do
+            after the command is not done. SIGTERM, which says that the machine is needed, is no failure.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -119,13 +128,20 @@ def launch(processes: int, arguments: list[str]) -> None:
             result = agent.run()
         failures = dict(result.failures) if result is not None else {}
         spec.rdzv_handler.shutdown()
-        if failures and len(received) > 1:
-            raise Stopped("stopped at once by a second signal; steps since the last checkpoint are lost")
-        error = _explain(failures) if failures else None
-        if error and error.crashed and any(f.exitcode == -signal.SIGTERM for f in failures.values()):
-            raise Stopped("stopped before training began; nothing was saved")
-        if error:
-            raise error
+        _raise_what_failed(failures, received)
+
+
+def _raise_what_failed(failures: Mapping[int, ProcessFailure], received: list[int]) -> None:
+    code = INTERRUPTED if received[:1] == [signal.SIGINT] else 0
+    if failures and len(received) > 1:
+        raise Stopped("stopped at once by a second signal; steps since the last checkpoint are lost", code or 1)
+    error = _explain(failures) if failures else None
+    if error and error.crashed and any(f.exitcode == -signal.SIGTERM for f in failures.values()):
+        raise Stopped("stopped before training began; nothing was saved", code or 1)
+    if error:
+        raise error
+    if code:
+        raise SystemExit(code)
 
 
 def _agent_options() -> dict[str, Any]:

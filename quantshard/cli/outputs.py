@@ -74,6 +74,16 @@ def create(path: Path, *, within: Path | None = None) -> BinaryIO:
         return open(os.open(path.name, _NEW, 0o666, dir_fd=folder), "wb")
 
 
+def check_writable(path: Path) -> None:
+    """See that `write` would make a file or replace one, before what is to be written there is computed.
+
+    Raises:
+        ConfigurationError: something else has the name, or its folder cannot be opened.
+    """
+    with _told(path), _opened(path.parent, None) as folder:
+        _replaceable(path, folder)
+
+
 def append(path: Path, text: str, *, within: Path | None = None) -> None:
     """Write a text after what a file has, or into a new one.
 
@@ -220,4 +230,4 @@ def _kind(found: os.stat_result) -> str:
 def _elsewhere(found: os.stat_result) -> str:
     if stat.S_ISLNK(found.st_mode):
         return "links are not followed there, so put what it leads to in its place"
-    return "remove it, or name another place"
+    return "remove it, or name another place" if stat.S_IFMT(found.st_mode) in _KINDS else "name another place"

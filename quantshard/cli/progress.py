@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 
 from quantshard.cli.config import Settings
 from quantshard.cli.screen import Screen
+from quantshard.observe.table import Report
 
 
 class Progress:
@@ -40,17 +41,24 @@ class Progress:
         if not self.shown:
             return
         line = f"loss {entry['loss']:.4f}  lr {entry['lr']:.2e}  {entry['tokens_per_s']:,.0f} tokens/s"
-        if "heldout_loss" in entry:
-            line += f"  held-out loss {entry['heldout_loss']:.4f}"
         if entry["skipped_steps"]:
             line += f"  {entry['skipped_steps']} steps skipped"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=entry["step"], description=line)
             if "heldout_loss" not in entry:
                 return
+        if "heldout_loss" in entry:
+            line += f"  held-out loss {entry['heldout_loss']:.4f}"
         every = self.settings.log_every
         if "heldout_loss" in entry or entry["step"] % every == 0:
             self.note(f"step {entry['step']}/{self.settings.steps}  {line}")
+
+    def report(self, found: Report) -> None:
+        """Show what `explain` found: as wide as this terminal, or as it needs."""
+        if self.shown:
+            self.console.print(
+                found if self.console.is_terminal else str(found), soft_wrap=not self.console.is_terminal
+            )
 
     def note(self, line: str) -> None:
         """Show a line."""

@@ -31,6 +31,7 @@ from quantshard.cli.train import Place, StopFlag, Trainer, describe
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
+from quantshard.observe.table import Report
 
 _CHANGES = 20
 """Of the environment, that are told."""
@@ -178,7 +179,7 @@ def work(run: RunDir, order: Order) -> None:
         if place.rank == 0 and order.resume:  # the record is there by now: a kill between the two loses nothing
             run.write_config(task.settings, task.launched, task.corpus)
         table = explain(trainer.model, trainer.optimizer)
-        _announce(run, task, place, trainer, str(table), restored)
+        _announce(run, task, place, trainer, table, restored)
         if order.copy_to:
             trainer.save_to(order.copy_to, done)
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
@@ -204,9 +205,11 @@ def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, resto
     run.append(run.starts, start | {"environment": now})
 
 
-def _announce(run: RunDir, task: Task, place: Place, trainer: Trainer, table: str, restored: Restored | None) -> None:
+def _announce(
+    run: RunDir, task: Task, place: Place, trainer: Trainer, table: Report, restored: Restored | None
+) -> None:
     note = trainer.progress.note
-    note(table)
+    trainer.progress.report(table)
     note(describe(task.settings, task.corpus, place))
     done = 0 if restored is None else restored.step
     for step in (step for step in task.incomplete if step > done):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import compress
 from typing import Any, Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +24,8 @@ GATHERED = "given to all-gathers, forward and backward"
 """How the lines of the totals begin that compare weights and traffic with BF16."""
 
 _TEXT_WIDTH = 240
+_UNBOUNDED = 10000
+_NAME_WIDTH = 30
 
 
 _COLUMNS: dict[str, Literal["left", "right"]] = {
@@ -36,6 +40,10 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
     "optimizer": "left",
     "sharding": "left",
 }
+
+
+_SPARED = ("optimizer", "backward", "gathered forward", "in BF16", "sharding", "shape")
+"""Columns that are left out, one after the other, where the table is too wide for the terminal."""
 
 
 @dataclass(frozen=True)
@@ -156,13 +164,46 @@ class Report:
 # Printing
 
 
+@dataclass(frozen=True)
+class FittedTable:
+    """A table for rich, of texts that may come from anybody. Where it is too wide, the names in its first column are
+    folded, then columns are left out, and a line says which.
+
+    `columns`: heading -> side that it is aligned to. `spared`: which columns are left out, in this order.
+    """
+
+    columns: Mapping[str, Literal["left", "right"]]
+    rows: Sequence[Sequence[str]]
+    spared: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left_out = 0
+        while left_out < len(self.spared) and self._width(left_out, console, options) > options.max_width:
+            left_out += 1
+        yield self._table(left_out)
+        if left_out:
+            names = ", ".join(self.spared[:left_out])
+            yield Text(f"no room for the columns {names}: a wider terminal or a file has them\n")
+
+    def _width(self, left_out: int, console: Console, options: ConsoleOptions) -> int:
+        """Of the table, its names folded as far as may be."""
+        longest = max((cell_len(printable(cells[0])) for cells in self.rows), default=0)
+        whole = self._table(left_out).__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum
+        return whole - max(0, longest - _NAME_WIDTH)
+
+    def _table(self, left_out: int) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        shown = [heading not in self.spared[:left_out] for heading in self.columns]
+        for heading in compress(self.columns, shown):
+            table.add_column(heading, justify=self.columns[heading], overflow="fold")
+        for cells in self.rows:
+            table.add_row(*(Text(printable(cell)) for cell in compress(cells, shown)))
+        return table
+
+
 def _render(report: Report) -> Group:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading, justify in _COLUMNS.items():
-        table.add_column(heading, justify=justify, overflow="fold")
-    for row in report.rows:
-        table.add_row(*(Text(printable(cell)) for cell in _cells(row)))
-    parts: list[Any] = [table, _totals_table(report.totals)]
+    parts: list[Any] = [FittedTable(_COLUMNS, [_cells(row) for row in report.rows], _SPARED)]
+    parts.append(_totals_table(report.totals))
     told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
     told += [(row.name, text) for row in report.rows for text in row.notes]
     parts += [Text(printable(text)) for text in (*_merged(told), *report.attention)]
