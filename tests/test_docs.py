@@ -12,6 +12,7 @@ from quantshard import limits, modules, recipe
 from quantshard.layouts.conversion import shapes
 from quantshard.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.modules import unsupported
+from quantshard.private_torch import lookup
 from quantshard.recipe_arguments import fixed_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -254,7 +255,26 @@ def layouts_page() -> str:
     return "\n".join([*lines, IMPORT_HEAD, *matrix(import_verdict)]) + "\n"
 
 
-PAGES = {"transformer-engine.md": rendered, "limits.md": limits_page, "layouts.md": layouts_page}
+MADE = "<!-- made from private_torch by python -m tests.test_docs -->\n"
+
+
+def compatibility_page() -> str:
+    """What stands before the mark is written by hand."""
+    names: dict[str, list[str]] = {}
+    for name, feature in lookup.NAMES.items():
+        names.setdefault(feature.removesuffix(","), []).append(f"`{name}`")
+    lines = ["| cannot work | without |", "|---|---|"]
+    lines += [f"| {feature} | {', '.join(sorted(needed))} |" for feature, needed in sorted(names.items())]
+    head, mark, _ = (DOCS / "compatibility.md").read_text(encoding="utf-8").partition(MADE)
+    return "\n".join([head + mark, *lines]) + "\n"
+
+
+PAGES = {
+    "transformer-engine.md": rendered,
+    "limits.md": limits_page,
+    "layouts.md": layouts_page,
+    "compatibility.md": compatibility_page,
+}
 
 
 @pytest.mark.parametrize("page", PAGES)

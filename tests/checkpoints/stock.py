@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard.optimizers import MasterWeights
@@ -51,7 +52,10 @@ class Rows(Optimizer):
                 squares = squares.mean(1, keepdim=True) if param.ndim == 2 else squares
                 state = self.state[param]
                 state["squares"] = squares if "squares" not in state else torch.lerp(state["squares"], squares, 0.1)
-                param.add_(param.grad / (state["squares"].sqrt() + 1e-6), alpha=-group["lr"])
+                change = param.grad / (state["squares"].sqrt() + 1e-6)
+                if isinstance(param, DTensor):  # from torch 2.14 on the states of a single row are on every rank
+                    change = change.redistribute(placements=param.placements)
+                param.add_(change, alpha=-group["lr"])
 
 
 def _on_masters(kind: type[Optimizer], **options: Any) -> Callable[[Any], Optimizer]:
