@@ -241,6 +241,7 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
 # Which ranks hold the other pieces of a weight. Inside a dispatch only the local tensor is known, and FSDP2 tells it
 # nothing; its own record of sharded parameters does.
 
+
 class _Place(NamedTuple):
     """How the parameter is cut whose local tensor has a storage. It is not held itself: PyTorch does not move or cast a
     DTensor that something has a weak reference to."""

@@ -31,7 +31,7 @@ INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER
 that differs between ranks adds rank * STREAMS_PER_RANK."""
 
 
-_stamps = count(1)
+_versions = count(1)
 
 
 @dataclass(eq=False)
@@ -41,11 +41,12 @@ class QuantizedStorage:
     `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries.
     `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
-    the weight was initialized with, on the CPU, if they were asked to be kept. `version` is a
-    stamp of the last write or load, unlike that of any other, of this storage or another; copies keep it. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded; it may hold
-    only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call. `source`:
-    for a copy made by a gather or a move, the storage that it was made from. `mesh`: of a piece that tensor parallelism
-    cut, its axis; pieces of such a piece do not need it, since FSDP2 knows their parameters.
+    the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that the last write
+    or load of new values has given, of this storage or the one that it is a copy of, and no other. `gathered`: FSDP2's
+    copy of the whole weight, which lasts until it is resharded; it may hold only the copy that the pass needs, and
+    `fetch` then gathers the components of another, a collective call. `source`: for a copy made by a gather or a move,
+    the storage that it was made from. `mesh`: of a piece that tensor parallelism cut, its axis; pieces of such a piece
+    do not need it, since FSDP2 knows their parameters.
     """
 
     cell: Cell
@@ -61,8 +62,8 @@ class QuantizedStorage:
     _in_place: int | None = field(default=None, init=False, repr=False)
 
     def mark_written(self) -> None:
-        """Note that it has new values: optimizers with masters, and those who hold a gathered copy, look at `version`."""
-        self.version, self._in_place = next(_stamps), None
+        """Note that it has new values: optimizers with masters look at `version`, and who uses a gathered copy."""
+        self.version, self._in_place = next(_versions), None
 
     def seen_version(self) -> int:
         """`version`, after a look at what was written to the components themselves since the last such look.

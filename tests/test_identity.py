@@ -232,9 +232,15 @@ def test_data_is_an_alias():
 
 @pytest.mark.parametrize(
     "other",
-    [weight(NVFP4), weight(MXFP8, 40, 48), weight(MXFP8).view(-1), weight(MXFP8, 96).split(48)[1], weight(MXFP8).to("meta")],
+    [
+        weight(NVFP4),
+        weight(MXFP8, 40, 48),
+        weight(MXFP8).view(-1),
+        weight(MXFP8, 96).split(48)[1],
+        weight(MXFP8).to("meta"),
+    ],
     ids=["format", "shape", "flat", "place", "meta"],
-)  # fmt: skip
+)
 def test_data_of_another_kind_is_refused(other):
     param = nn.Parameter(weight(MXFP8))
     before = contents(param)

@@ -499,7 +499,8 @@ def test_item_of_one_element(cell):
 
 
 @pytest.mark.parametrize(
-    "read", [torch.Tensor.tolist, lambda t: t.tolist(), lambda t: t.numpy(), np.asarray, torch.from_dlpack, np.from_dlpack]
+    "read",
+    [torch.Tensor.tolist, lambda t: t.tolist(), lambda t: t.numpy(), np.asarray, torch.from_dlpack, np.from_dlpack],
 )
 def test_there_is_no_array_of_values(read):
     """Of DLPack's, the address would be null: to read from it ends the process."""

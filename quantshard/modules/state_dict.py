@@ -43,7 +43,7 @@ class Saved(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._weights:
             for suffix, value in self._state_keys(name).items():
-                # a DTensor's `detach` hides what is written to it from the count of such writes, by which masters notice
+                # a DTensor's `detach` hides what is written to it from the count by which masters notice that
                 destination[prefix + name + suffix] = value.detach() if value.requires_grad and not keep_vars else value
 
     def _load_from_state_dict(

@@ -98,7 +98,7 @@ def in_place_changes(tensor: Tensor) -> int:
 
 
 def count_in_place_changes(tensors: Iterable[Tensor]) -> int:
-    """How often plain tensors were changed in place, together; 0 if one was made in inference mode, which counts none."""
+    """How often plain tensors were changed in place, together. Inference mode counts none, so it is 0 then."""
     try:
         return sum([tensor._version for tensor in tensors])
     except RuntimeError:

@@ -104,7 +104,10 @@ def with_accelerate(mixed_precision: str) -> dict[str, tuple[int, torch.dtype]]:
             torch.manual_seed(0)
             with qs.quantized_model_init(recipe="mxfp8"):
                 layers = [qs.Linear(64, 67 if i == 1 else 64, params_dtype=torch.bfloat16) for i in range(2)]
-                layers += [qs.Linear(67, 64, params_dtype=torch.bfloat16), qs.Linear(64, 1, params_dtype=torch.bfloat16)]
+                layers += [
+                    qs.Linear(67, 64, params_dtype=torch.bfloat16),
+                    qs.Linear(64, 1, params_dtype=torch.bfloat16),
+                ]
             model: Any = nn.Sequential(*layers)
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
             model, optimizer = accelerator.prepare(model, optimizer)
@@ -113,7 +116,9 @@ def with_accelerate(mixed_precision: str) -> dict[str, tuple[int, torch.dtype]]:
                 loss = model(torch.randn(8, 64, dtype=torch.bfloat16)).float().square().mean()
             accelerator.backward(loss)
             optimizer.step()
-            return {name: int((codes(p) != before[name]).sum()) for name, p in model.named_parameters() if name in before}
+            return {
+                name: int((codes(p) != before[name]).sum()) for name, p in model.named_parameters() if name in before
+            }
         finally:
             AcceleratorState._reset_state(True)
             GradientState._reset_state()
