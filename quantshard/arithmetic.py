@@ -14,15 +14,16 @@ other operation dequantizes, and none of these is differentiable, so no training
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from quantshard import amax, compute, limits, private_torch
 from quantshard import storage as storages
@@ -240,31 +241,40 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
 # Which ranks hold the other pieces of a weight. Inside a dispatch only the local tensor is known, and FSDP2 tells it
 # nothing; its own record of sharded parameters does.
 
-_parameters: WeakKeyDictionary[QuantizedStorage, weakref.ReferenceType[Tensor]] = WeakKeyDictionary()
+
+class _Place(NamedTuple):
+    """How the parameter is cut whose local tensor has a storage. It is not held itself: PyTorch does not move or cast a
+    DTensor that something has a weak reference to."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+
+_places: WeakKeyDictionary[QuantizedStorage, _Place] = WeakKeyDictionary()
 
 
 def _owner_of(weight: QuantizedTensor) -> Tensor:
-    """The parameter whose local tensor this is, or for a whole weight itself."""
+    """A DTensor like the parameter whose local tensor this is; a whole weight itself."""
     storage = weight._storage
     cut = storage.shard.cut
     if cut is None:
         return weight
     if storage.mesh is not None:  # tensor parallelism alone
-        shape = torch.Size(storage.shard.global_shape)
-        return private_torch.dtensor_around(weight, storage.mesh, [Shard(cut.dim)], shape)
-    if storage not in _parameters:
+        _places[storage] = _Place(storage.mesh, (Shard(cut.dim),), torch.Size(storage.shard.global_shape))
+    if storage not in _places:
         for parameter, _ in private_torch.sharded_parameters():
             local: Any = private_torch.local_tensor(parameter)
             if isinstance(local, QuantizedTensor):
-                _parameters[local._storage] = weakref.ref(parameter)
-    owner = _parameters[storage]() if storage in _parameters else None
-    if owner is None:
+                _places[local._storage] = _Place(parameter.device_mesh, tuple(parameter.placements), parameter.shape)
+    if storage not in _places:
         raise UnsupportedOperationError(
             f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "
             "module: nothing tells which ranks hold the others; change the module's own parameter, or for an average "
             "of weights the parameters of a second fully_shard-ed model (docs/optimizers.md)"
         )
-    return owner
+    place = _places[storage]
+    return private_torch.dtensor_around(weight, place.mesh, list(place.placements), place.shape)
 
 
 def _name(weight: QuantizedTensor) -> str:

@@ -8,7 +8,8 @@ and reading them back needs no code of ours: see docs/format.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -166,6 +167,36 @@ def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape:
     return private_torch.dtensor_around(local, like.device_mesh, placements, torch.Size(shape))
 
 
+@torch.no_grad()
+def convert(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Move or cast a quantized parameter as `nn.Module` does a plain one: it remains the object that it is, so that
+    optimizers follow, with its attributes, its hooks and its gradient. `change`: what makes the other tensor.
+
+    PyTorch itself swaps a tensor subclass with a new one, and then the parameter has the attributes and hooks of that.
+    To or from the meta device there is no other way: the hooks are lost, as of a plain parameter, which is replaced.
+    """
+    changed, grad = change(param), param.grad
+    if private_torch.takes_data(param, changed):
+        param.data = changed
+        if grad is not None:
+            grad.data = change(grad)
+        return
+    param.grad = None
+    with attributes_kept([param]):
+        torch.utils.swap_tensors(param, nn.Parameter(changed, requires_grad=param.requires_grad))
+    if grad is not None:
+        param.grad = change(grad)
+
+
+@contextmanager
+def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
+    """Give tensors those attributes again that they had before, where PyTorch swaps them with others."""
+    kept = [(param, dict(vars(param))) for param in params]
+    yield
+    for param, attributes in kept:
+        vars(param).update({name: value for name, value in attributes.items() if name not in vars(param)})
+
+
 def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
     """Zeros of the parameter's shape, and further dims; a DTensor where it is one."""
     local = private_torch.local_tensor(param)
@@ -289,7 +320,7 @@ def write(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
         target.copy_(source)
     local = quantized(param)
     if local is not None and pairs:
-        local._storage.version += 1
+        local._storage.mark_written()
         local._storage.high_precision = None  # what was kept are no longer this weight's values
 
 
@@ -303,7 +334,8 @@ def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
         is_cut = isinstance(param, DTensor) and part.untyped_storage().nbytes() > part.nbytes  # it would keep the whole
         parts[name] = part.to(device, copy=is_cut).contiguous()
     state = {name: state_like(value, loaded.get(id(value)), device) for name, value in storage.state.items()}
-    new = replace(storage, components=parts, state=state, high_precision=None, version=storage.version + 1)
+    new = replace(storage, components=parts, state=state, high_precision=None)
+    new.mark_written()
     tensor: Tensor = QuantizedTensor(new, param.dtype)
     if isinstance(param, DTensor):
         tensor = as_dtensor(tensor, param, list(param.placements), tuple(param.shape))

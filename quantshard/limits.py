@@ -150,8 +150,8 @@ REFUSALS: Final[dict[str, Limit]] = {
         "recompute with quantshard.checkpoint or torch.utils.checkpoint",
     ),
     "new data": Limit(
-        "assigning .data of a quantized tensor is not supported",
-        "the handle would change, and no code",
+        "what is assigned to .data of a quantized tensor is another of its format, shape and place, as .to() gives one",
+        "quantizing new values needs amaxes of all ranks",
         "use quantize_() or quantshard.requantize_() for new values",
     ),
     "wider parameters": Limit(
@@ -175,6 +175,11 @@ REFUSALS: Final[dict[str, Limit]] = {
         "a quantized tensor is not pickled",
         "a checkpoint holds its plain components",
         "save module.state_dict() instead of the tensor, the parameter or the module",
+    ),
+    "array": Limit(
+        "numpy(), tolist() and DLPack do not take a quantized tensor",
+        "it holds codes and scales, and no array of values",
+        "use .dequantize() for its values, and module.state_dict() for codes and scales",
     ),
     "shared memory": Limit(
         "share_memory_ of a quantized tensor is not supported",

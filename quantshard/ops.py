@@ -74,17 +74,27 @@ def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[Quant
     return [QuantizedTensor(piece, tensor.dtype) for piece in tensor._storage.split(0, split_size)]
 
 
-@rule(aten.new_zeros.default, aten.new_empty.default, needed_by="FSDP2: the padded shard, the empty chunk")
-def _new_placeholder(
-    tensor: QuantizedTensor,
-    size: Sequence[int],
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-) -> Tensor:
-    placeholder = Placeholder(tensor._storage, torch.device(device) if device is not None else tensor.device)
-    return QuantizedTensor(placeholder, dtype or tensor.dtype, torch.Size(size))
+def _new(make: Callable[..., Tensor]) -> Rule:
+    """A rule that makes a placeholder of a size; of a dtype that no weight stands for, a plain tensor, with `make`."""
+
+    def new(
+        tensor: QuantizedTensor,
+        size: Sequence[int],
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> Tensor:
+        target = torch.device(device) if device is not None else tensor.device
+        if dtype is not None and not dtype.is_floating_point:
+            return make(size, dtype=dtype, device=target)
+        return QuantizedTensor(Placeholder(tensor._storage, target), dtype or tensor.dtype, torch.Size(size))
+
+    return new
+
+
+rule(aten.new_zeros.default, needed_by="FSDP2: the padded shard")(_new(torch.zeros))
+rule(aten.new_empty.default, needed_by="FSDP2: the empty chunk")(_new(torch.empty))
 
 
 @rule(aten.slice.Tensor, needed_by="FSDP2: the narrow of the padded shard that becomes the sharded parameter")
@@ -132,6 +142,11 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
     target = destination._storage
     if isinstance(target, Placeholder):
         target.fill(source._storage)
+    elif target.gathered:
+        raise _refuse(
+            "copy_", destination, "the copy that FSDP gathered: what is written to it is lost; call reshard() on the "
+            "FSDP-wrapped module first, and copy into its sharded parameter"
+        )  # fmt: skip
     elif target is not source._storage:
         copy_bytes(target, source._storage)
     return destination
@@ -152,7 +167,7 @@ def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
         part.copy_(source.components[name])
     for name, value in target.state.items():
         value.copy_(source.state[name])
-    target.version += 1
+    target.mark_written()
     target.high_precision = None  # what was kept are no longer the target's values
 
 
@@ -186,9 +201,11 @@ def _empty_like(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
     memory_format: Any = None,
-) -> QuantizedTensor:
+) -> Tensor:
     tensor._check_filled("empty_like")
     target = torch.device(device) if device is not None else tensor.device
+    if dtype is not None and not dtype.is_floating_point:
+        return torch.empty(tensor.shape, dtype=dtype, device=target)
     state = dict(tensor._storage.state)
     if AMAX_HISTORY in state:
         state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
@@ -196,6 +213,13 @@ def _empty_like(
     storage = storages.empty(tensor._storage.cell, tensor._storage.shard, target, state)
     storage.mesh = tensor._storage.mesh
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
+
+
+@rule(aten.is_set_to.default, needed_by="users who look for tied parameters")
+def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
+    if not isinstance(tensor, QuantizedTensor) or not isinstance(other, QuantizedTensor):
+        return False
+    return tensor._storage is other._storage and tensor.shape == other.shape
 
 
 def plain_like(make: Callable[..., Tensor]) -> Rule:

@@ -65,7 +65,7 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
     for param in model.parameters():
         quantized = components.quantized(param)
         if quantized is not None:
-            quantized._storage.version += 1
+            quantized._storage.mark_written()
 
 
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:

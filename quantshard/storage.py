@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import compute, limits, numerics
+from quantshard import compute, limits, numerics, private_torch
 from quantshard.compute import RandomWords
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Role
@@ -30,6 +31,9 @@ INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER
 that differs between ranks adds rank * STREAMS_PER_RANK."""
 
 
+_versions = count(1)
+
+
 @dataclass(eq=False)
 class QuantizedStorage:
     """Components of a rectangle of a 2-D tensor.
@@ -37,11 +41,12 @@ class QuantizedStorage:
     `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries.
     `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
-    the weight was initialized with, on the CPU, if they were asked to be kept. `version` counts how often new values
-    were written or loaded. `gathered`: FSDP2's copy of the whole weight, which lasts until it is resharded; it may hold
-    only the copy that the pass needs, and `fetch` then gathers the components of another, a collective call. `source`:
-    for a copy made by a gather or a move, the storage that it was made from. `mesh`: of a piece that tensor parallelism
-    cut, its axis; pieces of such a piece do not need it, since FSDP2 knows their parameters.
+    the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that the last write
+    or load of new values has given, of this storage or the one that it is a copy of, and no other. `gathered`: FSDP2's
+    copy of the whole weight, which lasts until it is resharded; it may hold only the copy that the pass needs, and
+    `fetch` then gathers the components of another, a collective call. `source`: for a copy made by a gather or a move,
+    the storage that it was made from. `mesh`: of a piece that tensor parallelism cut, its axis; pieces of such a piece
+    do not need it, since FSDP2 knows their parameters.
     """
 
     cell: Cell
@@ -54,6 +59,22 @@ class QuantizedStorage:
     fetch: Callable[[Copy], dict[str, Tensor]] | None = None
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
+    _in_place: int | None = field(default=None, init=False, repr=False)
+
+    def mark_written(self) -> None:
+        """Note that it has new values: optimizers with masters look at `version`, and who uses a gathered copy."""
+        self.version, self._in_place = next(_versions), None
+
+    def seen_version(self) -> int:
+        """`version`, after a look at what was written to the components themselves since the last such look.
+
+        `dcp.load` into a state dict does that, whose tensors they are, and nobody calls `mark_written`.
+        """
+        changes = private_torch.count_in_place_changes(self.components.values())
+        if self._in_place not in (None, changes):
+            self.mark_written()
+        self._in_place = changes
+        return self.version
 
     @property
     def home(self) -> QuantizedStorage:
@@ -83,7 +104,9 @@ class QuantizedStorage:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """A storage whose components are `change(component)`; the state is shared."""
-        return replace(self, components={name: change(part) for name, part in self.components.items()})
+        version = self.version if self._in_place is None else self.seen_version()
+        components = {name: change(part) for name, part in self.components.items()}
+        return replace(self, components=components, version=version)
 
     def clone(self) -> QuantizedStorage:
         """An independent copy, of the state too."""
@@ -113,7 +136,7 @@ class QuantizedStorage:
         kept = self.high_precision
         if kept is not None:
             kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])
-        return QuantizedStorage(self.cell, shard, components, self.state, kept)
+        return QuantizedStorage(self.cell, shard, components, self.state, kept, self.version)
 
     def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
         """What `piece` gives for each start, made together: a cut over a thousand ranks has as many pieces."""
@@ -130,7 +153,7 @@ class QuantizedStorage:
         if self.high_precision is not None:
             kept = self.high_precision.split(max(chunk, 1), dim)
         return [
-            QuantizedStorage(self.cell, shard, part, self.state, values)
+            QuantizedStorage(self.cell, shard, part, self.state, values, self.version)
             for shard, part, values in zip(shards, parts, kept, strict=True)
         ]
 
@@ -139,7 +162,7 @@ class QuantizedStorage:
         self.cell, self.shard, self.components = source.cell, source.shard, source.components
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.fetch = source.version, source.gathered, source.fetch
-        self.source, self.mesh = source.source, source.mesh
+        self.source, self.mesh, self._in_place = source.source, source.mesh, source._in_place
 
     @torch.no_grad()
     def write(self, values: Tensor, amaxes: dict[str, Tensor], words: RandomWords | None = None) -> None:
@@ -147,7 +170,7 @@ class QuantizedStorage:
 
         `amaxes`: for every scale and amax component its resident grid, already reduced over the ranks that share it.
         """
-        self.version += 1
+        self.mark_written()
         fmt, scaling = self.cell.format, self.cell.scaling
         stored = numerics.scales(amaxes, fmt, scaling, values.dtype)
         for name, scale in stored.items():
@@ -161,7 +184,7 @@ class QuantizedStorage:
     @torch.no_grad()
     def write_whole(self, values: Tensor, words: Words | None = None) -> None:
         """`write` by the amaxes of the values themselves, a whole matrix, in one pass: where `compute.sees_blocks`."""
-        self.version += 1
+        self.mark_written()
         self.components.update(compute.quantize(values, self.cell.format, self.cell.scaling, words))
 
     @torch.no_grad()

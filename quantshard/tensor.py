@@ -13,9 +13,10 @@ returns a placeholder, whose storage `copy_` fills.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -41,7 +42,8 @@ class QuantizedTensor(Tensor):
 
     Made by modules under `quantized_model_init`, by `quantize`, and by FSDP2 when it cuts or gathers one; not by its
     constructor. `shape` and `dtype` are those of the values; `dtype` is nominal: it is what `dequantize` returns and
-    what gradients have, and changing it (`.to(torch.float32)`) changes no code.
+    what gradients have, and changing it (`.to(torch.float32)`) changes no code. So `element_size()` and `nbytes` are
+    what the values would take as a plain tensor; `explain` tells the bytes that are held.
     """
 
     _storage: QuantizedStorage
@@ -114,20 +116,54 @@ class QuantizedTensor(Tensor):
                 "quantized tensor is copied into them"
             )
 
+    def data_ptr(self) -> int:
+        """Address of the first component's entries, its codes: one for all handles to a storage, 0 on the meta device.
+
+        Where there are none, in an empty shard or a placeholder, it is one that nothing else has as long as that lives:
+        there are libraries that tell parameters apart by it, also those without elements.
+        """
+        if self.is_meta:
+            return 0
+        codes = next(iter(self._storage.components.values()), None)
+        return id(self._storage) if codes is None or codes.numel() == 0 else codes.data_ptr()
+
     def share_memory_(self) -> QuantizedTensor:
         """Refused: a quantized tensor has no storage of its own that could be shared."""
         raise UnsupportedOperationError(limits.refusal("shared memory", self))
 
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused, as `tolist`, `np.asarray` and DLPack are: there is no array of values to show."""
+        raise UnsupportedOperationError(limits.refusal("array", self))
+
+    def tolist(self) -> NoReturn:
+        """Refused, as `numpy` is."""
+        self.numpy()
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        self.numpy()
+
+    def __dlpack__(self, **_: Any) -> NoReturn:  # type: ignore[override]
+        self.numpy()
+
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
-        """A handle to the same storage, detached; as for any tensor. Nothing else can be assigned to it."""
+        """A handle to the same storage, detached; as for any tensor.
+
+        Another one of the same format and place can be assigned, as `.to()` of it gives: this tensor then is a handle
+        to that one's storage, and remains the object that it is, with its attributes and hooks.
+
+        Raises:
+            UnsupportedOperationError: what is assigned is a plain tensor, or of another format or place.
+        """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if isinstance(value, QuantizedTensor) and value._storage is self._storage:
-            return  # `weight.data -= update` ends with it
-        raise UnsupportedOperationError(limits.refusal("new data", self))
+        if not isinstance(value, QuantizedTensor) or not _is_in_place_of(value, self):
+            given = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
+            raise UnsupportedOperationError(limits.refusal("new data", f"{given} as .data of {self!r}"))
+        private_torch.set_data(self, value)
+        self._storage = value._storage
 
     # Python protocol -------------------------------------------------------------------------------------------------
 
@@ -148,6 +184,7 @@ class QuantizedTensor(Tensor):
         else:
             copied.requires_grad_(self.requires_grad)
         memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in vars(copied)}, memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -241,6 +278,17 @@ def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
             if isinstance(tensor, QuantizedTensor):
                 return tensor
     return None
+
+
+def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
+    """True if `new` could be the values of `old`: of one format, shape and place in the global tensor. What FSDP2
+    gathered has no others."""
+    ours, theirs = new._storage, old._storage
+    if ours is theirs:
+        return True  # `weight.data -= update` ends with it
+    alike = (ours.cell, ours.shard, new.shape) == (theirs.cell, theirs.shard, old.shape)
+    passing = isinstance(ours, Placeholder) or ours.gathered or theirs.gathered
+    return alike and not passing and private_torch.takes_data(old, new)
 
 
 class Placeholder(QuantizedStorage):

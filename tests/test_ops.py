@@ -3,6 +3,7 @@
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -497,9 +498,19 @@ def test_item_of_one_element(cell):
         weight(cell, 1, 1).item()
 
 
-@pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t.numpy()])
-def test_conversions_of_torch_raise(read):
-    with pytest.raises(RuntimeError, match="not supported"):
+@pytest.mark.parametrize(
+    "read",
+    [torch.Tensor.tolist, lambda t: t.tolist(), lambda t: t.numpy(), np.asarray, torch.from_dlpack, np.from_dlpack],
+)
+def test_there_is_no_array_of_values(read):
+    """Of DLPack's, the address would be null: to read from it ends the process."""
+    with pytest.raises(RuntimeError, match=r"not supported|hold codes|\.dequantize\(\)"):
+        read(weight(MXFP8))
+
+
+@pytest.mark.parametrize("read", [torch.utils.dlpack.to_dlpack, torch.Tensor.data_ptr, lambda t: t.apply_(float)])
+def test_compiled_code_that_would_read_a_null_pointer_raises(read):
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         read(weight(MXFP8))
 
 
@@ -512,9 +523,23 @@ def test_the_message_names_the_way_out():
 def test_assigning_data_raises(values):
     """It would change shape and dtype of the handle, and no code."""
     parameter = nn.Parameter(weight(MXFP8))
-    with raises("data"):
+    with raises(rf"torch.float32 \({values.shape[0]}, .* as .data of QuantizedTensor\(mxfp8.*requantize_"):
         parameter.data = values
     parameter.data = parameter.data  # what `parameter.data -= update` ends with
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t, dtype: torch.empty_like(t, dtype=dtype),
+        lambda t, dtype: t.new_zeros(48, 40, dtype=dtype),
+        lambda t, dtype: t.new_empty(48, 40, dtype=dtype),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64], ids=str)
+def test_tensors_of_a_dtype_that_no_weight_stands_for_are_plain(make, dtype):
+    made = make(weight(MXFP8), dtype)
+    assert type(made) is torch.Tensor and made.dtype == dtype and made.shape == (48, 40)
 
 
 def test_rules_say_who_needs_them():

@@ -293,7 +293,11 @@ class QuantizedModule(OnMesh, Pieces):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         """Move or cast as any module, `.half()` and the like; but amax histories stay float32, and counts move too."""
         before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
+        sharded = [param for param in self.parameters(recurse=False) if isinstance(param, DTensor)]
+        with private_torch.set_aside(self, QuantizedTensor) as quantized, components.attributes_kept(sharded):
+            super()._apply(fn, recurse)
+        for param in quantized:
+            components.convert(param, fn)
         for name, buffer in before.items():
             if name.endswith((INPUT_HISTORY, GRAD_OUTPUT_HISTORY)):
                 moved = self.get_buffer(name)

@@ -43,7 +43,8 @@ class Saved(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._weights:
             for suffix, value in self._state_keys(name).items():
-                destination[prefix + name + suffix] = value if keep_vars else value.detach()
+                # a DTensor's `detach` hides what is written to it from the count by which masters notice that
+                destination[prefix + name + suffix] = value.detach() if value.requires_grad and not keep_vars else value
 
     def _load_from_state_dict(
         self,

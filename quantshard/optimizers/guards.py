@@ -54,7 +54,7 @@ def weight_version(param: Tensor) -> int:
     quantized = components.quantized(param)
     if quantized is None:
         return private_torch.in_place_changes(param)
-    return quantized._storage.version
+    return quantized._storage.seen_version()
 
 
 def plain_versions(params: Iterable[Tensor]) -> dict[Tensor, int]:

@@ -250,7 +250,7 @@ class QuantizedWeight(QuantizedState):
     def written(self, drawn: bool) -> None:
         super().written(drawn)
         self.storage.high_precision = None
-        self.storage.version += 1
+        self.storage.mark_written()
         if drawn:
             self.storage.state[DRAWS].add_(1)
 

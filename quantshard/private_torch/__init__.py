@@ -13,6 +13,7 @@ from quantshard.private_torch.autograd import (
     keep_order,
     registered_buffer,
     registered_parameter,
+    set_aside,
     take_saved,
 )
 from quantshard.private_torch.fsdp import (
@@ -49,6 +50,7 @@ from quantshard.private_torch.tensors import (
     all_gather_single,
     answer_for_dtensors,
     cast,
+    count_in_place_changes,
     cut_dims,
     disabled_torch_function,
     dtensor_around,
@@ -59,6 +61,8 @@ from quantshard.private_torch.tensors import (
     make_wrapper,
     plain,
     reduce_scatter_single,
+    set_data,
+    takes_data,
     told_extents,
 )
 
@@ -75,6 +79,7 @@ __all__ = [
     "check_order_is_kept",
     "checkpointed_regions",
     "constant_in_graphs",
+    "count_in_place_changes",
     "current_backward",
     "cut_dims",
     "disabled_torch_function",
@@ -104,11 +109,14 @@ __all__ = [
     "registered_buffer",
     "registered_parameter",
     "save_checkpoint",
+    "set_aside",
+    "set_data",
     "set_element",
     "sharded_parameters",
     "state_dict_stager",
     "storage_info",
     "take_saved",
+    "takes_data",
     "told_extents",
     "without_wrappers",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
     """The same of a buffer."""
     return module._buffers.get(name)
+
+
+@contextmanager
+def set_aside(module: nn.Module, kind: type[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters of this very module that are of a class of tensors; meanwhile it has None in their place, which
+    `nn.Module._apply` passes over. In public they can be taken out, but not put back in their order."""
+    taken = {name: param for name, param in module._parameters.items() if isinstance(param, kind)}
+    module._parameters.update(dict.fromkeys(taken))
+    try:
+        yield list(taken.values())
+    finally:
+        module._parameters.update(taken)
 
 
 @needs_attributes("the backward of fused layers")

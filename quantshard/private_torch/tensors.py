@@ -28,6 +28,8 @@ _unfinished = private_name(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor", "what DTensor's collectives are still filling"
 )
 _wrapper = private_name("torch.Tensor._make_wrapper_subclass", _TENSOR)
+_null_pointer = private_name("torch._C._set_throw_on_mutable_data_ptr", "telling who would read from a null pointer")
+_takes_data = private_name("torch._has_compatible_shallow_copy_type", "moving or casting a quantized tensor's module")
 
 disabled_torch_function = private_name("torch._C._disabled_torch_function_impl", _TENSOR)
 """A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
@@ -55,8 +57,12 @@ def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, devic
     """A tensor of class `cls` with a shape, dtype and device but no data of its own.
 
     `_make_wrapper_subclass` is the documented-by-example way (the torch.utils._python_dispatch notes) to build one.
+    Its address is null; C++ code that would read from there, past `data_ptr()` of Python, raises instead of crashing.
     """
-    return _wrapper(cls, shape, dtype=dtype, device=device)
+    made = _wrapper(cls, shape, dtype=dtype, device=device)
+    if missing(_null_pointer) is None:
+        _null_pointer(made)
+    return made
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,7 +94,25 @@ def in_place_changes(tensor: Tensor) -> int:
     Operations on a DTensor count for it, those on its local tensor for that.
     """
     local = local_tensor(tensor)
-    return tensor._version + (0 if local is tensor else local._version)
+    return count_in_place_changes([tensor] if local is tensor else [tensor, local])
+
+
+def count_in_place_changes(tensors: Iterable[Tensor]) -> int:
+    """How often plain tensors were changed in place, together. Inference mode counts none, so it is 0 then."""
+    try:
+        return sum([tensor._version for tensor in tensors])
+    except RuntimeError:
+        return 0
+
+
+def takes_data(tensor: Tensor, value: Tensor) -> bool:
+    """True if `.data` of a tensor can be another one: not, if just one of them is on the meta device."""
+    return bool(_takes_data(tensor, value))
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Assign `.data`, the dtype, device and shape of a tensor, whose class may say otherwise what that is."""
+    Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
