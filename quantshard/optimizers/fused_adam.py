@@ -36,8 +36,6 @@ from quantshard.optimizers.state import (
 from quantshard.optimizers.step import Work, rounded_roles
 
 SEED = "rounding_seed"
-UPDATES, VALUES = "updates that were made", "values that were loaded or set"
-"""What states hold that new ones would not."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -320,7 +318,7 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             guards.check_alike(param, unscaled_state, name, state_name)
         assign(held, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
-        self._kept = VALUES
+        self._kept = members.VALUES
 
     def _state_of(self, param: Tensor, state_name: str) -> State:
         self._follow()
@@ -363,7 +361,7 @@ class FusedAdam(torch.optim.Optimizer):
         """
         self._follow()
         if loading.load(self, state_dict, self._names, loading.fused_adam_options):
-            self._kept = VALUES
+            self._kept = members.VALUES
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
@@ -412,7 +410,7 @@ class FusedAdam(torch.optim.Optimizer):
             return loss
         self._kernels.finished()
         if any(item.grad is not None for item in work):
-            self._kept = UPDATES
+            self._kept = members.UPDATES
         for item in work:
             self._versions[item.param] = guards.weight_version(item.param)
         return loss

@@ -353,16 +353,14 @@ def _flags_of(
         no = torch.zeros((), dtype=torch.float32, device=device)
         columns = [no] * len(grads)
         for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
-            chosen = [
-                at
+            chosen = {
+                at: private_torch.local_tensor(grad)
                 for at, (param, grad) in enumerate(zip(params, grads, strict=True))
                 if grad is not None and _is_wide(param) is wide
-            ]
-            if chosen:
-                given = [private_torch.local_tensor(grads[at]) for at in chosen]
-                found = compute.exceeding(given, largest).to(device).unbind()
-                for at, value in zip(chosen, found, strict=True):
-                    columns[at] = value
+            }
+            found = compute.exceeding(list(chosen.values()), largest).to(device).unbind() if chosen else ()
+            for at, value in zip(chosen, found, strict=True):
+                columns[at] = value
         exceeding = torch.stack(columns)
     flags[2].copy_(exceeding)
     return flags

@@ -148,7 +148,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _kept(self) -> str:
         """What the states hold that new ones would not."""
         updates = max((int(self.state[param][UPDATES]) for param in self._masters if param in self.state), default=0)
-        return f"{updates} updates" if updates > 0 else "values that were loaded" if self._is_assigned else ""
+        return members.UPDATES if updates > 0 else members.VALUES if self._is_assigned else ""
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Give a group's parameters names and masters."""

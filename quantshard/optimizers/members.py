@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from quantshard import amax
 from quantshard.errors import ConfigurationError
 
+UPDATES, VALUES = "updates that were made", "values that were loaded or set"
+"""What states may hold that new ones would not."""
+
 
 class Replaced(NamedTuple):
     """A parameter whose place in a group another has taken."""

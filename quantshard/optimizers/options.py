@@ -32,8 +32,9 @@ def check_adam(where: str, group: Mapping[str, Any], ratio_matters: bool = False
     beta1, beta2 = betas(where, group["betas"])
     if ratio_matters and largest_ratio(beta1, beta2) == math.inf:
         raise ConfigurationError(
-            f"{where}(betas={(beta1, beta2)}): with beta1**2 >= beta2 there is no bound on an update, and exp_avg_dtype "
-            "is so much coarser than exp_avg_sq_dtype that it needs one; choose a larger beta2, or the same dtype"
+            f"{where}(betas={(beta1, beta2)}): with beta1**2 >= beta2 there is no bound on an update, and "
+            "exp_avg_dtype is so much coarser than exp_avg_sq_dtype that it needs one; choose a larger beta2, or the "
+            "same dtype"
         )
     for name in ("lr", "eps", "weight_decay") if reads_rate else ("eps", "weight_decay"):
         _check_number(where, name, group[name])

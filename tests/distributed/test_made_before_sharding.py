@@ -6,6 +6,7 @@ is followed, with its own function for the last of them, on 1, 2 and 3 ranks; no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard import components, private_torch
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
@@ -124,6 +125,13 @@ def refused() -> dict[str, str]:
     shard(model)
     optimizer.param_groups[0]["params"] = list(model.parameters())
     told["one rank"] = message_of(optimizer.state_dict, ConfigurationError)
+    optimizer = FusedAdam(model.named_parameters())
+    if rank == 0:
+        model[2].bias.grad = cut_like(model[2].bias, torch.ones(7))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "none of this optimizer's")  # one has, on another rank
+        if torch.distributed.get_world_size() > 1:
+            message_of(optimizer.step, RankMismatchError)
     return told
 
 
@@ -148,7 +156,7 @@ def test_an_optimizer_from_before_trains_as_one_from_after() -> None:
             assert words in told["one rank"], (ranks, rank)
 
 
-# ------------------------------------------------------------------------------------------ masters that are set by hand
+# --------------------------------------------------------------------------------------- masters that are set by hand
 
 
 def seeded(way: str) -> tuple[dict[str, str], dict[str, str]]:

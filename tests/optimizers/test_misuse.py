@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard import Linear, autocast, quantized_model_init
+from quantshard import GroupedLinear, Linear, autocast, components, quantized_model_init
 from quantshard.errors import ConfigurationError, NonFiniteGradientError
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from tests.test_tensor import same
@@ -327,6 +327,22 @@ def test_of_several_optimizers_each_speaks_for_itself(make):
     first, second = (make([param]) for param in params)
     give(1.0, params[0])
     assert not warned(first.step) and len(warned(second.step)) == 1
+
+
+@every_optimizer
+def test_experts_without_tokens(make):
+    """All tokens go to one of three: it trains, and nothing is said of the others."""
+    with quantized_model_init(recipe="mxfp8"):
+        model = GroupedLinear(3, 32, 32, bias=False, params_dtype=torch.bfloat16)
+    optimizer = make(model.named_parameters())
+    before = [components.storage_of(p).dequantize() for p in model.parameters()]
+    with autocast(recipe="mxfp8"):
+        model(torch.randn(4, 32, dtype=torch.bfloat16), [0, 4, 0]).sum().backward()
+    assert not warned(optimizer.step)
+    moved = [
+        not same(a, components.storage_of(p).dequantize()) for a, p in zip(before, model.parameters(), strict=True)
+    ]
+    assert moved[1]
 
 
 @every_optimizer
