@@ -326,7 +326,7 @@ class _Recorder(FileSystemBase):
                 written = _Written(stream) if mode == "wb" else None
                 yield written or stream
         except Exception as error:  # torch.save makes another of what a stream raises
-            cause = error if isinstance(error, OSError) else written and written.failure
+            cause = error if isinstance(error, OSError) else None if written is None else written.failure
             if cause is None:
                 raise
             raise OSError(cause.errno, why(cause), os.fspath(path)) from error

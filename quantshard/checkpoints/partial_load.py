@@ -107,13 +107,18 @@ def _mark(marked: nn.Module | Optimizer, mark: str) -> None:
         _hooks[marked] = [
             marked.register_step_pre_hook(_refuse),
             marked.register_state_dict_pre_hook(_refuse),
-            marked.register_load_state_dict_post_hook(_unmark),  # which raises before it writes, or writes all
+            marked.register_load_state_dict_post_hook(_loaded),
         ]
     else:
         _hooks[marked] = [
             marked.register_forward_pre_hook(_refuse, prepend=True),
             marked.register_state_dict_pre_hook(_refuse),
         ]
+
+
+def _loaded(optimizer: Optimizer) -> None:
+    """Its `load_state_dict` raises before it writes, or writes all."""
+    _unmark(optimizer)
 
 
 def _unmark(marked: nn.Module | Optimizer) -> str | None:

@@ -229,6 +229,6 @@ def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: b
     return planner.left_out
 
 
-def _lacks_memory(error: Exception) -> bool:
+def _lacks_memory(error: BaseException) -> bool:
     found = [f for f, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     return any(isinstance(each, MemoryError | torch.OutOfMemoryError) for each in found)

@@ -161,8 +161,11 @@ def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
                 key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
             )
     else:
-        kind = Annotated[_ANNOTATIONS[TYPES[name]], typer.Option(show_default=False, **about)]
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        annotation: Any = _ANNOTATIONS[TYPES[name]]
+        option = typer.Option(show_default=False, **about)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
+        )
 
 
 def _with_flags(command: Any) -> Any:
