@@ -10,14 +10,32 @@
      |-- TorchVersionError (also a RuntimeError)    this version of PyTorch lacks what a feature needs
      `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients, too often or unskippable
 
-Each message says what happened, to which tensor, with which numbers, and what to do next.
+Each message says what happened, to which tensor, with which numbers, and what to do next. It may have names from files
+of other people in it, and is shown by terminals: what a terminal would obey is escaped here, for all errors at once.
 """
 
 from __future__ import annotations
 
 
+def printable(text: str, but: str = "") -> str:
+    """A text as it may be shown on one line of a terminal: all but printable characters are escaped, as `repr` does it.
+
+    That is control characters and so escape sequences, ends of lines, surrogates, and what reorders or hides text. A
+    backslash stays one, so that nothing is escaped twice. Brackets stay too: a library that reads markup in them, as
+    rich does, is to be given a `rich.text.Text`. `but`: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class QuantshardError(Exception):
     """Base of all errors that quantshard raises on purpose."""
+
+    _kept = "\n"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(arg, but=self._kept) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigurationError(QuantshardError, ValueError):
@@ -40,7 +58,9 @@ class FallbackError(QuantshardError, RuntimeError):
 
 
 class CheckpointError(QuantshardError, RuntimeError):
-    """A checkpoint is missing, damaged, or of another model or recipe."""
+    """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line."""
+
+    _kept = ""
 
 
 class RankMismatchError(QuantshardError, RuntimeError):

@@ -25,7 +25,7 @@ PACKAGE = "quantshard"
 
 LAYERS = {
     **dict.fromkeys(["formats", "errors", "limits"], 0),
-    **dict.fromkeys(["sharding", "numerics", "distributions", "kernels"], 1),
+    **dict.fromkeys(["foreign", "sharding", "numerics", "distributions", "kernels"], 1),
     **dict.fromkeys(["recipe", "recipe_arguments", "compute", "storage", "sources", "private_torch"], 2),
     **dict.fromkeys(
         ["tensor", "ops", "arithmetic", "components", "distribute", "amax", "operands", "backend", "replicas"], 3

@@ -1,0 +1,206 @@
+"""Files that anybody may have written: the one place that opens them, and the texts and objects that they hold.
+
+What is opened is a regular file: not a pipe or a device, which would be waited for or never end, and no link, which
+could lead anywhere (but for those of Hugging Face's cache, which lead to its own `blobs`). Whoever reads a whole file
+says how long it may be; that is looked at before anything is read, so that memory is bounded by it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import stat
+import sys
+from typing import Any, BinaryIO, Final
+
+from quantshard.errors import ConfigurationError, QuantshardError, printable
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["LIMITS", "open_regular", "printable", "read_json", "read_regular", "read_toml"]
+
+Path_ = str | os.PathLike[str]
+
+_MIB = 1 << 20
+LIMITS: Final = {
+    "metadata": 256 * _MIB,
+    "manifest": 16 * _MIB,
+    "index": 64 * _MIB,
+    "configuration": _MIB,
+    "settings": _MIB,
+}
+"""Bytes that a file of each kind may have: DCP's `.metadata`, `manifest.json`, the index of safetensors, `config.json`
+and its like, TOML."""
+
+_BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
+"""Where a link in Hugging Face's cache leads: from snapshots/REVISION/FILE to blobs/HASH."""
+
+_KEY: Final = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
+_LONG_KEY: Final = re.compile(rf"(?<![\w-]){_KEY}(?:[ \t]*\.[ \t]*{_KEY}){{64}}")
+"""A dotted key of more parts than any of ours; `tomllib` takes quadratic time for such."""
+
+
+def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading; anything else is refused before it is opened, and never waited for.
+
+    Args:
+        limit: bytes that it may have.
+        follow: whether a link is followed, as for a path that the user has named. What lies in a folder that came from
+            somebody else is not followed.
+
+    Raises:
+        OSError: it is missing, cannot be opened, is no regular file or too long; `strerror` says so.
+    """
+    try:
+        place = os.fspath(path)
+        if not follow:
+            place = _blob(place) or place
+        _check(os.stat(place, follow_symlinks=follow), path, limit)
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        handle = os.open(place, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
+    except ValueError:  # a null byte, a surrogate
+        raise OSError(errno.EINVAL, "that is no name of a file", path) from None
+    try:
+        _check(os.fstat(handle), path, limit)  # it may be another one by now
+        return io.BufferedReader(io.FileIO(handle))
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _blob(place: str) -> str | None:
+    """The file in the cache of Hugging Face's hub that a link there stands for; None for all other paths."""
+    try:
+        found = _BLOB.fullmatch(os.readlink(place).replace(os.sep, "/"))
+    except OSError:
+        return None
+    folder = os.path.dirname(os.path.abspath(place))
+    snapshots = os.path.dirname(folder)
+    if found is None or os.path.basename(snapshots) != "snapshots":
+        return None
+    blobs = os.path.join(os.path.dirname(snapshots), "blobs")
+    return None if os.path.islink(blobs) else os.path.join(blobs, found[1])
+
+
+def _check(found: os.stat_result, path: Path_, limit: int | None) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed here", path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file but a pipe, a device or a socket", path)
+    if limit is not None and found.st_size > limit:
+        raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, and at most {limit} are read of such a file", path)
+
+
+def regular_content(path: Path_, limit: int, *, follow: bool = False) -> bytes:
+    """The content of a regular file; see `open_regular`.
+
+    Raises:
+        OSError: it cannot be read; `strerror` says why.
+    """
+    with open_regular(path, limit=limit, follow=follow) as file:
+        length = os.fstat(file.fileno()).st_size
+        content = file.read(length + 1)
+    if len(content) > length:
+        raise OSError(errno.EIO, "it grew while it was read", path)
+    return content
+
+
+def read_regular(
+    path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
+) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
+
+    Args:
+        raising: the error that says what is wrong.
+        follow: whether a link is followed, as for a path that the user has named.
+
+    Raises:
+        QuantshardError: of the kind `raising`; it is missing, no regular file, too long, or cannot be read.
+    """
+    try:
+        return regular_content(path, limit, follow=follow)
+    except OSError as error:
+        raise raising(f"cannot read {os.fspath(path)}: {error.strerror or error}") from None
+
+
+def read_json(
+    path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
+) -> dict[str, Any]:
+    """The object in a JSON file; see `read_regular`.
+
+    Raises:
+        QuantshardError: of the kind `raising`; it cannot be read, or is no JSON object.
+    """
+    return json_object(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising)
+
+
+def json_object(content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError) -> dict[str, Any]:
+    """The object that is the content of a JSON file; a name that stands in one object twice is refused.
+
+    Raises:
+        QuantshardError: of the kind `raising`; it is not one. `where` it is from is said.
+    """
+    try:
+        found = json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
+    except (ValueError, RecursionError) as error:
+        raise raising(f"{where} is not JSON: {_line(error)}") from None
+    if not isinstance(found, dict):
+        raise raising(f"{where} is not a JSON object")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(1 << 63) <= (found := int(text)) < 1 << 64:
+        raise ValueError(f"the number {text:.20} has more than 64 bits")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"an object has two entries {twice!r:.80}")
+    return found
+
+
+def read_toml(
+    path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
+) -> dict[str, Any]:
+    """What a TOML file says; see `read_regular`.
+
+    Raises:
+        QuantshardError: of the kind `raising`; it cannot be read, or is not TOML.
+    """
+    content = read_regular(path, limit, raising=raising, follow=follow)
+    try:
+        text = content.decode("utf-8")
+        if _LONG_KEY.search(text):
+            raise ValueError("a dotted key has more than 64 parts")
+        found = tomllib.loads(text)
+        _check_integers(found)
+        return found
+    except (ValueError, RecursionError) as error:
+        raise raising(f"{os.fspath(path)} is not TOML: {_line(error)}") from None
+
+
+def _check_integers(found: dict[str, Any]) -> None:
+    """As TOML wants it; `tomllib` reads longer ones, which cannot even be printed."""
+    waiting: list[Any] = [found]
+    for value in waiting:
+        if isinstance(value, dict | list):
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError("a number has more than 64 bits")
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
