@@ -23,7 +23,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["LIMITS", "open_regular", "printable", "read_json", "read_regular", "read_toml"]
+__all__ = [
+    "LIMITS",
+    "open_regular",
+    "printable",
+    "read_json",
+    "read_regular",
+    "read_toml",
+    "regular_content",
+    "regular_size",
+]
 
 Path_ = str | os.PathLike[str]
 
@@ -57,21 +66,37 @@ def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False)
     Raises:
         OSError: it is missing, cannot be opened, is no regular file or too long; `strerror` says so.
     """
-    try:
-        place = os.fspath(path)
-        if not follow:
-            place = _blob(place) or place
-        _check(os.stat(place, follow_symlinks=follow), path, limit)
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        handle = os.open(place, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
-    except ValueError:  # a null byte, a surrogate
-        raise OSError(errno.EINVAL, "that is no name of a file", path) from None
+    place, _ = _found(path, limit, follow)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(place, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
     try:
         _check(os.fstat(handle), path, limit)  # it may be another one by now
         return io.BufferedReader(io.FileIO(handle))
     except BaseException:
         os.close(handle)
         raise
+
+
+def regular_size(path: Path_, *, follow: bool = False) -> int:
+    """The length of a regular file; see `open_regular`.
+
+    Raises:
+        OSError: it is missing, or no regular file.
+    """
+    return _found(path, None, follow)[1]
+
+
+def _found(path: Path_, limit: int | None, follow: bool) -> tuple[str, int]:
+    """Where a regular file is to be opened, and its length."""
+    place = os.fspath(path)
+    try:
+        if not follow:
+            place = _blob(place) or place
+        found = os.stat(place, follow_symlinks=follow)
+    except ValueError:  # a null byte, a surrogate
+        raise OSError(errno.EINVAL, "that is no name of a file", path) from None
+    _check(found, path, limit)
+    return place, found.st_size
 
 
 def _blob(place: str) -> str | None:
