@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Mapping
 from typing import Any, BinaryIO, Final
 
 from quantshard.errors import ConfigurationError, QuantshardError, printable
@@ -195,6 +196,62 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"an object has two entries {twice!r:.80}")
     return found
+
+
+class Fields:
+    """The fields of a mapping from a file, each read as what it has to be; one that is missing or null is None.
+
+    Args:
+        content: the mapping.
+        where: the file, for the errors.
+        raising: their class.
+
+    Raises:
+        QuantshardError: of the kind `raising`, by every method: a field is something else. It and its value are named.
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], where: str, raising: type[QuantshardError] = ConfigurationError
+    ) -> None:
+        self.content, self.where, self.raising = content, where, raising
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        """A whole number of a range."""
+        value = self.content.get(name)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise self.wrong(name, f"an integer from {least} to {most}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false; false where it is missing."""
+        value = self.content.get(name)
+        if value is not None and type(value) is not bool:
+            raise self.wrong(name, "true or false")
+        return bool(value)
+
+    def text(self, name: str) -> str | None:
+        """A text."""
+        value = self.content.get(name)
+        if value is not None and type(value) is not str:
+            raise self.wrong(name, "a text")
+        return value
+
+    def table(self, name: str) -> dict[str, Any] | None:
+        """A mapping."""
+        value = self.content.get(name)
+        if value is not None and type(value) is not dict:
+            raise self.wrong(name, "an object")
+        return value
+
+    def wrong(self, name: str, wanted: str) -> QuantshardError:
+        """The error that says what a field is and what it must be."""
+        return self.raising(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {wanted}")
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value from a file for a message, cut if it is long."""
+    text = repr(value)
+    return printable(text if len(text) <= most else text[: most - 3] + "...")
 
 
 def read_toml(
