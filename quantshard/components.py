@@ -85,8 +85,10 @@ def read_format_tag(tag: Tensor) -> str:
     """The format's name in a tag.
 
     Raises:
-        CheckpointError: the tag has a version that this release does not know.
+        CheckpointError: the tag has a version that this release does not know, or is no tag.
     """
+    if tag.dtype != torch.uint8 or tag.numel() != FORMAT_TAG_BYTES:
+        raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
     version, *padded, _ = tag.reshape(-1).tolist()
     if version != CHECKPOINT_VERSION:
         raise CheckpointError(

@@ -33,9 +33,16 @@ class QuantshardError(Exception):
     """Base of all errors that quantshard raises on purpose."""
 
     _kept = "\n"
+    _longest = 1 << 20
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(arg, but=self._kept) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(self._shown(arg) if isinstance(arg, str) else arg for arg in args))
+
+    def _shown(self, text: str) -> str:
+        """A message: what is cut from one that is too long, by a name that is, is in the middle."""
+        found = printable(text, but=self._kept)
+        half = self._longest // 2
+        return found if len(found) <= self._longest else f"{found[:half]}...{found[-half:]}"
 
 
 class ConfigurationError(QuantshardError, ValueError):
@@ -58,9 +65,9 @@ class FallbackError(QuantshardError, RuntimeError):
 
 
 class CheckpointError(QuantshardError, RuntimeError):
-    """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line."""
+    """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line of some length."""
 
-    _kept = ""
+    _kept, _longest = "", 4000
 
 
 class RankMismatchError(QuantshardError, RuntimeError):

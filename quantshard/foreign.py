@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Mapping
 from typing import Any, BinaryIO, Final
 
 from quantshard.errors import ConfigurationError, QuantshardError, printable
@@ -23,7 +24,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["LIMITS", "open_regular", "printable", "read_json", "read_regular", "read_toml"]
+__all__ = [
+    "LIMITS",
+    "open_regular",
+    "printable",
+    "read_json",
+    "read_regular",
+    "read_toml",
+    "regular_content",
+    "regular_size",
+]
 
 Path_ = str | os.PathLike[str]
 
@@ -57,21 +67,37 @@ def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False)
     Raises:
         OSError: it is missing, cannot be opened, is no regular file or too long; `strerror` says so.
     """
-    try:
-        place = os.fspath(path)
-        if not follow:
-            place = _blob(place) or place
-        _check(os.stat(place, follow_symlinks=follow), path, limit)
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        handle = os.open(place, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
-    except ValueError:  # a null byte, a surrogate
-        raise OSError(errno.EINVAL, "that is no name of a file", path) from None
+    place, _ = _found(path, limit, follow)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(place, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
     try:
         _check(os.fstat(handle), path, limit)  # it may be another one by now
         return io.BufferedReader(io.FileIO(handle))
     except BaseException:
         os.close(handle)
         raise
+
+
+def regular_size(path: Path_, *, follow: bool = False) -> int:
+    """The length of a regular file; see `open_regular`.
+
+    Raises:
+        OSError: it is missing, or no regular file.
+    """
+    return _found(path, None, follow)[1]
+
+
+def _found(path: Path_, limit: int | None, follow: bool) -> tuple[str, int]:
+    """Where a regular file is to be opened, and its length."""
+    place = os.fspath(path)
+    try:
+        if not follow:
+            place = _blob(place) or place
+        found = os.stat(place, follow_symlinks=follow)
+    except ValueError:  # a null byte, a surrogate
+        raise OSError(errno.EINVAL, "that is no name of a file", path) from None
+    _check(found, path, limit)
+    return place, found.st_size
 
 
 def _blob(place: str) -> str | None:
@@ -170,6 +196,62 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"an object has two entries {twice!r:.80}")
     return found
+
+
+class Fields:
+    """The fields of a mapping from a file, each read as what it has to be; one that is missing or null is None.
+
+    Args:
+        content: the mapping.
+        where: the file, for the errors.
+        raising: their class.
+
+    Raises:
+        QuantshardError: of the kind `raising`, by every method: a field is something else. It and its value are named.
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], where: str, raising: type[QuantshardError] = ConfigurationError
+    ) -> None:
+        self.content, self.where, self.raising = content, where, raising
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        """A whole number of a range."""
+        value = self.content.get(name)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise self.wrong(name, f"an integer from {least} to {most}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false; false where it is missing."""
+        value = self.content.get(name)
+        if value is not None and type(value) is not bool:
+            raise self.wrong(name, "true or false")
+        return bool(value)
+
+    def text(self, name: str) -> str | None:
+        """A text."""
+        value = self.content.get(name)
+        if value is not None and type(value) is not str:
+            raise self.wrong(name, "a text")
+        return value
+
+    def table(self, name: str) -> dict[str, Any] | None:
+        """A mapping."""
+        value = self.content.get(name)
+        if value is not None and type(value) is not dict:
+            raise self.wrong(name, "an object")
+        return value
+
+    def wrong(self, name: str, wanted: str) -> QuantshardError:
+        """The error that says what a field is and what it must be."""
+        return self.raising(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {wanted}")
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value from a file for a message, cut if it is long."""
+    text = repr(value)
+    return printable(text if len(text) <= most else text[: most - 3] + "...")
 
 
 def read_toml(

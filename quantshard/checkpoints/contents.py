@@ -71,8 +71,7 @@ def groups(reader: SafeReader) -> list[Group]:
     for key, entry in entries.items():
         weight = key.removesuffix(FORMAT_SUFFIX)
         if key.endswith(FORMAT_SUFFIX) and _is_tag(entry) and weight in entries:
-            ((_, tag),) = reader.pieces(key)
-            found[weight] = _weight(weight, tag, entries)
+            found[weight] = _weight(weight, reader.tensor(key), entries)
     for key, entry in entries.items():
         if STATE_MARK in key and key + _SCALE_SUFFIX in entries and isinstance(entry, TensorStorageMetadata):
             cell = STATE_CELLS.get(entry.properties.dtype)
@@ -93,25 +92,31 @@ def _is_tag(entry: STORAGE_TYPES) -> bool:
 
 def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> Group:
     others = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (KEY, DRAWS, AMAX_HISTORY))]
-    there = tuple(key for key in others if key in entries)
+    there = tuple(key for key in others if isinstance(entries.get(key), TensorStorageMetadata))
     try:
         text = read_format_tag(tag)
     except CheckpointError as error:
-        return Group(name, f"version {int(tag.reshape(-1)[0])}", None, None, {"codes": name}, there, (str(error),))
+        what = f"version {int(tag[0])}" if tag.dtype == torch.uint8 else str(tag.dtype)
+        return Group(name, what, None, None, _codes_alone(name, entries), there, (str(error),))
     fmt, keeps_amaxes = format_of_tag(text)
     if fmt is None:
         unknown = f"its format {text!r:.40} is none that this quantshard knows"
-        return Group(name, repr(text)[:40], None, None, {"codes": name}, there, (unknown,))
-    lacking = [key for key in others[:3] if key not in entries]
-    if keeps_amaxes:
-        lacking += [key for key in others[3:] if key not in entries]
+        return Group(name, repr(text)[:40], None, None, _codes_alone(name, entries), there, (unknown,))
+    lacking = [key for key in others[: 4 if keeps_amaxes else 3] if key not in there]
     codes = entries[name]
     size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])
-    if len(size) != 2:
-        return Group(name, text, fmt, None, {"codes": name}, there, (f"its codes have the shape {list(size)}",))
-    shape = (size[0], size[1] * fmt.by_name["codes"].covers[1] - int(tag.reshape(-1)[-1]))
+    packed, padding = fmt.by_name["codes"].covers[1], int(tag[-1])
+    if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
+        line = f"its codes have the shape {list(size)}, and its format tag says {padding} of padding"
+        return Group(name, text, None, None, _codes_alone(name, entries), there, (line,))
+    shape = (size[0], size[1] * packed - padding)
     wrong = tuple(f"{key} is missing" for key in lacking)
     return _with_parts(name, text, fmt, shape, entries, there, wrong)
+
+
+def _codes_alone(name: str, entries: Mapping[str, STORAGE_TYPES]) -> dict[str, str]:
+    """The parts of a weight whose format is not known."""
+    return {"codes": name} if isinstance(entries[name], TensorStorageMetadata) else {}
 
 
 def _with_parts(
@@ -164,7 +169,7 @@ def figures(reader: SafeReader, group: Group) -> Figures:
             _count(found, component, reader, key)
         else:
             second *= _measure(found, component, reader, key)
-    if group.format is not None and group.shape is not None and found.elements:
+    if group.format is not None and group.shape is not None and found.elements and not group.wrong:
         copies = len(group.format.copies)
         padding = found.elements - copies * math.prod(group.shape)
         found.elements, found.zeros = found.elements - padding, found.zeros - padding  # pads are codes of zero

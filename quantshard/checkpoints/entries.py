@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -33,6 +34,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Every dtype by its full name; `torch.half` and other second names are `torch.float16`."""
 
+NO_TENSORS = frozenset(dtype for name, dtype in DTYPES.items() if re.fullmatch(r"torch\.(q\w+|u?int[1-7])", name))
+"""Dtypes of which PyTorch cannot copy a tensor by itself: those of integers in a scale, and of fewer bits than 8."""
+
 _TYPED_STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
@@ -48,8 +52,13 @@ _ORDERED = "collections.OrderedDict"
 
 _LOCAL_HEADER = 30  # bytes before the name of a record
 _DEPTH, _DIMS = 32, 64
+_MOST = 1 << 62
+EMPTY_EXTENT = 1 << 24
+"""What the dims of a tensor without elements may multiply to, but for those that are 0."""
+
 _NODES_PER_BYTE = 16
-"""Values that an entry may have for each of its bytes; more come of containers that hold each other many times."""
+"""Values, and bytes made of texts, that an entry may have for each of its bytes; more come of containers that hold each
+other many times, and of one text that is made bytes many times."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +207,7 @@ class _Values:
         self.storages: dict[str, Tensor] = {}
 
     def value(self, raw: Any) -> Any:
-        self.budget -= 1
-        if self.budget < 0 or self.depth > _DEPTH:
-            raise CheckpointError("its objects are nested too deeply, or hold each other")
+        self.spend(1)
         if raw is None or isinstance(raw, bool | int | float | str | bytes):
             return raw
         self.depth += 1
@@ -208,11 +215,25 @@ class _Values:
         self.depth -= 1
         return found
 
+    def spend(self, work: int) -> None:
+        """Count what is made, so that it is linear in what is stored."""
+        self.budget -= work
+        if self.budget < 0 or self.depth > _DEPTH:
+            raise CheckpointError("its objects are nested too deeply, or hold each other")
+
+    def keys(self, raw: Iterable[Any]) -> list[Any]:
+        """What a dict or set can be made of."""
+        found = list(map(self.value, raw))
+        pickles.check_keys(found)
+        return found
+
     def _container(self, raw: Any) -> Any:
-        if isinstance(raw, list | tuple | set):
+        if isinstance(raw, list | tuple):
             return type(raw)(map(self.value, raw))
+        if isinstance(raw, set):
+            return set(self.keys(raw))
         if isinstance(raw, dict):
-            return {self.value(key): self.value(value) for key, value in raw.items()}
+            return dict(zip(self.keys(raw), map(self.value, raw.values()), strict=True))
         if raw.args is None:
             if raw.name not in DTYPES:
                 raise CheckpointError(f"it holds {raw.name}, which is no value")
@@ -238,10 +259,10 @@ class _Values:
         pid, offset, size, stride = raw.args[:4]
         typed = raw.name == _TENSOR
         rest = raw.args[6:] if typed else raw.args[7:]
-        if any(rest) or not (_is_count(offset) and _are_counts(size) and _are_counts(stride)):
+        if any(rest) or not (_is_count(offset) and is_shape(size) and _are_counts(stride)):
             raise ValueError
-        dtype, storage = self._storage(pid, None if typed else DTYPES[raw.args[6].name])
-        if len(size) != len(stride):
+        dtype, storage = self._storage(pid, None if typed else DTYPES[_name(raw.args[6])])
+        if len(size) != len(stride) or dtype in NO_TENSORS:
             raise ValueError
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if math.prod(size) else -1
         if math.prod(size) * dtype.itemsize > storage.numel() or (last + 1) * dtype.itemsize > storage.numel():
@@ -256,8 +277,8 @@ class _Values:
         if kind != "storage" or type(key) is not str:
             raise ValueError
         if dtype is None:
-            dtype = _TYPED_STORAGES[storage.name]
-        elif storage.name != _UNTYPED:
+            dtype = _TYPED_STORAGES[_name(storage)]
+        elif _name(storage) != _UNTYPED:
             raise ValueError
         if key not in self.storages:
             self.storages[key] = self.archive.storage(f"data/{key}")
@@ -271,19 +292,22 @@ class _Values:
 
     def set(self, raw: Record) -> set[Any]:
         (values,) = raw.args
-        return set(map(self.value, values))
+        if type(values) is not list:
+            raise ValueError
+        return set(self.keys(values))
 
     def bytes(self, raw: Record) -> bytes:
         text, encoding = raw.args
         if type(text) is not str or encoding != "latin1":
             raise ValueError
+        self.spend(len(text))
         return text.encode("latin1")
 
     def size(self, raw: Record) -> torch.Size:
         return size_of(raw)
 
     def device(self, raw: Record) -> torch.device:
-        if not all(type(arg) in (str, int) for arg in raw.args):
+        if not all(type(arg) is str or _is_count(arg) for arg in raw.args):
             raise ValueError
         return torch.device(*raw.args)
 
@@ -302,12 +326,28 @@ def size_of(raw: object) -> torch.Size:
     return torch.Size(dims)
 
 
+def is_shape(value: object) -> bool:
+    """Whether sizes, of any types, can be those of a tensor: so many elements can be counted, and where there are none,
+    the other dims are not so large that whoever walks them does not come to an end."""
+    if not _are_counts(value):
+        return False
+    extent = math.prod(size for size in value if size)  # type: ignore[attr-defined]
+    return extent <= (EMPTY_EXTENT if 0 in value else _MOST)  # type: ignore[operator]
+
+
+def _name(raw: object) -> str:
+    """The name of what stands for itself."""
+    if type(raw) is not Record or raw.args is not None:
+        raise ValueError
+    return raw.name
+
+
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < _MOST
 
 
 def _are_counts(values: object) -> bool:
-    return type(values) is tuple and len(values) <= _DIMS and all(map(_is_count, values))
+    return isinstance(values, tuple) and len(values) <= _DIMS and all(map(_is_count, values))
 
 
 _MAKERS: dict[str, Callable[[_Values, Record], Any]] = {

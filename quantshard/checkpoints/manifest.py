@@ -21,6 +21,7 @@ import xxhash
 
 from quantshard.checkpoints.store import Path_, is_inside, locate, why
 from quantshard.errors import CheckpointError
+from quantshard.foreign import LIMITS, json_object
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -72,14 +73,9 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, or of a newer version, which is named by its number.
         """
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where} is damaged: it is not JSON ({error}); choose another checkpoint") from None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{where} is damaged: it holds no JSON object; choose another checkpoint")
+        content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", CheckpointError)
         version = content.get("quantshard")
-        if isinstance(version, int) and version > VERSION:
+        if _is_count(version, VERSION + 1):
             raise CheckpointError(
                 f"{where} is of version {version}, and this quantshard reads versions up to {VERSION}; install a newer "
                 "quantshard"
@@ -90,6 +86,10 @@ class Manifest:
         rest: dict[str, Any] = {name: content.get(name) for name in _FIELDS}
         return cls(files, **rest)
 
+
+_MOST = {"world_size": 1 << 31, "step": 1 << 62}
+_LONGEST = 200
+"""Characters of a text in a manifest."""
 
 _FIELDS: dict[str, tuple[type, ...]] = {
     "world_size": (int,),
@@ -107,10 +107,13 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
         return f"its version is {content.get('quantshard')!r:.80}, not a number"
     for name, types in _FIELDS.items():
         value = content.get(name)
-        if not isinstance(value, types) or isinstance(value, bool):
+        is_count = type(value) is not int or _is_count(value, most=_MOST[name])
+        is_text = type(value) is not str or len(value) <= _LONGEST
+        if type(value) not in types or not is_count or not is_text:
             return f"{name} is {value!r:.80}"
-    if not all(_is_count(size) for size in (content.get("mesh") or {}).values()):
-        return f"mesh is {content['mesh']!r:.80}"
+    for axis, size in (content.get("mesh") or {}).items():
+        if len(axis) > _LONGEST or not _is_count(size, most=_MOST["world_size"]):
+            return f"mesh is {content['mesh']!r:.80}"
     files = content.get("files")
     if not isinstance(files, dict):
         return f"files is {files!r:.80}"
@@ -124,8 +127,13 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: object, least: int = 0, most: int = 1 << 62) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def digest(content: bytes) -> tuple[int, str]:
+    """The length and the checksum of the content of a file."""
+    return len(content), xxhash.xxh3_128(content).hexdigest()
 
 
 def digest_of(path: Path_) -> tuple[int, str]:
@@ -152,7 +160,7 @@ def read(path: Path_) -> Manifest | None:
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
     try:
-        text = store.read(file).decode("utf-8")
+        text = store.read(file, LIMITS["manifest"]).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -186,11 +194,13 @@ def wrong_file(path: Path_, name: str, entry: Entry, contents: bool = True) -> s
     store, folder = locate(path)
     file = store.join(folder, name)
     try:
-        if not store.is_file(file):
-            return f"{file} is missing"
+        if store.leads_out(file, folder):
+            return f"{file} is a link out of the checkpoint"
         length, digest = store.size(file), entry.xxh3_128
         if contents and length == entry.bytes:  # else its content says no more
             length, digest = digest_of(file)
+    except FileNotFoundError:
+        return f"{file} is missing"
     except OSError as error:
         return f"{file} cannot be read ({why(error)})"
     if length != entry.bytes:

@@ -9,8 +9,9 @@ more than the files hold.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from bisect import bisect_right, insort
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from quantshard import private_torch
-from quantshard.checkpoints import pickles
-from quantshard.checkpoints.entries import DTYPES, size_of
+from quantshard.checkpoints import manifest, pickles
+from quantshard.checkpoints.entries import DTYPES, NO_TENSORS, is_shape, size_of
+from quantshard.checkpoints.manifest import Manifest
 from quantshard.checkpoints.pickles import Record
-from quantshard.checkpoints.store import Path_, Store, is_inside, locate
+from quantshard.checkpoints.store import Path_, Store, is_inside, locate, why
 from quantshard.errors import CheckpointError
+from quantshard.foreign import LIMITS
 
 METADATA_FILE = ".metadata"
 
@@ -52,7 +55,7 @@ _NAMES = {
     *_PATHS, *DTYPES,
 }  # fmt: skip
 _PATH_PARTS = 64  # of a nested state dict
-_COMPARISONS = 50_000_000
+_PRIME = (1 << 127) - 1
 
 
 class _Wrong(ValueError):
@@ -67,22 +70,41 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
 
     Raises:
         CheckpointError: there is none; it cannot be read; it names a class that no checkpoint needs; it contradicts
-            itself; or the files are missing, shorter than it says, or out of the directory.
+            itself, or a manifest beside it; or the files are missing, shorter than it says, or out of the directory.
     """
     store, place = locate(path)
-    file = store.join(place, METADATA_FILE)
+    whole = manifest.read(path)
     try:
-        content = store.read(file) if store.is_file(file) else None  # nor a pipe, which would be waited for
-        found = None if content is None else _metadata(pickles.load(content, _NAMES))
-        if found is not None:
-            _check_stored(found, file_sizes(path, found), packed)
+        content = _content(store, place)
+        found = None
+        if content is not None:
+            _check_content(content, whole)
+            found = _metadata(pickles.load(content, _NAMES))
+            _check_stored(found, file_sizes(path, found, whole), packed)
     except (CheckpointError, _Wrong, OSError) as error:
-        raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {error}; choose another checkpoint") from (
+        said = why(error) if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {said}; choose another checkpoint") from (
             error
         )
     if found is None:
         raise CheckpointError(f"{path} is not a complete checkpoint: {_why_none(store, place)}")
     return found
+
+
+def _content(store: Store, place: str) -> bytes | None:
+    try:
+        return store.read(store.join(place, METADATA_FILE), LIMITS["metadata"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _check_content(content: bytes, whole: Manifest | None) -> None:
+    """Compare with the manifest: a changed byte could give each chunk the place of another."""
+    if whole is None:
+        return
+    entry = whole.files.get(METADATA_FILE)
+    if entry is None or (entry.bytes, entry.xxh3_128) != manifest.digest(content):
+        raise _Wrong(f"it is not the file that {manifest.MANIFEST} describes")
 
 
 def _why_none(store: Store, place: str) -> str:
@@ -100,17 +122,23 @@ def _why_none(store: Store, place: str) -> str:
     return f"it has no {METADATA_FILE}, which is written last; choose another"
 
 
-def file_sizes(path: Path_, metadata: Metadata) -> dict[str, int]:
-    """The files that the metadata names, each with its length in bytes."""
+def file_sizes(path: Path_, metadata: Metadata, whole: Manifest | None = None) -> dict[str, int]:
+    """The files that the metadata names, each with its length in bytes, which is that in the manifest."""
     store, place = locate(path)
     sizes = {}
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         file = store.join(place, name)
         if store.leads_out(file, place):
             raise _Wrong(f"its file {_shown(name)} is a link out of the directory")
-        if not store.is_file(file):
-            raise _Wrong(f"its file {_shown(name)} is missing")
-        sizes[name] = store.size(file)
+        try:
+            sizes[name] = store.size(file)
+        except OSError as error:
+            said = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {why(error)}"
+            raise _Wrong(f"its file {_shown(name)} {said}") from error
+        entry = None if whole is None else whole.files.get(name)
+        if whole is not None and (entry is None or entry.bytes != sizes[name]):
+            told = "does not name it" if entry is None else f"says {entry.bytes}"
+            raise _Wrong(f"its file {_shown(name)} has {sizes[name]} bytes, and {manifest.MANIFEST} {told}")
     return sizes
 
 
@@ -125,7 +153,10 @@ def _metadata(raw: object) -> Metadata:
     if sum(_chunk_count(entry) for entry in entries.values()) != len(stored):
         raise _Wrong("it has more or fewer pieces of entries than it says where they are")
     described = {key: _entry(key, entry) for key, entry in entries.items()}
-    where = {_index(key): _info(value) for key, value in stored.items()}
+    pieces = [(_index(key), _info(value)) for key, value in stored.items()]
+    if pickles.has_many_equal(hash(index) for index, _ in pieces):  # by numbers alone, which a file can choose
+        raise _Wrong("it has pieces at places made to have one hash, which would take hours to look up")
+    where = dict(pieces)
     if len(where) != len(stored):
         raise _Wrong("it says twice where one piece is")
     version = fields["version"]
@@ -172,12 +203,16 @@ def _entry(key: str, raw: object) -> TensorStorageMetadata | BytesStorageMetadat
         return BytesStorageMetadata()
     fields = _fields(raw, _TENSOR, "properties", "size", "chunks")
     size, chunks = _size(fields["size"]), []
+    if not is_shape(size):
+        raise _Wrong(f"{_shown(key)} has the shape {list(size)}, which no tensor has")
     if type(fields["chunks"]) is not list:
         raise _Wrong(f"{_shown(key)} has no list of chunks")
     for chunk in fields["chunks"]:
         held = _fields(chunk, _CHUNK, "offsets", "sizes")
         chunks.append(ChunkStorageMetadata(_size(held["offsets"]), _size(held["sizes"])))
     properties = _properties(fields["properties"])
+    if properties.dtype in NO_TENSORS:
+        raise _Wrong(f"{_shown(key)} is of {properties.dtype}, which is not read here")
     if wrong := uncovered(size, chunks):
         raise _Wrong(f"{_shown(key)} {list(size)}: {wrong}")
     return TensorStorageMetadata(properties, size, chunks)
@@ -242,41 +277,44 @@ def _shown(value: object) -> str:
 
 
 def uncovered(size: Sequence[int], chunks: Iterable[ChunkStorageMetadata]) -> str | None:
-    """Why chunks do not cover a tensor exactly once, in words; None if they do."""
+    """Why chunks do not cover a tensor exactly once, in words; None if they do. Time is linear in their number."""
     held, boxes = 0, []
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(size):
             return "its chunks have other dims"
         if any(start + n > whole for start, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             return f"a chunk of {list(chunk.sizes)} at {list(chunk.offsets)} is not inside it"
-        held += math.prod(chunk.sizes)
-        if math.prod(chunk.sizes):
+        if elements := math.prod(chunk.sizes):
+            held += elements
             boxes.append((tuple(chunk.offsets), tuple(chunk.sizes)))
     if held != math.prod(size):
         return f"its shards hold {held} of its {math.prod(size)} elements"
-    return _overlapping(boxes)
-
-
-def _overlapping(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
-    """Two boxes that overlap, in words: each is compared with those that the sweep along one dim has not left."""
-    if len(boxes) < 2:
-        return None
-    if not boxes[0][0]:
-        return "it is stored more than once"
-    dim = max(range(len(boxes[0][0])), key=lambda d: len({box[0][d] for box in boxes}))
-    open_: list[tuple[int, int]] = []
-    boxes, comparisons = sorted(boxes, key=lambda box: box[0][dim]), 0
-    for number, (offsets, sizes) in enumerate(boxes):
-        del open_[: bisect_right(open_, (offsets[dim], len(boxes)))]
-        comparisons += len(open_)
-        if comparisons > _COMPARISONS:
-            return f"its {len(boxes)} chunks are too many to compare"
-        for _, other in open_:
-            theirs, lengths = boxes[other]
-            if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, theirs, lengths, strict=True)):
-                return f"its chunks at {list(theirs)} and {list(offsets)} overlap"
-        insort(open_, (offsets[dim] + sizes[dim], number))
+    if len(boxes) > 1 and _overlap(size, boxes):
+        return f"its {len(boxes)} chunks overlap"
     return None
+
+
+def _overlap(size: Sequence[int], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes that have as many elements as the whole, and lie in it, do not cover each of them once.
+
+    Each row, column and so on gets a random weight, an element the product of those of its dims. Boxes cover the whole
+    once exactly if their weights add up to its weight, whatever the weights are; for random ones modulo a prime of 127
+    bits they do so by chance once in 2**120 times. The sum of the weights from 0 to a border is drawn at once, by a
+    hash with a secret key, so that whoever writes a file cannot aim at it.
+    """
+    key = secrets.token_bytes(32)
+
+    def below(dim: int, border: int) -> int:
+        text = b"%d:%d" % (dim, border)
+        return int.from_bytes(hashlib.blake2b(text, key=key, digest_size=24).digest(), "little") % _PRIME
+
+    def weight(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        found = 1
+        for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+            found = found * (below(dim, start + length) - below(dim, start)) % _PRIME
+        return found
+
+    return (sum(weight(*box) for box in boxes) - weight([0] * len(size), size)) % _PRIME != 0
 
 
 def _check_stored(metadata: Metadata, sizes: Mapping[str, int], packed: bool) -> None:

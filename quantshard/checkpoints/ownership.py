@@ -100,7 +100,7 @@ class Proof:
             return
         file = store.join(folder, OWNER_FILE)
         try:
-            owner = json.loads(store.read(file))
+            owner = json.loads(store.read(file, 1 << 16))
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{file}, which says whose {folder} is, cannot be read ({why(error)}); start the run again to own it"

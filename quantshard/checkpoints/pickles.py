@@ -5,15 +5,19 @@ list that the caller gives, and a call of it becomes a `Record` of the name, the
 caller then checks and makes something of. The operations are those that Python's pickler and torch's write for plain
 values, dataclasses and tensors (protocols 2 to 5); any other is an error, and so is a name that is not in the list.
 
-Time and memory are linear in the length of the pickle. What it gives may be shared, or contain itself.
+Time and memory are linear in the length of the pickle. What it gives may be shared, or contain itself; who walks it
+counts. Dicts and sets take only keys that cannot be made to collide (`check_keys`), and the memo is a list.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container, Iterable
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 from quantshard.errors import CheckpointError
 
@@ -22,6 +26,14 @@ _INTEGER_BYTES = 32
 
 _KEY_LIMIT = 1 << 60
 """Integers from here on may have equal hashes, many of which make a dict slow."""
+
+NUMBER_KEYS = 1 << 14
+"""Keys of one dict or set that may be other than strings. The hash of a string depends on a secret of the process; that
+of a number or a tuple of numbers does not, so that whoever writes a file can have each key tried at the place of all
+others. Few keys, no many of one hash: then that takes a bounded time for each."""
+
+_EQUAL_HASHES = 64
+"""More than that are aimed at: of floats, powers of two have up to 34."""
 
 
 class NeedsCodeError(CheckpointError):
@@ -66,7 +78,8 @@ class _Machine:
         self.data, self.allowed, self.at = data, allowed, 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.numbers: dict[int, tuple[Any, int]] = {}
 
     def run(self) -> Any:
         data, operations, stop = self.data, _BY_CODE, pickle.STOP[0]
@@ -149,8 +162,9 @@ class _Machine:
     def add(self) -> None:
         values = self.pop_mark()
         target = self.stack[-1]
-        if type(target) is not set or not all(map(_is_key, values)):
+        if type(target) is not set:
             raise TypeError
+        self.check_keys(target, values)
         target.update(values)
 
     def set_items(self, items: list[Any]) -> None:
@@ -159,12 +173,31 @@ class _Machine:
             target.items = {} if target.items is None else target.items
             target = target.items
         keys, values = items[::2], items[1::2]
-        if type(target) is not dict or not all(map(_is_key, keys)):
+        if type(target) is not dict:
             raise TypeError
+        self.check_keys(target, keys)
         target.update(zip(keys, values, strict=True))
 
+    def check_keys(self, target: Any, keys: list[Any]) -> None:
+        """Check keys before they are put into a dict or set, which may get others by other operations."""
+        if not all(map(_is_key, keys)):
+            raise TypeError
+        count = sum(type(key) is int for key in keys)
+        if count:
+            _, before = self.numbers.get(id(target), (None, 0))
+            self.numbers[id(target)] = (target, before + count)  # held, so that its id stays its own
+            _check_count(before + count)
+
     def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
+        self.memo.append(self.stack[-1])
+
+    def remember(self, place: int) -> None:
+        if place < len(self.memo):
+            self.memo[place] = self.stack[-1]
+        elif place == len(self.memo):  # as picklers count
+            self.memoize()
+        else:
+            raise IndexError(place)
 
     def frame(self) -> None:
         self.take(8)  # how long it is, which helps whoever reads from a stream
@@ -193,10 +226,7 @@ def _bytes(count: int) -> Callable[[_Machine], None]:
 
 
 def _remember(count: int) -> Callable[[_Machine], None]:
-    def remember(machine: _Machine) -> None:
-        machine.memo[machine.unsigned(count)] = machine.stack[-1]
-
-    return remember
+    return lambda machine: machine.remember(machine.unsigned(count))
 
 
 def _recall(count: int) -> Callable[[_Machine], None]:
@@ -258,4 +288,44 @@ def _is_key(value: Any) -> bool:
     """What may be a key of a dict. No tuple: the hash of a deeply nested one overflows the interpreter's stack."""
     if type(value) is int:
         return -_KEY_LIMIT < value < _KEY_LIMIT
-    return type(value) in (str, bool, bytes, type(None), Record)
+    return type(value) in _SECRET or type(value) is Record
+
+
+_SECRET = (str, bytes, bool, type(None))
+_HASHED = (*_SECRET, int, float, torch.Size, torch.dtype, torch.device)
+
+
+def check_keys(values: Collection[Any]) -> None:
+    """Check what is to be put into a dict or set: plain values, among them tuples that are nested a little at most.
+
+    Raises:
+        CheckpointError: they cannot be, or are such that it would take quadratic time.
+    """
+    if not _are_hashed(values):
+        raise CheckpointError("it has a key that is no plain value")
+    numbers = [hash(value) for value in values if type(value) not in _SECRET]
+    _check_count(len(numbers))
+    if has_many_equal(numbers):
+        raise CheckpointError("it has keys made to have one hash, which would take hours to look up")
+
+
+def _are_hashed(values: Iterable[Any]) -> bool:
+    return all(type(value) in _HASHED or (type(value) is tuple and _are_hashed(value)) for value in values)
+
+
+def has_many_equal(hashes: Iterable[int]) -> bool:
+    """Whether some hash stands there more often than by chance."""
+    ordered, run = sorted(hashes), 0
+    for before, after in pairwise(ordered):
+        run = run + 1 if before == after else 0
+        if run >= _EQUAL_HASHES:
+            return True
+    return False
+
+
+def _check_count(numbers: int) -> None:
+    if numbers > NUMBER_KEYS:
+        raise CheckpointError(
+            f"it has a dict or set with more than {NUMBER_KEYS} numbers as keys, whose hashes can be made to collide; "
+            "save such as a list or a tensor"
+        )

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -87,10 +93,37 @@ class SafeReader(FileSystemReader):
         entry = metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks:
-            index = MetadataIndex(key, chunk.offsets)
-            info = metadata.storage_data[index]
+            info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             with self._open(info.relative_path) as file:
-                yield chunk, self._tensor(file, index, info, calls)
+                yield chunk, self._tensor(file, key, chunk.sizes, info, calls)
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor, put together of its chunks, on the CPU.
+
+        Raises:
+            CheckpointError: naming the entry; it is none, damaged, or not what the metadata say.
+        """
+        entry = self.read_metadata().state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"it has no tensor {key}")
+        found = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk, values in self.pieces(key):
+            found[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = values
+        return found
+
+    def content(self, key: str) -> bytes:
+        """The bytes of an entry that is no tensor.
+
+        Raises:
+            CheckpointError: naming the entry; it is a tensor, or cannot be read.
+        """
+        metadata = self.read_metadata()
+        if not isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata):
+            raise CheckpointError(f"it has no entry {key} but a tensor")
+        info = metadata.storage_data[MetadataIndex(key)]
+        with self._open(info.relative_path) as file:
+            file.seek(info.offset)
+            return file.read(info.length)
 
     def object(self, key: str) -> Any:
         """The plain object in an entry that is no tensor.
@@ -98,10 +131,7 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: naming the entry; it is damaged, or no plain value.
         """
-        info = self.read_metadata().storage_data[MetadataIndex(key)]
-        with self._open(info.relative_path) as file:
-            file.seek(info.offset)
-            return decoded(key, file.read(info.length))
+        return decoded(key, self.content(key))
 
     @contextmanager
     def _open(self, name: str) -> Iterator[BinaryIO]:
@@ -117,7 +147,7 @@ class SafeReader(FileSystemReader):
             file.seek(info.offset)
             planner.load_bytes(item, io.BytesIO(file.read(info.length)))
             return
-        found = self._tensor(file, item.storage_index, info)
+        found = self._tensor(file, key, self._sizes(item.storage_index), info)
         assert isinstance(found, Tensor)
         target = planner.resolve_tensor(item).detach()
         part = found[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
@@ -126,11 +156,20 @@ class SafeReader(FileSystemReader):
         target.copy_(part)
         planner.commit_tensor(item, target)
 
-    def _tensor(self, file: BinaryIO, index: MetadataIndex, info: Any, calls: Collection[str] = ()) -> Tensor | Call:
-        """A chunk, shown to be the tensor that the metadata describe: DCP would cast or cut another."""
+    def _sizes(self, index: MetadataIndex) -> torch.Size:
+        """The sizes of a chunk, which an index hints at."""
         entry = self.read_metadata().state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        size = next(chunk.sizes for chunk in _hinted(entry.chunks, index) if chunk.offsets == index.offset)
+        at = index.index
+        hinted = entry.chunks[at : at + 1] if at is not None and at >= 0 else []
+        return next(chunk.sizes for chunk in (*hinted, *entry.chunks) if chunk.offsets == index.offset)
+
+    def _tensor(
+        self, file: BinaryIO, key: str, size: torch.Size, info: Any, calls: Collection[str] = ()
+    ) -> Tensor | Call:
+        """A chunk, shown to be the tensor that the metadata describe: DCP would cast or cut another."""
+        entry = self.read_metadata().state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
         dtype = entry.properties.dtype
         try:
             found = entries.read(file, info.offset, info.length, calls)
@@ -140,16 +179,8 @@ class SafeReader(FileSystemReader):
                 what = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', ()))}"
                 raise CheckpointError(f"it is {what}, and the metadata say {dtype} {list(size)}")
         except CheckpointError as error:
-            raise CheckpointError(f"{index.fqn} cannot be read: {error}") from error
+            raise CheckpointError(f"{key} cannot be read: {error}") from error
         return found
-
-
-def _hinted(chunks: list[ChunkStorageMetadata], index: MetadataIndex) -> list[ChunkStorageMetadata]:
-    """The chunk at the place that an index hints at, if it is that; else all of them."""
-    at = index.index
-    if at is not None and 0 <= at < len(chunks) and chunks[at].offsets == index.offset:
-        return [chunks[at]]
-    return chunks
 
 
 class SafePlanner(DefaultLoadPlanner):

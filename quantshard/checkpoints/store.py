@@ -15,17 +15,19 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fsspec.core import url_to_fs
 from fsspec.registry import available_protocols
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
+from quantshard.foreign import open_regular, regular_content, regular_size
 
 Path_ = str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
 
+_LONGEST_NAME = 1024
 _HERE = ("file://", "local://")
 _COLLAPSED = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/(?!/)(?P<rest>.*)", re.DOTALL)
 """What pathlib makes of a URL."""
@@ -34,10 +36,16 @@ _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileEx
 
 
 class LocalStore(FileSystem):
-    """A folder on a file system of this machine, or one that it has mounted."""
+    """A folder on a file system of this machine, or one that it has mounted. What is read are regular files alone."""
 
     renames = True
     """Whether a folder is renamed in one move."""
+
+    @contextmanager
+    def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
+        """A file, open while the context lasts."""
+        with open_regular(path) if mode == "rb" else super().create_stream(path, mode) as stream:
+            yield cast(io.IOBase, stream)
 
     def join(self, path: Path_, name: str) -> str:
         """The path of an entry of a folder."""
@@ -59,20 +67,26 @@ class LocalStore(FileSystem):
         return [file.relative_to(path).as_posix() for file in Path(path).rglob("*") if not file.is_dir()]
 
     def is_file(self, path: Path_) -> bool:
-        """True for a file that exists."""
-        return os.path.isfile(path)
+        """True for a regular file."""
+        try:
+            return regular_size(path) >= 0
+        except OSError:
+            return False
 
     def leads_out(self, path: Path_, folder: Path_) -> bool:
-        """True if links make of a path in a folder one outside."""
-        return not Path(path).resolve().is_relative_to(Path(folder).resolve())
+        """True if links make of a folder in a folder one outside. A file that is a link itself is not read anyway."""
+        try:
+            return not Path(path).parent.resolve().is_relative_to(Path(folder).resolve())
+        except (OSError, RuntimeError, ValueError):  # a link to itself, no name of a file
+            return True
 
     def size(self, path: Path_) -> int:
-        """The length of a file."""
-        return os.stat(path).st_size
+        """The length of a regular file."""
+        return regular_size(path)
 
-    def read(self, path: Path_) -> bytes:
-        """The content of a file."""
-        return Path(path).read_bytes()
+    def read(self, path: Path_, limit: int) -> bytes:
+        """The content of a regular file of at most `limit` bytes."""
+        return regular_content(path, limit)
 
     def write(self, path: Path_, content: bytes) -> None:
         """Write a file, durably."""
@@ -248,8 +262,11 @@ class FsspecStore(FileSystemBase):
         return int(self.fs.size(os.fspath(path)))
 
     @_telling
-    def read(self, path: Path_) -> bytes:
-        """The content of a file."""
+    def read(self, path: Path_, limit: int) -> bytes:
+        """The content of a file of at most `limit` bytes."""
+        length = int(self.fs.size(os.fspath(path)) or 0)
+        if length > limit:
+            raise OSError(errno.EFBIG, f"it has {length} bytes, and at most {limit} are read", os.fspath(path))
         return bytes(self.fs.cat_file(os.fspath(path)))
 
     @_telling
@@ -269,7 +286,7 @@ class FsspecStore(FileSystemBase):
 
 def is_inside(name: object) -> bool:
     """True for the name of a file below a folder: a relative path of plain parts, the same on every system."""
-    if type(name) is not str or any(c in name for c in "\\:\0\n\r"):
+    if type(name) is not str or len(name) > _LONGEST_NAME or not name.isprintable() or "\\" in name or ":" in name:
         return False
     parts = PurePosixPath(name).parts
     return bool(parts) and "/".join(parts) == name and not {".", ".."} & set(parts) and not name.startswith("/")

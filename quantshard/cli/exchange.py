@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,13 @@ from quantshard.cli.data import VOCABULARY
 from quantshard.cli.model import LanguageModel
 from quantshard.cli.screen import say
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.foreign import Fields, shown
 from quantshard.layouts import LLAMA, Names, names
-from quantshard.layouts.files import read_json
+from quantshard.layouts.files import Files, read_json
 from quantshard.layouts.table import LAYOUTS
+from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
 from quantshard.modules.base import QuantizedModule
+from quantshard.recipe import Recipe
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _EPSILON, _ROTARY_BASE = 1e-5, 10000.0
@@ -82,7 +86,7 @@ def import_(
     config = read_json(folder / "config.json")
     settings = settings_of(config, str(folder))
     chosen = recipe.resolve(recipe_name)
-    model = LanguageModel(settings, chosen, "meta", vocabulary=config["vocab_size"])
+    model = _described(folder, settings, chosen, config["vocab_size"])
     for module in model.modules():
         if isinstance(module, QuantizedModule):
             module.reset_parameters()
@@ -94,6 +98,24 @@ def import_(
     checkpoints.save(out, model, None, {"recipe": recipe_name})
     say(*done.lines())
     say(f"wrote {out}, the model's weights by recipe {recipe_name!r}")
+
+
+def _described(folder: Path, settings: Settings, chosen: Recipe, vocabulary: int) -> LanguageModel:
+    """The model on the meta device, which is no larger than what the files hold: else a line could ask for all memory.
+
+    Raises:
+        CheckpointError: it is larger.
+    """
+    tensors = Files(folder).tensors
+    held = 2 * sum(math.prod(shape) for _, shape in tensors.values())  # codes of four bits are two to a byte
+    if settings.layers <= len(tensors):
+        model = LanguageModel(settings, chosen, "meta", vocabulary=vocabulary)
+        if sum(param.numel() for param in model.parameters()) <= held:
+            return model
+    raise CheckpointError(
+        f"{folder}: config.json describes a larger model, of {settings.layers} layers, than the {len(tensors)} tensors "
+        "of the files make up"
+    )
 
 
 def size(text: str) -> int:
@@ -141,26 +163,28 @@ def settings_of(config: Mapping[str, Any], where: str) -> Settings:
     Raises:
         ConfigurationError: it is of another architecture, or lacks a size.
     """
-    kind, dtype = config.get("model_type"), config.get("dtype") or config.get("torch_dtype")
+    fields = Fields(config, f"{where}: config.json")
+    kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
     instead = "build your model and load into it by quantshard.layouts.load"
-    if kind != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
+    if kind != "llama" or fields.flag("attention_bias") or fields.flag("mlp_bias"):
         raise ConfigurationError(
-            f"{where}: config.json is of model_type {kind!r}; the command builds Llamas without biases: {instead}"
+            f"{where}: config.json is of model_type {shown(kind)}; the command builds Llamas without biases: {instead}"
         )
     found: dict[str, Any] = {}
     for ours, theirs in {**_LIKE, "vocabulary": "vocab_size"}.items():
-        count = config.get(theirs)
-        if not isinstance(count, int) or count < 1:
-            raise ConfigurationError(f"{where}: config.json says {theirs} = {count!r}, which must be 1 or more")
+        most = MOST_HEADS if ours in ("heads", "layers") else MOST
+        count = fields.integer(theirs, 2 if ours == "seq_length" else 1, most)
+        if count is None:
+            raise fields.wrong(theirs, "given")
         found[ours] = count
     del found["vocabulary"]
-    width = config.get("head_dim") or found["hidden"] // found["heads"]
+    width = fields.integer("head_dim", 1, MOST) or found["hidden"] // found["heads"]
     if width * found["heads"] != found["hidden"]:
         raise ConfigurationError(f"{where}: heads of {width} features do not make up {found['hidden']}: {instead}")
     settings = Settings(
         **found,
-        kv_heads=config.get("num_key_value_heads") or 0,
-        tied=bool(config.get("tie_word_embeddings")),
+        kv_heads=fields.integer("num_key_value_heads", 1, MOST_HEADS) or 0,
+        tied=is_tied(config),
         params_dtype="float32" if dtype == "float32" else "bfloat16",
     ).resolved()
     settings.check()

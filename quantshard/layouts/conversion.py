@@ -218,4 +218,4 @@ def stored_scale(layout: Layout, scale: Tensor) -> Tensor:
         scale = scale.float()
     elif scale.dtype != layout.scale.storage:
         scale = scale.view(layout.scale.storage)
-    return scale.reshape(-1, 1) if scale.ndim < 2 else scale
+    return scale.reshape(-1, 1) if scale.ndim < 2 else scale.reshape(*scale.shape[:2])

@@ -20,8 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quantshard.checkpoints.store import is_inside
+from quantshard import foreign
+from quantshard.checkpoints.entries import is_shape
+from quantshard.checkpoints.store import is_inside, why
 from quantshard.errors import CheckpointError
+from quantshard.foreign import LIMITS
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -117,21 +120,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file.
+def read_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
+    """An object from a JSON file. `kind`: of the file, for its limit.
 
     Raises:
-        CheckpointError: it is missing or not a JSON object.
+        CheckpointError: it is missing, longer than `LIMITS` says or not a JSON object.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
+    return foreign.read_json(path, LIMITS[kind], raising=CheckpointError)
 
 
 class Files:
@@ -147,6 +142,7 @@ class Files:
 
     def __init__(self, path: str | os.PathLike[str], any_dtype: bool = False) -> None:
         single = Path(path) if Path(path).name.endswith(SUFFIX) else None
+        self._follows = single is not None  # a link that the user has named
         self.folder = Path(path) if single is None else single.parent
         self._dtypes = set(DTYPES) | (set(_OTHER_DTYPES) if any_dtype else set())
         self._index: dict[str, str] = {}
@@ -159,12 +155,12 @@ class Files:
         self._check_index()
 
     def _names(self) -> list[str]:
-        if not (self.folder / INDEX).is_file():
+        if not os.path.lexists(self.folder / INDEX):
             names = sorted(path.name for path in self.folder.glob(f"*{SUFFIX}"))
             if not names:
                 raise CheckpointError(f"{self.folder} holds no safetensors files")
             return names
-        weight_map = read_json(self.folder / INDEX).get("weight_map")
+        weight_map = read_json(self.folder / INDEX, "index").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map")
         for tensor, file in weight_map.items():
@@ -177,18 +173,19 @@ class Files:
         return sorted(set(weight_map.values()))
 
     def _describe(self, file: str) -> None:
-        if not (self.folder / file).is_file():  # a pipe would be waited for
-            raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: it is no file")
         try:
+            foreign.regular_size(self.folder / file, follow=self._follows)  # a pipe would be waited for
             opened = self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             found = {name: opened.get_slice(name) for name in opened.keys()}
             described = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
             self.metadata.update(opened.metadata() or {})
         except (SafetensorError, OSError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {_line(error)}") from None
+            raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {why(error)}") from None
         for name, (dtype, shape) in described.items():
             if _BY_NAME.get(dtype) not in self._dtypes:
                 raise CheckpointError(f"{self.folder / file}: {name} is of dtype {dtype}, which no layout has")
+            if not is_shape(shape):
+                raise CheckpointError(f"{self.folder / file}: {name} has the shape {list(shape)}, which no tensor has")
             if name in self.tensors:
                 raise CheckpointError(f"{name} lies in {self._file_of[name]} and in {file} of {self.folder}")
             self.tensors[name], self._file_of[name] = (_BY_NAME[dtype], shape), file
@@ -212,10 +209,6 @@ class Files:
             shape = self.tensors[name][1]
             found = opened.get_slice(name)[tuple(slices)] if slices and shape else opened.get_tensor(name)
         except (SafetensorError, OSError, ValueError, IndexError) as error:
-            raise CheckpointError(f"{self.folder}: {name} cannot be read: {_line(error)}") from None
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {why(error)}") from None
         assert isinstance(found, Tensor)
         return found
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

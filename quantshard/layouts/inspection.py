@@ -198,7 +198,7 @@ class _Exported:
     def _rows(self, key: str) -> Iterator[Tensor]:
         """The values of a tensor, some rows at a time."""
         shape = self.files.tensors[key][1]
-        if not shape:
+        if not shape or 0 in shape:  # of rows without columns there may be very many
             yield self.files.read(key)
             return
         step = max(1, _BYTES_AT_ONCE // max(self._bytes(key) // max(shape[0], 1), 1))

@@ -8,7 +8,7 @@ weights at a time. Nothing is unpickled.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,7 @@ from quantshard.layouts.conversion import NotExact, Run
 from quantshard.layouts.files import Files
 from quantshard.layouts.names import LLAMA, Names
 from quantshard.layouts.table import EXACT, Layout
-from quantshard.layouts.writing import HEAD, NOTED_AMAX, heads_of
+from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of, is_tied
 from quantshard.sharding import ceil_div
 from quantshard.storage import AMAX_HISTORY, QuantizedStorage
 
@@ -143,15 +143,16 @@ class _Loader:
 
     def __init__(self, path: Path, model: nn.Module, names: Names, config: Mapping[str, Any] | None) -> None:
         given = config is not None
-        has_file = (path / "config.json").is_file()
-        self.config = dict(config or {}) if given or not has_file else files.read_json(path / "config.json")
+        has_file = os.path.lexists(path / CONFIGURATION)
+        self.config = dict(config or {}) if given or not has_file else files.read_json(path / CONFIGURATION)
+        self.tied = is_tied(self.config)
         self.files = Files(path)
         self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
         self.report = Import(path, self.layout)
         self.taken: set[str] = set()
         self.items = [self._item(name, param, names) for name, param in model.named_parameters()]
         unknown = sorted(n for n in self.files.names() if n not in self.taken and not n.endswith(_SKIPPED))
-        if self.config.get("tie_word_embeddings"):
+        if self.tied:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
         if unknown:
             raise CheckpointError(
@@ -172,7 +173,7 @@ class _Loader:
         return _Item(name, param, pieces, kinds.pop())
 
     def _tied(self, name: str) -> str:
-        tied = name == f"{HEAD}.weight" and name not in self.files and self.config.get("tie_word_embeddings")
+        tied = name == f"{HEAD}.weight" and name not in self.files and self.tied
         return "model.embed_tokens.weight" if tied else name
 
     def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[Run]) -> bool:
@@ -189,7 +190,8 @@ class _Loader:
             held, found = self.files.tensors[key]
             of_scale = dtype == torch.float32 and held in (torch.bfloat16, torch.float16)  # some write these
             is_value = dtype is None and held.is_floating_point and held.itemsize > 1
-            same = found == shape or (dtype is not None and _flat(found) == _flat(shape))
+            is_scale = dtype is not None and layout is not None and key != stem + layout.codes_key
+            same = found == shape or (is_scale and _flat(found) == _flat(shape))
             if not same or not (held == dtype or of_scale or is_value):
                 raise CheckpointError(
                     f"{self.report.path}: {key} is {str(held).removeprefix('torch.')} {list(found)}, but as {ours} of "
@@ -381,15 +383,15 @@ class _Loader:
             storage.high_precision = value
 
 
-def _flat(shape: Iterable[int]) -> list[int]:
-    """A shape without dims of one: one scale is stored as [], [1] or [1, 1], one for each row as [N] or [N, 1]."""
-    return [size for size in shape if size != 1]
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its last dims of one: one scale is stored as [] or [1, 1], one for each row as [N] or [N, 1]."""
+    return _flat(shape[:-1]) if shape and shape[-1] == 1 else shape
 
 
 def _float(noted: str | None) -> float | None:
     try:
         return None if noted is None else float.fromhex(noted)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 

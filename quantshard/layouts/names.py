@@ -12,19 +12,14 @@ A map is a table, our name -> theirs, in which `{n}` stands for a number. `LLAMA
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
+from quantshard.foreign import LIMITS, read_toml, shown
 from quantshard.layouts.conversion import Run, whole_run
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ORDERS: Final = ("interleaved", "stacked")
 """Orders of the rows of a fused weight of queries, keys and values: group by group, or one behind the other."""
@@ -55,7 +50,7 @@ class Names:
         """
         general, numbers = _general(ours)
         if general in self.plain:
-            return {self.plain[general].format(n=numbers): whole_run(rows)}
+            return {_numbered(self.plain[general], numbers): whole_run(rows)}
         if general not in self.fused:
             return {}
         order, into = self.fused[general]
@@ -65,12 +60,17 @@ class Names:
                 "configuration (num_attention_heads, num_key_value_heads): pass --config"
             )
         runs = fused_runs(ours, order, rows, heads)
-        return {name.format(n=numbers): part for name, part in zip(into, runs, strict=True)}
+        return {_numbered(name, numbers): part for name, part in zip(into, runs, strict=True)}
+
+
+def _numbered(name: str, number: str) -> str:
+    """A name of theirs with its number; nothing else in braces means anything, as it would to `str.format`."""
+    return name.replace("{n}", number)
 
 
 def _general(name: str) -> tuple[str, str]:
     """A name with its first number as {n}, and that number."""
-    found = re.search(r"(?<=\.)\d+(?=\.)", name)
+    found = re.search(r"(?<=\.)\d{1,19}(?=\.)", name)
     if found is None:
         return name, ""
     return name[: found.start()] + "{n}" + name[found.end() :], found[0]
@@ -130,31 +130,27 @@ def read(path: Path) -> Names:
     """A map from a TOML file; see above.
 
     Raises:
-        ConfigurationError: the file is missing, not TOML, or not a map.
+        ConfigurationError: the file is missing, longer than `LIMITS` says, not TOML, or not a map.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the map of names {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not TOML: {error}") from None
+    content = read_toml(path, LIMITS["settings"], follow=True)
     plain, fused = content.get("names", {}), content.get("fused", {})
     if set(content) - {"names", "fused"} or not isinstance(plain, dict) or not isinstance(fused, dict):
         raise ConfigurationError(f"{path}: a map of names has the tables [names] and [fused] alone")
     for name, value in plain.items():
         if not isinstance(value, str):
-            raise ConfigurationError(f"{path}: {name!r} must be a name, not {value!r}")
+            raise ConfigurationError(f"{path}: {name!r} must be a name, not {shown(value)}")
     return Names(plain, {name: _fused(path, name, value) for name, value in fused.items()})
 
 
 def _fused(path: Path, name: str, value: Any) -> tuple[str, tuple[str, ...]]:
     into = value.get("into") if isinstance(value, dict) else None
-    if not isinstance(into, list) or len(into) != 3 or value.get("rows") not in ORDERS:
+    is_list = isinstance(into, list) and len(into) == 3 and all(isinstance(part, str) for part in into)
+    if into is None or not is_list or value.get("rows") not in ORDERS:
         raise ConfigurationError(
             f'{path}: {name!r} must be {{ rows = "interleaved" or "stacked", into = [query, key, value] }}, '
-            f"not {value!r}"
+            f"not {shown(value)}"
         )
-    return value["rows"], tuple(map(str, into))
+    return value["rows"], tuple(into)
 
 
 def check_distinct(found: Iterable[str]) -> None:

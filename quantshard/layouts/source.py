@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,11 +91,14 @@ class Source:
         tag = self._tensor(name + FORMAT_SUFFIX)
         text = components.read_format_tag(tag)
         fmt = cell_of_tag(text).format
-        packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
+        packed, padding = fmt.copies[Copy.ROWWISE].codes.covers[1], int(tag[-1])
         size = self._entries[name].size if name in self._entries else ()
-        if len(size) != 2:
-            raise CheckpointError(f"{self.path} is damaged: {name} is tagged {text!r} and has no codes [rows, columns]")
-        shape = (size[0], size[1] * packed - int(tag[-1]))
+        if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
+            raise CheckpointError(
+                f"{self.path} is damaged: {name} is tagged {text!r}, with {padding} of padding, and has no codes "
+                f"[rows, columns] but {list(size)}"
+            )
+        shape = (size[0], size[1] * packed - padding)
         for component in fmt.components:
             key = name + component.key_suffix
             entry = self._entries.get(key)
@@ -116,9 +120,10 @@ class Source:
             if not key.startswith(f"{OPTIMIZER}param_groups.") or not key.endswith(".param_names"):
                 continue
             names, numbers = self._object(key), self._object(key.removesuffix("param_names") + "params")
-            if isinstance(names, list) and isinstance(numbers, list) and len(names) == len(numbers):
-                states = [f"{OPTIMIZER}state.{number}.{MASTER}" for number in numbers]
-                found.update(zip((components.canonical_name(str(name)) for name in names), states, strict=True))
+            if not are_named(names, numbers):
+                raise CheckpointError(f"{self.path} is damaged: {key} does not name the parameters of its group")
+            states = [f"{OPTIMIZER}state.{number}.{MASTER}" for number in numbers]
+            found.update(zip(map(components.canonical_name, names), states, strict=True))
         held = self._reader.entries.keys()
         return {name: key for name, key in found.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
 
@@ -166,17 +171,23 @@ class Source:
         """
         start = self._masters[weight.name]
         if start not in self._reader.entries:  # the upper halves are the weight itself
-            low = self._any(start + REMAINDER_SUFFIX)
-            values = join_bfloat16(self.plain(weight), low.contiguous().view(torch.int16).reshape(weight.shape))
-        else:
-            stored = self._any(start)
-            cell = STATE_CELLS.get(stored.dtype)
-            values = stored if cell is None else _scaled(stored, self._any(f"{start}_scale_inv"), cell.format)
-        if tuple(values.shape) != weight.shape:
+            low = self._expected(start + REMAINDER_SUFFIX, (*weight.shape, 2), torch.uint8)
+            high = self._expected(self._prefix + weight.name, weight.shape, torch.bfloat16)
+            return join_bfloat16(high, low.contiguous().view(torch.int16).reshape(weight.shape))
+        stored = self._expected(start, weight.shape)
+        cell = STATE_CELLS.get(stored.dtype)
+        if cell is None:
+            return stored.float()
+        scale = cell.format.copies[Copy.ROWWISE].scale
+        flat = weight.shape if len(weight.shape) == 2 else (1, stored.numel())
+        grid = sharding.whole((flat[0], flat[1])).component_shape(scale)
+        found = self._any(f"{start}_scale_inv")
+        if found.dtype != scale.encoding.storage or found.numel() != math.prod(grid):
             raise CheckpointError(
-                f"{self.path}: the master of {weight.name} has shape {tuple(values.shape)}, the weight {weight.shape}"
+                f"{self.path} is damaged: {start}_scale_inv is {found.dtype} {list(found.shape)}, of which "
+                f"{scale.encoding.storage} {list(grid)} are needed"
             )
-        return values.float()
+        return _scaled(stored, found, cell.format).float()
 
     def input_amax(self, name: str) -> float | None:
         """The largest amax that delayed scaling remembers of the input of a weight's layer; None if it knows none."""
@@ -185,7 +196,21 @@ class Source:
         key = f"{module}.{layer}{_INPUT_HISTORY}" if module else f"{layer}{_INPUT_HISTORY}"
         if key not in self._entries:
             return None
-        return float(self._tensor(key).max()) or None
+        found = self._tensor(key)
+        if not found.numel() or not found.is_floating_point():
+            raise CheckpointError(f"{self.path} is damaged: {key} is {found.dtype} {list(found.shape)}, no amaxes")
+        return float(found.max()) or None
+
+    def _expected(self, key: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor that has this shape, and this dtype or any of numbers."""
+        found = self._any(key)
+        fits = found.is_floating_point() if dtype is None else found.dtype == dtype
+        if tuple(found.shape) != tuple(shape) or not (fits or found.dtype in STATE_CELLS):
+            raise CheckpointError(
+                f"{self.path} is damaged: {key} is {found.dtype} {list(found.shape)}, not {dtype or 'of numbers'} "
+                f"{list(shape)}"
+            )
+        return found
 
     def _tensor(self, key: str) -> Tensor:
         return self._any(self._prefix + key)
@@ -195,6 +220,12 @@ class Source:
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key}")
         return self._reader.tensor(key, entry)
+
+
+def are_named(names: object, numbers: object) -> bool:
+    """Whether a group of parameters, as an optimizer's state dict describes it, has a name for each of its numbers."""
+    lists = isinstance(names, list) and isinstance(numbers, list) and len(names) == len(numbers)
+    return lists and all(type(n) is str for n in names) and all(type(n) in (int, str) for n in numbers)  # type: ignore[attr-defined]
 
 
 def _scaled(stored: Tensor, scale: Tensor, fmt: Format) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.foreign import shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Copy, Encoding, Format, Scaling
 from quantshard.recipe import Cell, format_of_tag
 
@@ -352,13 +353,13 @@ def detect(config: Any, names: Iterable[str], where: str) -> Layout | None:
     """
     if config is None:
         return None
-    wanted = _signature(config) if isinstance(config, Mapping) else None
+    wanted = _signature(config) if isinstance(config, Mapping) else shown(config)
     ends = {name.rpartition(".")[2] for name in names}
     for layout in LAYOUTS.values():
         if not layout.is_plain and wanted == _signature(layout.config([])) and layout.scale_key in ends:
             return layout
     raise CheckpointError(
-        f"{where}: its quantization_config ({wanted}) is none of the layouts that are read: "
+        f"{where}: its quantization_config ({shown(wanted, 200)}) is none of the layouts that are read: "
         f"{', '.join(name for name, layout in LAYOUTS.items() if not layout.is_plain)}"
     )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.checkpoints.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.foreign import Fields, open_regular
 from quantshard.formats import ALL, Copy, Format
 from quantshard.layouts import conversion, files, table
 from quantshard.layouts.conversion import NotExact, Run
@@ -43,6 +44,9 @@ _BESIDE: Final = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 HEAD: Final = "lm_head"
+CONFIGURATION: Final = "config.json"
+MOST, MOST_HEADS = 1 << 30, 1 << 16
+"""Sizes, and numbers of heads, that a configuration may say."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
 
@@ -127,7 +131,8 @@ def export(
         _write_configuration(folder, plan, None if isinstance(config, Mapping) else config)
         os.rename(folder, target)
     except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from None
+        whose = "" if error.filename is None else f" ({error.filename})"
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}{whose}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return plan.report
@@ -148,15 +153,28 @@ def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[s
     if isinstance(config, Mapping):
         return dict(config)
     path = local(config, "a configuration")
-    return files.read_json(path / "config.json" if path.is_dir() else path)
+    return files.read_json(path / CONFIGURATION if path.is_dir() else path)
 
 
 def heads_of(config: Mapping[str, Any]) -> Heads | None:
-    """The numbers of heads in a Hugging Face configuration, if it says them."""
-    queries = config.get("num_attention_heads")
-    groups = config.get("num_key_value_heads", queries)
-    counts = all(isinstance(count, int) and count > 0 for count in (queries, groups))
-    return Heads(queries, groups) if counts and isinstance(queries, int) else None
+    """The numbers of heads in a Hugging Face configuration, if it says them.
+
+    Raises:
+        ConfigurationError: they are no numbers of heads.
+    """
+    fields = Fields(config, CONFIGURATION)
+    queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
+    groups = fields.integer("num_key_value_heads", 1, MOST_HEADS) or queries
+    return None if queries is None or groups is None else Heads(queries, groups)
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face configuration says that the output head is the embedding.
+
+    Raises:
+        ConfigurationError: it says neither.
+    """
+    return Fields(config, CONFIGURATION).flag("tie_word_embeddings")
 
 
 def _write_configuration(folder: Path, plan: _Plan, beside: str | os.PathLike[str] | None) -> None:
@@ -166,12 +184,13 @@ def _write_configuration(folder: Path, plan: _Plan, beside: str | os.PathLike[st
         plan.report.notes.append("config.json says nothing of the architecture: pass the model's configuration")
     if not layout.is_plain:
         config["quantization_config"] = layout.config(ignore)
-    files.write_json(folder / "config.json", config)
+    files.write_json(folder / CONFIGURATION, config)
     if layout.producer is not None:
         files.write_json(folder / "hf_quant_config.json", layout.producer(ignore))
     for name in _BESIDE if beside is not None and Path(beside).is_dir() else ():
-        if (Path(beside or "") / name).is_file():
-            shutil.copyfile(Path(beside or "") / name, folder / name)
+        if os.path.lexists(Path(beside or "") / name):
+            with open_regular(Path(beside or "") / name) as file, open(folder / name, "wb") as copy:
+                shutil.copyfileobj(file, copy)
 
 
 @dataclass
@@ -209,7 +228,7 @@ class _Plan:
     def _untied(self) -> list[Weight]:
         """The weights, without an output head that is the embedding."""
         weights = list(self.source.weights.values())
-        if not self.config.get("tie_word_embeddings"):
+        if not is_tied(self.config):
             return weights
         at = {name: w for w in weights for name in self.names.theirs(w.name, w.rows, None)
               if name in (_EMBEDDING, f"{HEAD}.weight")}  # fmt: skip
@@ -319,7 +338,8 @@ class _Plan:
         return torch.tensor(amax / self.layout.element.max, dtype=torch.float32)
 
     def _check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        wanted = (self.config.get("vocab_size"), self.config.get("hidden_size"))
+        fields = Fields(self.config, CONFIGURATION)
+        wanted = (fields.integer("vocab_size", 1, MOST), fields.integer("hidden_size", 1, MOST))
         held = shapes.get(_EMBEDDING)
         if held is not None and None not in wanted and tuple(held) != wanted:
             raise ConfigurationError(
