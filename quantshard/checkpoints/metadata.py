@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from quantshard import private_torch
-from quantshard.checkpoints import pickles
+from quantshard.checkpoints import manifest, pickles
 from quantshard.checkpoints.entries import DTYPES, size_of
 from quantshard.checkpoints.pickles import Record
 from quantshard.checkpoints.store import Path_, Store, is_inside, locate
@@ -59,6 +59,14 @@ class _Wrong(ValueError):
     """What is wrong, in words that follow ".metadata is damaged: "."""
 
 
+class _WrongFile(_Wrong):
+    """What is wrong with a file that the metadata name."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"its file {_shown(name)} {what}")
+        self.name = name
+
+
 def read_metadata(path: Path_, packed: bool = False) -> Metadata:
     """The metadata of the checkpoint in directory `path`, or behind a URL. Nothing in it is run, all of it is checked.
 
@@ -70,12 +78,17 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
             itself; or the files are missing, shorter than it says, or out of the directory.
     """
     store, place = locate(path)
-    file = store.join(place, METADATA_FILE)
+    file, found = store.join(place, METADATA_FILE), None
     try:
         content = store.read(file) if store.is_file(file) else None  # nor a pipe, which would be waited for
         found = None if content is None else _metadata(pickles.load(content, _NAMES))
         if found is not None:
             _check_stored(found, file_sizes(path, found), packed)
+    except _WrongFile as error:
+        assert found is not None
+        raise CheckpointError(
+            f"{path}: {error}; {_described(path, found, error.name)}; restore that file, or choose another checkpoint"
+        ) from error
     except (CheckpointError, _Wrong, OSError) as error:
         raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {error}; choose another checkpoint") from (
             error
@@ -100,6 +113,22 @@ def _why_none(store: Store, place: str) -> str:
     return f"it has no {METADATA_FILE}, which is written last; choose another"
 
 
+def _described(path: Path_, metadata: Metadata, name: str) -> str:
+    """How long a file should be, by the manifest or else by its pieces, and what lies in it."""
+    try:
+        whole = manifest.read(path)
+    except CheckpointError:
+        whole = None
+    pieces = [(index.fqn, info) for index, info in metadata.storage_data.items() if info.relative_path == name]
+    least = max((info.offset + info.length for _, info in pieces), default=0)
+    length = (
+        f"{least} bytes or more" if whole is None or name not in whole.files else f"{whole.files[name].bytes} bytes"
+    )
+    keys = sorted({key for key, _ in pieces})
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"it should have {length}, of {', '.join(map(_shown, keys[:3]))}{more}"
+
+
 def file_sizes(path: Path_, metadata: Metadata) -> dict[str, int]:
     """The files that the metadata names, each with its length in bytes."""
     store, place = locate(path)
@@ -107,9 +136,9 @@ def file_sizes(path: Path_, metadata: Metadata) -> dict[str, int]:
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         file = store.join(place, name)
         if store.leads_out(file, place):
-            raise _Wrong(f"its file {_shown(name)} is a link out of the directory")
+            raise _WrongFile(name, "is a link out of the directory")
         if not store.is_file(file):
-            raise _Wrong(f"its file {_shown(name)} is missing")
+            raise _WrongFile(name, "is missing")
         sizes[name] = store.size(file)
     return sizes
 
@@ -304,4 +333,4 @@ def _check_stored(metadata: Metadata, sizes: Mapping[str, int], packed: bool) ->
         ends[name] = max(ends[name], info.offset + info.length)
     for name, end in ends.items():
         if end > sizes[name]:
-            raise _Wrong(f"its file {_shown(name)} is cut short: {sizes[name]} bytes of {end}")
+            raise _WrongFile(name, f"is cut short: {sizes[name]} bytes of {end}")
