@@ -62,6 +62,14 @@ class _Wrong(ValueError):
     """What is wrong, in words that follow ".metadata is damaged: "."""
 
 
+class _WrongFile(_Wrong):
+    """What is wrong with a file that the metadata name."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"its file {_shown(name)} {what}")
+        self.name = name
+
+
 def read_metadata(path: Path_, packed: bool = False) -> Metadata:
     """The metadata of the checkpoint in directory `path`, or behind a URL. Nothing in it is run, all of it is checked.
 
@@ -73,14 +81,18 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
             itself, or a manifest beside it; or the files are missing, shorter than it says, or out of the directory.
     """
     store, place = locate(path)
-    whole = manifest.read(path)
+    whole, found = manifest.read(path), None
     try:
         content = _content(store, place)
-        found = None
         if content is not None:
             _check_content(content, whole)
             found = _metadata(pickles.load(content, _NAMES))
             _check_stored(found, file_sizes(path, found, whole), packed)
+    except _WrongFile as error:
+        assert found is not None
+        raise CheckpointError(
+            f"{path}: {error}; {_described(whole, found, error.name)}; restore that file, or choose another checkpoint"
+        ) from error
     except (CheckpointError, _Wrong, OSError) as error:
         said = why(error) if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {said}; choose another checkpoint") from (
@@ -122,6 +134,18 @@ def _why_none(store: Store, place: str) -> str:
     return f"it has no {METADATA_FILE}, which is written last; choose another"
 
 
+def _described(whole: Manifest | None, metadata: Metadata, name: str) -> str:
+    """How long a file should be, by the manifest or else by its pieces, and what lies in it."""
+    pieces = [(index.fqn, info) for index, info in metadata.storage_data.items() if info.relative_path == name]
+    least = max((info.offset + info.length for _, info in pieces), default=0)
+    length = (
+        f"{least} bytes or more" if whole is None or name not in whole.files else f"{whole.files[name].bytes} bytes"
+    )
+    keys = sorted({key for key, _ in pieces})
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"it should have {length}, of {', '.join(map(_shown, keys[:3]))}{more}"
+
+
 def file_sizes(path: Path_, metadata: Metadata, whole: Manifest | None = None) -> dict[str, int]:
     """The files that the metadata names, each with its length in bytes, which is that in the manifest."""
     store, place = locate(path)
@@ -129,16 +153,19 @@ def file_sizes(path: Path_, metadata: Metadata, whole: Manifest | None = None) -
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         file = store.join(place, name)
         if store.leads_out(file, place):
-            raise _Wrong(f"its file {_shown(name)} is a link out of the directory")
+            raise _WrongFile(name, "is a link out of the directory")
         try:
             sizes[name] = store.size(file)
         except OSError as error:
             said = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {why(error)}"
-            raise _Wrong(f"its file {_shown(name)} {said}") from error
+            raise _WrongFile(name, said) from error
         entry = None if whole is None else whole.files.get(name)
-        if whole is not None and (entry is None or entry.bytes != sizes[name]):
-            told = "does not name it" if entry is None else f"says {entry.bytes}"
-            raise _Wrong(f"its file {_shown(name)} has {sizes[name]} bytes, and {manifest.MANIFEST} {told}")
+        if whole is not None and entry is None:
+            raise _WrongFile(name, f"has {sizes[name]} bytes, and {manifest.MANIFEST} does not name it")
+        if entry is not None and sizes[name] < entry.bytes:
+            raise _WrongFile(name, f"is cut short: {sizes[name]} bytes of {entry.bytes}")
+        if entry is not None and sizes[name] > entry.bytes:
+            raise _WrongFile(name, f"has {sizes[name]} bytes, and {manifest.MANIFEST} says {entry.bytes}")
     return sizes
 
 
@@ -342,4 +369,4 @@ def _check_stored(metadata: Metadata, sizes: Mapping[str, int], packed: bool) ->
         ends[name] = max(ends[name], info.offset + info.length)
     for name, end in ends.items():
         if end > sizes[name]:
-            raise _Wrong(f"its file {_shown(name)} is cut short: {sizes[name]} bytes of {end}")
+            raise _WrongFile(name, f"is cut short: {sizes[name]} bytes of {end}")

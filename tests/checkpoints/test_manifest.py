@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from quantshard import checkpoints
 from quantshard.checkpoints import manifest
 from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
 from quantshard.errors import CheckpointError
+from tests.checkpoints.small import built
 
 CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "deep/er/__1_0.distcp": b""}
 
@@ -135,3 +138,27 @@ def test_names_outside_the_checkpoint_are_refused(name: str):
     entry = {"bytes": 1, "xxh3_128": "0" * 32}
     with pytest.raises(CheckpointError, match="not inside the checkpoint"):
         Manifest.from_json(altered(files={name: entry}))
+
+
+def test_a_file_that_is_cut_or_gone_is_named_with_what_lies_in_it(tmp_path: Path) -> None:
+    """And with both lengths: that of the manifest, or else the least that its pieces need."""
+    path = tmp_path / "c"
+    checkpoints.save(path, *built("mxfp8"))
+    file = path / "__0_0.distcp"
+    length, model = file.stat().st_size, built("mxfp8")[0]
+    held = r"of 'model\.0\.bias', 'model\.0\.weight', 'model\.0\.weight_draws' and [0-9]+ more; restore that file"
+    for has_manifest, expected in ((True, f"{length} bytes"), (False, "[0-9]+ bytes or more")):
+        if not has_manifest:
+            (path / MANIFEST).unlink()
+        content = file.read_bytes()
+        file.write_bytes(content[:1000])
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(path, model)
+        cut = rf"{path}: its file '__0_0\.distcp' is cut short: 1000 bytes of [0-9]+; it should have {expected}, {held}"
+        assert re.match(cut, str(caught.value)) and ".metadata" not in str(caught.value), caught.value
+        file.unlink()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(path, model)
+        gone = rf"{path}: its file '__0_0\.distcp' is missing; it should have {expected}, {held}"
+        assert re.match(gone, str(caught.value)) and ".metadata" not in str(caught.value), caught.value
+        file.write_bytes(content)

@@ -6,6 +6,7 @@ Each test names its rank count.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -187,3 +188,31 @@ def test_plain_modules_optimizers_and_files(ranks: int, tmp_path: Path) -> None:
         assert "0.weight has no master in this FusedAdam; leave the optimizer out" in no_masters
         assert "dtype=torch.uint8): choose one of torch.float32" in dtype
         assert "0.weight was given new values that its master in this FusedAdam does not have" in behind
+
+
+def documented(folder: str) -> list[Any]:
+    """What docs/saving.md's snippet gives, beside the masters that it saved."""
+    text = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
+    start = re.findall(r"```python\n(.*?)```", text, flags=re.S)[0]
+    snippet = next(s for s in re.findall(r"```py\n(.*?)```", text, flags=re.S) if "high_precision_state_dict" in s)
+    save, load = snippet.replace("values.safetensors", f"{folder}/values.safetensors").split("# in a new process\n")
+    names: dict[str, Any] = {}
+    exec(start, names)
+    torch.manual_seed(0)
+    names["model"], names["optimizer"] = names["build"]()
+    expected = high_precision_state_dict(names["model"], names["optimizer"], full=True, dtype=torch.bfloat16)
+    exec(save, names)
+    torch.manual_seed(1)
+    names["model"], names["optimizer"] = names["build"]()
+    exec(load, names)
+    loaded = high_precision_state_dict(names["model"], full=True)
+    with qs.quantized_model_init(recipe="mxfp8"):
+        wanted = nn.Sequential(*[qs.Linear(100, 100, params_dtype=torch.bfloat16) for _ in range(2)])
+    checkpoints.load_high_precision(wanted, expected)
+    return [key for key, value in high_precision_state_dict(wanted).items() if not torch.equal(loaded[key], value)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="no safetensors")
+def test_the_snippet_of_the_documentation(tmp_path: Path) -> None:
+    """2 ranks."""
+    assert run_ranks(2, documented, str(tmp_path)) == [[]] * 2
