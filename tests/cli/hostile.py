@@ -51,6 +51,16 @@ def made(folder: Path) -> Path:
     return run
 
 
+def read(run: Path) -> None:
+    """All that `resume` reads of a run before it starts processes, but for its checkpoints; it says what is wrong."""
+    folder = RunDir(run)
+    folder.check_ours()
+    settings, _, corpus = folder.read_config()
+    worker.recorded_data(settings, corpus)
+    folder.last_start()
+    folder.requantized()
+
+
 def content(run: Path) -> dict[str, Any]:
     """What `config.toml` says."""
     return read_toml(run / "config.toml")

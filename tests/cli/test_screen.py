@@ -19,7 +19,7 @@ from torch import nn
 from quantshard.cli import screen
 from quantshard.cli.screen import Screen
 from quantshard.observe import explain
-from tests.cli.hostile import made
+from tests.cli.hostile import Started, content, made, told
 
 ROOT = Path(__file__).parents[2]
 BAD = "a\x1b[2J\x9b1mb\x07\u202ec\udcffd[red]e"
@@ -64,10 +64,10 @@ def test_colors_and_bars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tables_of_explain_read_no_markup() -> None:
     model = nn.ModuleDict({f"layer{BAD}": nn.Linear(4, 4, dtype=torch.float32)})
-    told = explain(model)
-    assert f"layer{GOOD}.weight" in str(told)
+    report = explain(model)
+    assert f"layer{GOOD}.weight" in str(report)
     out = io.StringIO()
-    Console(file=out, width=300).print(told)
+    Console(file=out, width=300).print(report)
     assert f"layer{GOOD}.weight" in out.getvalue()
 
 
@@ -107,12 +107,64 @@ Progress(Settings(), shown=True).note("generated: caf\\u00e9 \\u2713 \\ufffd")
 def test_every_encoding_can_show_everything(tmp_path: Path, encoding: str) -> None:
     run = made(tmp_path / "caf\u00e9")
     more = {"PYTHONIOENCODING": encoding, "LANG": "C", "LC_ALL": "C", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "80"}
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", COMMANDS, str(run), str(tmp_path / "text")],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | more, capture_output=True, timeout=120, check=False,
     )  # fmt: skip
-    out, err = told.stdout.decode(encoding), told.stderr.decode(encoding)
-    assert told.returncode == 0 and "Traceback" not in err and "\x1b" not in out + err, err
+    out, err = done.stdout.decode(encoding), done.stderr.decode(encoding)
+    assert done.returncode == 0 and "Traceback" not in err and "\x1b" not in out + err, err
     codes = [line.split()[-1] for line in out.splitlines() if line.startswith("exit code")]
     assert codes == ["0", "0", "0", "1", "1", "1", "2", "2", "1"]
     assert len(err.splitlines()) == 6 and all(line.startswith("quantshard: ") for line in err.splitlines()), err
+
+
+COMMAND_NAMES = ["", *"train resume demo diff inspect verify export import convert-te doctor".split()]
+
+
+def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name of an option is cut, and no paragraph is broken where the source is."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in COMMAND_NAMES:
+        code, out, err = told(*([name] if name else []), "--help")
+        assert code == 0 and not err and len(out) > 10
+        assert max(map(len, out)) <= 80 and not [line for line in out if "…" in line], name
+    _, out, _ = told("doctor", "--help")
+    assert "files are not in the report, so that it can be posted." in " ".join(" ".join(out).split())
+    assert not [line for line in out if line.strip().endswith("report, so")], out
+
+
+def test_version_is_said() -> None:
+    code, (line,), err = told("--version")
+    assert code == 0 and line.startswith("quantshard ") and not err
+
+
+def test_tables_fit_80_columns() -> None:
+    model = nn.ModuleDict(
+        {"a_module_with_quite_a_long_name": nn.ModuleDict({"x": nn.Linear(4, 4, dtype=torch.float32)})}
+    )
+    shown = {}
+    for width in (80, 240):
+        Console(file=(out := io.StringIO()), width=width).print(explain(model))
+        shown[width] = out.getvalue()
+        assert max(map(len, out.getvalue().splitlines())) <= width
+    assert "no room for the columns optimizer" in shown[80] and "stored as" in shown[80] and "GEMM" in shown[80]
+    assert "no room" not in shown[240] and "gathered forward" in shown[240]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--no-deterministic", "--tied"], {"deterministic": False, "tied": True}),
+        (["--deterministic", "--no-tied"], {"deterministic": True, "tied": False}),
+        ([], {"deterministic": False, "tied": True}),  # of the file
+    ],
+)
+def test_switches(tmp_path: Path, flags: list[str], says: dict[str, bool]) -> None:
+    (tmp_path / "text").write_text("0123456789" * 100)
+    (tmp_path / "c.toml").write_text("deterministic = false\ntied = true\nglobal_batch = 4\n")
+    run = ("train", "--run", tmp_path / "r", "--data", tmp_path / "text", "--config", tmp_path / "c.toml", *flags)
+    assert told(*run)[0] is Started
+    written = content(tmp_path / "r")
+    assert {name: written[name] for name in says} == says
+    code, _, (line,) = told(*run, "--tied", "--no-tied")
+    assert code == 1 and "--tied and --no-tied are both given" in line
