@@ -116,7 +116,7 @@ def _check_content(content: bytes, whole: Manifest | None) -> None:
         return
     entry = whole.files.get(METADATA_FILE)
     if entry is None or (entry.bytes, entry.xxh3_128) != manifest.digest(content):
-        raise _Wrong(f"it is not the file that {manifest.MANIFEST} describes")
+        raise _Wrong(f"it is damaged: it is not the file that {manifest.MANIFEST} describes")
 
 
 def _why_none(store: Store, place: str) -> str:
