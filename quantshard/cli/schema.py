@@ -56,7 +56,7 @@ class Kind:
         if self.type is float and type(value) is int:
             return float(value)
         if self.type in (tuple, list):
-            if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            if isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value):
                 return self.type(value)
             raise TypeError
         if type(value) is not self.type:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 
 
@@ -16,9 +17,14 @@ def cast(x: Tensor) -> Tensor:
     PyTorch, float64 stays.
     """
     kind = x.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return x
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+@private_torch.constant_in_graphs  # torch 2.11 cannot trace it
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
 
 
 def checked(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
