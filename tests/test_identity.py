@@ -1,12 +1,15 @@
 """What tells a quantized parameter from others, its identity, attributes, hooks and address, is that of a plain one."""
 
+import ast
 import copy
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import quantshard
 from quantshard import Linear, QuantizedTensor, autocast, components, limits, quantized_model_init, requantize_
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
@@ -175,6 +178,18 @@ def test_every_write_has_a_version_of_its_own(cell):
             assert (tensor._storage.version != before) == (name != "in place")
             versions.append(tensor._storage.seen_version())
     assert len(set(versions)) == len(versions)
+
+
+def test_no_one_but_the_storage_numbers_versions():
+    """One that were counted on elsewhere could be that of another write."""
+    package = Path(quantshard.__file__).parent
+    written = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "version" and isinstance(node.ctx, ast.Store)
+    ]
+    assert [place for place in written if not place.startswith("storage.py")] == []
 
 
 @every_cell

@@ -128,7 +128,7 @@ def _has_master(param: Tensor, optimizer: Optimizer) -> bool:
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
     """Whether a parameter was given other values since the optimizer last wrote or read it, as a step would find."""
     quantized = components.quantized(param)
-    now = private_torch.in_place_changes(param) if quantized is None else quantized._storage.version
+    now = private_torch.in_place_changes(param) if quantized is None else quantized._storage.seen_version()
     return bool(getattr(optimizer, "_versions", {}).get(param, now) != now)
 
 

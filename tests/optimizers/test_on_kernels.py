@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from quantshard.errors import ConfigurationError, NonFiniteGradientError, Unsupp
 from quantshard.kernels import adam_plan
 from quantshard.optimizers import FusedAdam, on_kernels
 from quantshard.recipe import resolve
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 from quantshard.tensor import quantize
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
@@ -37,6 +38,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _fast() -> Iterator[None]:
     with prepared_once():
         yield
+
+
+WRITES: WeakKeyDictionary[QuantizedStorage, int] = WeakKeyDictionary()
+"""How often storages were marked as written; their versions are alike in no two runs."""
+
+
+@pytest.fixture(autouse=True)
+def _count_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = QuantizedStorage.mark_written
+
+    def count(storage: QuantizedStorage) -> None:
+        WRITES[storage] = WRITES.get(storage, 0) + 1
+        mark(storage)
+
+    monkeypatch.setattr(QuantizedStorage, "mark_written", count)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -82,7 +98,7 @@ def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[st
             storage = local._storage
             parts = {**storage.components, **storage.state}
             found |= {f"{key} {part}": t.clone() for part, t in parts.items()}
-            found[f"{key} version"] = storage.version
+            found[f"{key} writes"] = WRITES.get(storage, 0)
         else:
             found[key] = param.detach().clone()
         found |= {f"{key} {name}": t.clone() for name, t in optimizer.state[param].items()}
