@@ -1,0 +1,309 @@
+"""The kinds of files that anybody may have written: a whole one of each, how it is changed, and what reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import shutil
+import struct
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+import quantshard as qs
+from quantshard import checkpoints, layouts, transformer_engine
+from quantshard.checkpoints import entries, manifest, metadata, pickles
+from quantshard.checkpoints.compare import compare
+from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
+from quantshard.checkpoints.verify import verify
+from quantshard.cli import exchange
+from quantshard.layouts import names
+from quantshard.layouts.inspection import inspect
+from quantshard.optimizers import FusedAdam
+from quantshard.transformer_engine.pieces import CALLS
+from tests.fuzz.mutations import changed_bytes, pickled, records, trees
+from tests.golden.make_transformer_engine_checkpoints import ARCHIVE
+from tests.layouts import models
+
+Mutant = Mapping[str, bytes | None]
+"""Files by their paths that are written over those of the whole; None: it is left out."""
+
+Reading = tuple[str, Callable[[], Any], object]
+"""The name of what reads, the reading, and what it must give if it gives anything (None: anything)."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`whole`: a folder; `mutants` of it; `readings` of a folder that one was written into, or of the whole itself."""
+
+    name: str
+    whole: Path
+    mutants: SearchStrategy[Mutant]
+    readings: Callable[[Path, Mutant], list[Reading]]
+
+
+SIZES: dict[str, Any] = {"hidden": 64, "layers": 1, "heads": 4, "kv_heads": 2, "ffn": 64, "seq_length": 16}
+CONFIG = models.CONFIG | {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+_FOLDER, _CHANGED = "out", "changed"
+
+
+def _fresh(path: Path) -> Path:
+    """Where a reading may write."""
+    out = path.parent / _FOLDER
+    shutil.rmtree(out, ignore_errors=True)
+    return out
+
+
+# Checkpoints of ours --------------------------------------------------------------------------------------------------
+
+
+def _model(recipe: str, seed: int) -> tuple[nn.Module, FusedAdam]:
+    model = models.build(recipe, seed, **SIZES)
+    return model, FusedAdam(model.named_parameters(), exp_avg_dtype=torch.uint8)
+
+
+def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for value in [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())]:
+        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest() + repr(optimizer.state_dict()["param_groups"])
+
+
+def _saved(path: Path, recipe: str) -> Path:
+    model = models.build(recipe, **SIZES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = models.trained(model, exp_avg_dtype=torch.uint8)
+        checkpoints.save(path, model, optimizer, {"step": 1, "name": "run", "words": torch.arange(5)})
+    return path
+
+
+def _checkpoint_readings(recipe: str, whole: Path) -> Callable[[Path, Mutant], list[Reading]]:
+    model, optimizer = _model(recipe, seed=1)
+    before = _digest(model, optimizer)
+    checkpoints.load(whole, model, optimizer)
+    expected = _digest(model, optimizer)
+    assert before != expected
+
+    def loaded(path: Path) -> str:
+        checkpoints.load(path, model, optimizer)
+        return _digest(model, optimizer)
+
+    def readings(path: Path, mutant: Mutant) -> list[Reading]:
+        is_known = manifest.MANIFEST not in mutant or mutant[manifest.MANIFEST] is not None
+        return [
+            ("load", lambda: loaded(path), expected if is_known else None),
+            ("compare", lambda: compare(path, whole).differences and None, None),
+            ("verify", lambda: verify(path).problems and None, None),
+            ("inspect", lambda: inspect(path).to_json() and None, None),
+            ("export", lambda: layouts.export(path, "plain-fp32", _fresh(path), config=CONFIG) and None, None),
+        ]
+
+    return readings
+
+
+def _altered(whole: Path, name: str) -> SearchStrategy[Mutant]:
+    """Other bytes; the manifest says what they were."""
+    return changed_bytes((whole / name).read_bytes()).map(lambda content: {name: content})
+
+
+def _one_altered(whole: Path, files: Sequence[str]) -> SearchStrategy[Mutant]:
+    return st.sampled_from(files).flatmap(lambda name: _altered(whole, name))
+
+
+@st.composite
+def _metadata(draw: DrawFn, whole: Path, name: str = METADATA_FILE, dropped: str = manifest.MANIFEST) -> Mutant:
+    """Metadata that say something else, and no manifest."""
+    tree = pickles.load((whole / name).read_bytes(), metadata._NAMES)
+    values = records(tuple(sorted(metadata._NAMES)))
+    return {name: pickled(draw(trees(tree, values))), dropped: None}
+
+
+@st.composite
+def _entry(draw: DrawFn, whole: Path, folder: str = "", calls: tuple[str, ...] = ()) -> Mutant:
+    """An entry that says something else, in another place that the metadata know, and no manifest."""
+    start = folder and f"{folder}/"
+    found = read_metadata(whole / folder, packed=True)
+    index, info = draw(st.sampled_from(sorted(found.storage_data.items(), key=lambda item: str(item[0]))))
+    content = (whole / folder / info.relative_path).read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content[info.offset : info.offset + info.length])) as archive:
+        listed = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    known = (*sorted(entries._NAMES), *calls)
+    if draw(st.integers(0, 5)):
+        tree = pickles.load(listed["data.pkl"], known)
+        listed["data.pkl"] = pickled(draw(trees(tree, records(known))))
+    else:
+        which = draw(st.sampled_from(sorted(listed)))
+        listed[which] = draw(changed_bytes(listed[which]))
+    entry = _zipped(listed)
+    moved = {**found.storage_data, index: _StorageInfo(info.relative_path, len(content), len(entry))}
+    told = Metadata(found.state_dict_metadata, found.planner_data, moved)
+    return {
+        f"{start}{info.relative_path}": content + entry,
+        f"{start}{METADATA_FILE}": pickle.dumps(told),
+        f"{start}{manifest.MANIFEST}": None,
+    }
+
+
+def _zipped(listed: Mapping[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in listed.items():
+            archive.writestr(f"archive/{name}", content)
+    return file.getvalue()
+
+
+def checkpoint_kinds(folder: Path) -> list[Kind]:
+    """`manifest.json`, `.metadata` and the data of a checkpoint, whose bytes are altered, or that say other things."""
+    found = []
+    for recipe in ("nvfp4", "mxfp8"):
+        whole = _saved(folder / recipe, recipe)
+        readings = _checkpoint_readings(recipe, whole)
+        data = sorted(path.name for path in whole.glob("*.distcp"))
+        said = trees(json.loads((whole / manifest.MANIFEST).read_bytes()))
+        told = said.map(lambda tree: {manifest.MANIFEST: json.dumps(tree).encode()})
+        found += [
+            Kind(f"manifest.json, {recipe}", whole, told | _altered(whole, manifest.MANIFEST), readings),
+            Kind(f".metadata, {recipe}", whole, _metadata(whole), readings),
+            Kind(f".metadata, bytes, {recipe}", whole, _altered(whole, METADATA_FILE), readings),
+            Kind(f".distcp, {recipe}", whole, _entry(whole), readings),
+            Kind(f".distcp, bytes, {recipe}", whole, _one_altered(whole, data), readings),
+        ]
+    return found
+
+
+# Files of other programs ----------------------------------------------------------------------------------------------
+
+
+def _exported_readings(path: Path, mutant: Mutant) -> list[Reading]:
+    model = models.build("mxfp8", 1, **SIZES)
+    single = sorted(path.glob("*.safetensors"))[:1]
+    checkpoint = path.parent / "checkpoint"
+    return [
+        ("inspect", lambda: inspect(path).to_json() and None, None),
+        *((("inspect a file", lambda: inspect(single[0]).to_json() and None, None),) if single else ()),
+        ("load", lambda: layouts.load(path, model, lossy=True).lines() and None, None),
+        ("import", lambda: exchange.import_(path, str(_fresh(path)), "mxfp8", None, lossy=True), None),
+        ("export", lambda: layouts.export(checkpoint, "sglang-mxfp8", _fresh(path), config=path) and None, None),
+    ]
+
+
+@st.composite
+def _header(draw: DrawFn, whole: Path) -> Mutant:
+    """A safetensors file whose header says something else."""
+    name = draw(st.sampled_from(sorted(path.name for path in whole.glob("*.safetensors"))))
+    content = (whole / name).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.dumps(draw(trees(json.loads(content[8 : 8 + length])))).encode()
+    return {name: struct.pack("<Q", len(header)) + header + content[8 + length :]}
+
+
+def _json(whole: Path, name: str) -> SearchStrategy[Mutant]:
+    said = trees(json.loads((whole / name).read_bytes()))
+    return said.map(lambda tree: {name: json.dumps(tree).encode()}) | _altered(whole, name)
+
+
+def exported_kinds(folder: Path) -> list[Kind]:
+    """Safetensors with their index and configuration; the map of names that an export is told."""
+    checkpoint = _saved(folder / "checkpoint", "mxfp8")
+    whole = folder / "exported"
+    layouts.export(checkpoint, "sglang-mxfp8", whole, config=CONFIG, max_shard_bytes=30_000)
+    some = sorted(path.name for path in whole.glob("*.safetensors"))
+    assert len(some) > 1
+    return [
+        Kind("safetensors", whole, _header(whole) | _one_altered(whole, some), _exported_readings),
+        Kind("index.json", whole, _json(whole, "model.safetensors.index.json"), _exported_readings),
+        Kind("config.json", whole, _json(whole, "config.json"), _exported_readings),
+        _names_kind(folder),
+    ]
+
+
+def _names_kind(folder: Path) -> Kind:
+    whole = folder / "named"
+    whole.mkdir()
+    plain = dict(names.LLAMA.plain)
+    fused = {ours: {"rows": order, "into": list(into)} for ours, (order, into) in names.LLAMA.fused.items()}
+    tree = {"names": plain, "fused": fused}
+    (whole / "map.toml").write_text(tomli_w.dumps(tree))
+
+    def readings(path: Path, mutant: Mutant) -> list[Reading]:
+        def read() -> None:
+            found = names.read(path / "map.toml")
+            layouts.export(path.parent / "checkpoint", "sglang-mxfp8", _fresh(path), names=found, config=CONFIG)
+
+        return [("export", read, None)]
+
+    def written(changed: Any) -> Mutant:
+        try:
+            return {"map.toml": tomli_w.dumps(changed).encode("utf-8", "surrogatepass")}
+        except (TypeError, ValueError, AttributeError):  # TOML has no such thing
+            return {"map.toml": json.dumps(changed).encode()}
+
+    return Kind("map of names", whole, trees(tree).map(written) | _altered(whole, "map.toml"), readings)
+
+
+def transformer_engine_kinds(folder: Path) -> list[Kind]:
+    """TransformerEngine's checkpoint, and the one of ours that says what it is to become."""
+    with tarfile.open(ARCHIVE) as tar:
+        tar.extractall(folder, filter="data")
+    found = []
+    for recipe in ("mxfp8", "nvfp4"):
+        whole = folder / f"both-{recipe}"
+        whole.mkdir()
+        (folder / recipe).rename(whole / "te")
+        size = next(iter(read_metadata(whole / "te", packed=True).state_dict_metadata.values())).size[0]  # type: ignore[union-attr]
+        with qs.quantized_model_init(recipe=models.RECIPES[recipe]):
+            model = nn.Sequential(qs.Linear(size, size, params_dtype=torch.bfloat16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoints.save(whole / "like", model, FusedAdam(model.named_parameters()))
+        theirs = sorted(f"te/{path.name}" for path in (whole / "te").glob("*.distcp"))
+        mutants = st.one_of(
+            _metadata(whole, f"te/{METADATA_FILE}", "te/none"),
+            _metadata(whole, f"like/{METADATA_FILE}", f"like/{manifest.MANIFEST}"),
+            _entry(whole, "te", tuple(sorted(CALLS))),
+            _entry(whole, "te", tuple(sorted(CALLS))),
+            _entry(whole, "like"),
+            _one_altered(whole, theirs),
+        )
+        found.append(Kind(f"TransformerEngine, {recipe}", whole, mutants, _conversion_readings))
+    return found
+
+
+def _conversion_readings(path: Path, mutant: Mutant) -> list[Reading]:
+    def read() -> None:
+        transformer_engine.convert(path / "te", path / "like", _fresh(path), lossy=True).lines()
+
+    return [("convert-te", read, None)]
+
+
+def built(folder: Path) -> list[Kind]:
+    """All kinds, with their whole files in a folder."""
+    return [
+        kind
+        for name, make in (
+            ("ours", checkpoint_kinds), ("exported", exported_kinds), ("te", transformer_engine_kinds),
+        )
+        for kind in make(_made(folder / name))
+    ]  # fmt: skip
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
