@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-quick drill check format bench clean
+.PHONY: help demo test test-all test-quick drill fuzz check format bench clean
 
 help:  ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -34,6 +34,9 @@ test-quick: $(STAMP)  ## Run the tests that start no process groups and are not 
 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)
+
+fuzz: $(STAMP)  ## Change files of every kind at random and read them; ARGS="--seed 7 --seconds 120"
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz.run $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types, and that the private names of PyTorch are as recorded
 	$(BIN)/ruff format --check

@@ -107,7 +107,7 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
         return f"its version is {content.get('quantshard')!r:.80}, not a number"
     for name, types in _FIELDS.items():
         value = content.get(name)
-        is_count = type(value) is not int or _is_count(value, most=_MOST[name])
+        is_count = type(value) is not int or _is_count(value, most=_MOST.get(name, 0))
         is_text = type(value) is not str or len(value) <= _LONGEST
         if type(value) not in types or not is_count or not is_text:
             return f"{name} is {value!r:.80}"

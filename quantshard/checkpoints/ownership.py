@@ -23,6 +23,7 @@ from pathlib import Path
 
 from quantshard.checkpoints.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError
+from quantshard.foreign import json_object, regular_content
 
 if sys.platform != "win32":
     import fcntl
@@ -174,9 +175,9 @@ def _locked(folder: str) -> Handle | None:
 def holder(folder: Path_) -> str:
     """Whose lock of a folder it is, in words."""
     try:
-        told = json.loads(Path(folder, LOCK_FILE).read_bytes()[:_TOLD_BYTES])
+        told = json_object(regular_content(Path(folder, LOCK_FILE), _TOLD_BYTES), LOCK_FILE)
         pid, host, since = int(told["pid"]), str(told["host"]), str(told["since"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return "another run"
     if pid == os.getpid() and host == socket.gethostname():
         return f"another run, which is this very process ({pid}): a Manager that is not closed, or is still saving"

@@ -55,7 +55,8 @@ def verify(path: Path_) -> Verification:
         reader = contents.opened(path)
         found = contents.groups(reader)
     except CheckpointError as error:
-        return Verification(str(path), checksums, 0, 0, 0, 0, (*problems, str(error)))
+        told = problems if str(error) in problems else [*problems, str(error)]  # of a manifest, it is the same
+        return Verification(str(path), checksums, 0, 0, 0, 0, tuple(told))
     for group in found:
         try:
             wrong = [*group.wrong, *contents.figures(reader, group).wrong]

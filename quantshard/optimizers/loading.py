@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 
 from quantshard import components, private_torch
 from quantshard.errors import CheckpointError
+from quantshard.foreign import shown
 from quantshard.optimizers import guards
 from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+_MOST = 1 << 63
+
 Options = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 
 
@@ -90,6 +93,27 @@ def _check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
     for theirs, ours in zip(saved, own, strict=True):
         if not _is_matched_by_name(theirs):
             _check_names(theirs.get("param_names"), ours.get("param_names"))
+        for key in theirs.keys() & ours.keys() - {*components.PARAMETER_ENTRIES}:
+            if not _is_like(theirs[key], ours[key]):
+                raise CheckpointError(
+                    f"the optimizer state says {key} = {shown(theirs[key])}, where this optimizer has "
+                    f"{shown(ours[key])}; choose another checkpoint"
+                )
+
+
+def _is_like(saved: Any, own: Any) -> bool:
+    """Whether what was saved of a group can stand where this optimizer has something: a number for a number, so many
+    numbers for so many."""
+    if saved is None or own is None:
+        return True
+    if isinstance(own, tuple | list):
+        is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
+        return is_list and all(_is_like(one, other) for one, other in zip(saved, own, strict=True))
+    if isinstance(own, bool | int | float | Tensor):
+        if isinstance(saved, Tensor):
+            return saved.numel() == 1 and not saved.is_complex()
+        return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) < _MOST)
+    return type(saved) is type(own)
 
 
 def _is_matched_by_name(group: Mapping[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Scaling
 from quantshard.layouts.conversion import NotExact
 from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX, assign, make_state
+from quantshard.recipe import STATE_CELLS
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.transformer_engine.pieces import Piece
 from quantshard.transformer_engine.stored import EXTRA_STATE, NAMED, SETTINGS, STATE_ROLES, Like, Source
@@ -119,6 +120,9 @@ class _Job:
             self.made.update(self._settings())
         self._copy_own()
         self._tell_left()
+        lacking = [key for key in self.made if key not in self.like.paths]
+        if lacking:
+            raise CheckpointError(f"{self.like.path} is damaged: it lacks {lacking[0]}")
         return _nested({self.like.paths[key]: value for key, value in self.made.items()})
 
     def facts(self) -> dict[str, Any]:
@@ -254,11 +258,17 @@ class _Job:
                 self._leave_state(name, role, values)
             return {}
         shape = tuple(group.shape or ())
+        if values is not None and tuple(values.shape) != shape:
+            raise CheckpointError(
+                f"{self.like.path}: {key} has shape {list(shape)}, {label} {list(values.shape)} there"
+            )
         if values is None:
             values = self._values_here(name) if role == MASTER else torch.zeros(shape, dtype=torch.float32)
             self.report.own[label] = "seeded from the weight" if role == MASTER else "zero, as before a first step"
         entry = self.like.entries[key]
         assert isinstance(entry, TensorStorageMetadata)
+        if entry.properties.dtype not in STATE_CELLS:
+            raise CheckpointError(f"{self.like.path}: {key} is {entry.properties.dtype}, which no state is")
         state = make_state(torch.empty(shape, dtype=torch.float32), entry.properties.dtype, role)
         assign(state, values.float())
         if label not in self.report.own:
@@ -269,6 +279,10 @@ class _Job:
     def _remainder(self, key: str, name: str, master: Tensor | None) -> dict[str, Any]:
         """The low half of a master whose high half is the parameter."""
         weight, label = self.made[_MODEL + name], f"{name} {MASTER}"
+        if weight.dtype != torch.bfloat16:
+            raise CheckpointError(
+                f"{self.like.path}: {key} is the low half of a master, and {name}, the high one, {weight.dtype}"
+            )
         if master is None:
             master = weight.float()
             self.report.own[label] = "seeded from the weight"
@@ -328,7 +342,7 @@ class _Job:
         kept = []
         for key in self._remaining():
             value = self.like.value(key)
-            if key.endswith(AMAX_HISTORY):
+            if key.endswith(AMAX_HISTORY) and isinstance(value, Tensor):
                 value = torch.zeros_like(value)
             self.made[key] = value
             if not key.endswith((FORMAT_SUFFIX, ".params", ".param_names")):
@@ -377,10 +391,13 @@ def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
             path = (EXTRA, ".".join(map(str, path[1:])))
         for part in path[:-1]:
             at = at.setdefault(part, {})
+            if not isinstance(at, dict):
+                raise CheckpointError(f"the checkpoint of --like is damaged: {part} is an entry and has entries")
         at[path[-1]] = value
-    groups = root.get("optimizer", {}).get("param_groups")
-    if groups is not None:
-        root["optimizer"]["param_groups"] = [groups[number] for number in sorted(groups)]
+    optimizer = root.get("optimizer")
+    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    if isinstance(optimizer, dict) and isinstance(groups, dict) and all(type(number) is int for number in groups):
+        optimizer["param_groups"] = [groups[number] for number in sorted(groups)]
     return root
 
 
@@ -393,7 +410,9 @@ def _plain_setting(value: Any) -> Any:
 def _is_setting(name: str, value: Any) -> bool:
     if name == "betas":
         return isinstance(value, tuple) and len(value) == 2 and all(isinstance(beta, float) for beta in value)
-    return type(value) is int if name == "step" else isinstance(value, bool | int | float)
+    if name == "step":
+        return type(value) is int and 0 <= value < 1 << 62
+    return isinstance(value, bool | int | float)
 
 
 def _scaling_of(fmt: Format) -> Scaling:

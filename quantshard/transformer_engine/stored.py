@@ -20,6 +20,7 @@ from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
+from quantshard.layouts.source import are_named
 from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER
 from quantshard.transformer_engine.pieces import CALLS, Piece, piece_of
 from quantshard.transformer_engine.weights import values_of
@@ -155,8 +156,8 @@ class Source:
 
     def _list(self, key: str) -> list[Any]:
         found = self.value(key)
-        if not isinstance(found, list | tuple):
-            raise CheckpointError(f"{self.path}: {key} is no list")
+        if not isinstance(found, list | tuple) or not all(type(member) in (int, str) for member in found):
+            raise CheckpointError(f"{self.path}: {key} is no list of numbers or names")
         return list(found)
 
     def numbered(self, own: list[str]) -> dict[str, str]:
@@ -193,19 +194,21 @@ class Like:
         self.entries = self.metadata.state_dict_metadata
         self.groups: Mapping[str, Group] = {group.name: group for group in contents.groups(self.reader)}
         wrong = [line for group in self.groups.values() for line in group.wrong]
-        if wrong or self.metadata.planner_data is None:
-            raise CheckpointError(f"{path} cannot serve as --like: {wrong[0] if wrong else 'it names no state dict'}")
-        self.paths = self.metadata.planner_data
+        self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
+        if not wrong and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):
+            wrong = ["it does not say where entries stand in a state dict"]
+        if wrong:
+            raise CheckpointError(f"{path} cannot serve as --like: {wrong[0]}")
 
     def value(self, key: str) -> Any:
-        """A plain tensor, whole, or an object."""
-        entry = self.entries[key]
-        if isinstance(entry, BytesStorageMetadata):
+        """A plain tensor, whole, or an object.
+
+        Raises:
+            CheckpointError: naming the entry; there is none, or it is damaged.
+        """
+        if isinstance(self.entries.get(key), BytesStorageMetadata):
             return self.reader.object(key)
-        found = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for chunk, values in self.reader.pieces(key):
-            found[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = values
-        return found
+        return self.reader.tensor(key)
 
     @cached_property
     def parameters(self) -> list[tuple[int, str, str]]:
@@ -223,8 +226,12 @@ class Like:
                         f"{self.path}: its optimizer does not name its parameters; build it by "
                         "FusedAdam(model.named_parameters(), ...), so that it is known whose states are whose"
                     )
-                names = self.value(f"{group}.param_names")
-                found += [(number, name, group) for number, name in zip(self.value(key), names, strict=True)]
+                names, numbers = self.value(f"{group}.param_names"), self.value(key)
+                if not are_named(names, numbers):
+                    raise CheckpointError(
+                        f"{self.path} is damaged: {key} and {group}.param_names are no names of numbers"
+                    )
+                found += [(number, name, group) for number, name in zip(numbers, names, strict=True)]
         unknown = [name for _, name, _ in found if f"model.{name}" not in self.groups]
         if unknown:
             raise CheckpointError(f"{self.path}: its optimizer has a parameter {unknown[0]}, which its model lacks")

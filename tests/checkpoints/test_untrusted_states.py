@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from quantshard.checkpoints import Manager, rank_state
+from quantshard.checkpoints import Manager, load, rank_state
 from quantshard.checkpoints.rank_state import Generators
 from quantshard.errors import CheckpointError
-from tests.checkpoints.small import built
-from tests.checkpoints.test_untrusted import Call, saved
+from tests.checkpoints.small import built, written
+from tests.checkpoints.test_untrusted import Call, change_object, saved
 
 
 def bytes_of(value: object) -> torch.Tensor:
@@ -86,3 +86,21 @@ def test_long_integers_come_back(tmp_path: Path) -> None:
             order.load_state_dict(Order(9).state_dict())
             manager.restore(model, optimizer)
         assert order.generator.random(3).tolist() == drawn
+
+
+SETTINGS: list[tuple[str, Any]] = [
+    ("lr", "fast"), ("lr", [1e-3]), ("lr", 1 << 80), ("betas", True), ("betas", (0.9,)), ("betas", (0.9, "x")),
+    ("betas", 0.9), ("step", {}), ("step", torch.zeros(2)), ("adam_w_mode", "yes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS, ids=lambda value: repr(value)[:20])
+def test_settings_of_another_type(tmp_path: Path, name: str, value: Any) -> None:
+    """They would be found at a step, or never."""
+    path = written(tmp_path / "c", "mxfp8")
+    model, optimizer = built("mxfp8", seed=4)
+    before = repr(optimizer.param_groups)
+    change_object(path, f"optimizer.param_groups.0.{name}", value)
+    with pytest.raises(CheckpointError, match=rf"says {name} = .* where this optimizer has"):
+        load(path, model, optimizer)
+    assert repr(optimizer.param_groups) == before

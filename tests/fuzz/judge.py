@@ -6,6 +6,7 @@ other values without an error where a manifest says what they are, more time or 
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import time
@@ -27,6 +28,9 @@ HEADROOM = 1 << 30
 
 REFUSED, READ = "refused", "read"
 FAULTS = ("wrong", "traceback", "line", "slow", "memory")
+
+
+_UNFORESEEN = re.compile(r"\b[A-Z]\w*(Error|Exception|Interrupt): ")
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ def judge(read: Callable[[], Any], expected: object = None) -> Verdict:
 
 def _refused(error: BaseException) -> Verdict:
     text, cause = str(error), error
+    if _UNFORESEEN.search(text):  # said as an error to the ranks that wait
+        return Verdict("traceback", "".join(traceback.format_exception(error)))
     while cause is not None:
         if isinstance(cause, MemoryError) or "allocate memory" in str(cause):
             return Verdict("memory", "".join(traceback.format_exception(error)))

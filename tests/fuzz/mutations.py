@@ -173,7 +173,7 @@ def _pickled(value: Any) -> bytes:
         return b"}" + _items(value)
     assert isinstance(value, Record)
     if value.name == PERSISTENT:
-        return _pickled(value.args[0] if value.args else None) + b"Q"
+        return _pickled(value.args[0] if isinstance(value.args, tuple) and value.args else None) + b"Q"
     module, _, name = value.name.rpartition(".")
     found = b"c" + f"{module}\n{name}\n".encode()
     found += b"" if value.args is None else _pickled(value.args) + b"R"

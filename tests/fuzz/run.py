@@ -74,6 +74,8 @@ def try_kind(kind: Kind, examples: int, seed: int, folder: Path, score: Score) -
                 kept = folder / f"{len(list(folder.iterdir())):04d}-{found.kind}"
                 shutil.copytree(path, kept, symlinks=True)
                 score.faults.append((name, found, kept))
+                what = found.what.strip()
+                print(f"{kind.name}, {name}: {found.kind}, kept in {kept}\n{what}\n", file=sys.stderr, flush=True)
             worst = max(worst, found.kind, key=(READ, REFUSED, *FAULTS).index)
         score.counts[worst] += 1
 
@@ -112,11 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if end is None or time.monotonic() < end:
                     try_kind(kind, min(BATCH, given_.mutants), given_.seed * 1_000_003 + batch, kept, scores[kind.name])
             batch += 1
-    faults = [(name, *fault) for name, score in scores.items() for fault in score.faults]
-    for kind_name, reader, verdict, path in faults:
-        print(f"{kind_name}, {reader}: {verdict.kind}, kept in {path}\n{verdict.what.strip()}\n", file=sys.stderr)
+    faults = sum(len(score.faults) for score in scores.values())
     print("\n".join(table(scores)))
-    print(f"seed {given_.seed}: {sum(s.mutants for s in scores.values())} mutants, {len(faults)} faults")
+    print(f"seed {given_.seed}: {sum(s.mutants for s in scores.values())} mutants, {faults} faults")
     return 1 if faults else 0
 
 
