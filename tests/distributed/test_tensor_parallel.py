@@ -216,7 +216,7 @@ def late() -> list[str]:
             modules = []
             for options in ({"tp_mesh": mesh["tp"]}, {"tp_group": mesh.get_group("tp")}, {}, {"tp_size": 2}):
                 torch.manual_seed(0)
-                modules.append(make(**options))
+                modules.append(make(**options, device="cpu"))
         modules[2].set_device_mesh(mesh["tp"], weight_mesh=mesh["tp"])
         modules[3].set_tensor_parallel_group(mesh.get_group("tp"))
         modules[1].set_device_mesh(mesh["tp"])
@@ -281,7 +281,8 @@ def dropped_behind_another_module() -> tuple[str, str]:
     """With generators in step, and not."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    layer = qs.TransformerLayer(64, 128, 4, hidden_dropout=0.5, set_parallel_mode=True, tp_size=2)
+    options = {"set_parallel_mode": True, "tp_size": 2, "device": "cpu"}
+    layer = qs.TransformerLayer(64, 128, 4, hidden_dropout=0.5, **options)
     layer.self_attention = Whole()
     layer.set_device_mesh(mesh)
     torch.manual_seed(1)

@@ -34,10 +34,10 @@ def trained(recipe: str, policy: str, autocast: bool, dtype: torch.dtype, reshar
     torch.manual_seed(0)
     with qs.quantized_model_init(recipe=recipe):
         layers = [qs.LayerNormMLP(WIDTH, 40, device="cpu"), qs.Linear(WIDTH, WIDTH, device="cpu")]
-    model = nn.Sequential(*layers)
+    model, mesh = nn.Sequential(*layers), init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
-        fully_shard(layer, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        fully_shard(layer, mesh=mesh, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=1e-2)
     found = []
     for step in range(2):
