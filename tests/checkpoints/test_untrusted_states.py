@@ -90,8 +90,12 @@ def test_long_integers_come_back(tmp_path: Path) -> None:
 
 SETTINGS: list[tuple[str, Any]] = [
     ("lr", "fast"), ("lr", [1e-3]), ("lr", 1 << 80), ("betas", True), ("betas", (0.9,)), ("betas", (0.9, "x")),
-    ("betas", 0.9), ("step", {}), ("step", torch.zeros(2)), ("adam_w_mode", "yes"),
+    ("betas", 0.9), ("step", {}), ("adam_w_mode", "yes"),
 ]  # fmt: skip
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize(("name", "value"), SETTINGS, ids=lambda value: repr(value)[:20])
@@ -99,8 +103,8 @@ def test_settings_of_another_type(tmp_path: Path, name: str, value: Any) -> None
     """They would be found at a step, or never."""
     path = written(tmp_path / "c", "mxfp8")
     model, optimizer = built("mxfp8", seed=4)
-    before = repr(optimizer.param_groups)
+    before = settings(optimizer)
     change_object(path, f"optimizer.param_groups.0.{name}", value)
     with pytest.raises(CheckpointError, match=rf"says {name} = .* where this optimizer has"):
         load(path, model, optimizer)
-    assert repr(optimizer.param_groups) == before
+    assert settings(optimizer) == before

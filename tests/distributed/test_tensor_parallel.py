@@ -267,7 +267,7 @@ class Whole(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.proj = qs.Linear(64, 64)
+        self.proj = qs.Linear(64, 64, device="cpu")
 
     def set_device_mesh(self, *_: object) -> None:
         pass
