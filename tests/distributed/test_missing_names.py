@@ -164,11 +164,13 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": [
         lambda _: private_torch.plain(AsyncCollectiveTensor(torch.ones(2)))
     ],
+    "torch._has_compatible_shallow_copy_type": [lambda _: private_torch.takes_data(torch.ones(1), torch.ones(1))],
 }
 """What needs each name. It works where nothing is missing, and raises the name without it."""
 
 SILENT = {
     f"{_DTENSOR}.DTensor._op_dispatcher._custom_op_handlers": "an error of PyTorch's takes the place of ours",
+    "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",
     "torch.ops._c10d_functional.all_gather_into_tensor.default": "the table of operations refuses it, in other words",
 }
 """Names without which nothing is lost but words."""
