@@ -161,8 +161,13 @@ def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
                 key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
             )
     else:
-        kind = Annotated[_ANNOTATIONS[TYPES[name]], typer.Option(show_default=False, **about)]
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        option = typer.Option(show_default=False, **about)
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[_ANNOTATIONS[TYPES[name]], option],
+        )
 
 
 def _with_flags(command: Any) -> Any:
