@@ -48,7 +48,8 @@ class Kind:
         return _TYPES.get(self.type, self.type.__name__)
 
     def read(self, value: object) -> object:
-        """A value from a file as it is used: an int may stand for a float, and a list for a tuple.
+        """A value of a file, or of settings that are handed on, as it is used: an int may stand for a float, and a
+        list for a tuple.
 
         Raises:
             TypeError: it is of another type.
@@ -56,7 +57,7 @@ class Kind:
         if self.type is float and type(value) is int:
             return float(value)
         if self.type in (tuple, list):
-            if isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value):
+            if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
                 return self.type(value)
             raise TypeError
         if type(value) is not self.type:

@@ -1,6 +1,6 @@
 """Settings: where they come from, what is refused, and that a file says exactly what was set."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_toml_round_trip(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text(to_toml(settings, {"launch": {"processes": 2}, "corpus": {"files": ["x 1 /a b"]}}))
     content = read_toml(file)
-    assert Settings(**from_mapping(content, "it")) == settings
+    assert Settings(**from_mapping(content, "it")) == Settings(**from_mapping(asdict(settings), "it")) == settings
     assert content["launch"] == {"processes": 2} and content["corpus"] == {"files": ["x 1 /a b"]}
 
 

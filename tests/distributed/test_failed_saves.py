@@ -319,6 +319,7 @@ def odd_places(case: Case, folder: str) -> dict[str, str]:
             found[what] = raised(lambda: manager.save(5, run.model, run.optimizer))
             dist.barrier()
             found[what] += f" LEFT {sorted(os.listdir(root / 'run')) if (root / 'run').exists() else None}"
+            dist.barrier()  # before rank 0 makes the next place
     (root / "a file").touch()
     found["Manager of a file"] = raised(lambda: Manager(root / "a file"))
     found["below a file"] = raised(lambda: checkpoints.save(root / "a file" / "c", run.model, run.optimizer))
