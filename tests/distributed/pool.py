@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MAX_RANKS = 4
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 420
 MAX_THREADS = 24
 IMPORTED = ["quantshard", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 """By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""

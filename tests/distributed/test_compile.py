@@ -56,11 +56,13 @@ def within(forward: Any, recipe: str) -> Any:
     return autocasting
 
 
-def run(case: Case, backend: str | None, blocks: bool = False, inside: bool = False) -> tuple[Any, ...]:
+def run(
+    case: Case, backend: str | None, blocks: bool = False, inside: bool = False, steps: int = STEPS
+) -> tuple[Any, ...]:
     torch._dynamo.reset()
     model = build(case, backend, blocks, inside)
     optimizer = optimizer_of(model, case)
-    losses = train(model, optimizer, case, 0, STEPS)
+    losses = train(model, optimizer, case, 0, steps)
     model.eval()
     with torch.no_grad(), qs.autocast(recipe=RECIPES[case.recipe]):
         evaluated = model(batch(9, case)[0])
@@ -72,7 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear layers, gathered once": {"reshard": False},
     "autocast inside": {"inside": True},
     "with an MLP": {"blocks": True},
-    "with an MLP on kernels": {"blocks": True},
+    "with an MLP on kernels": {"blocks": True, "steps": 2},  # Triton's interpreter takes half a minute for a step
 }
 """What is compiled. Inductor sums the norm of the MLP in another order, so it is given the linear layers only."""
 
