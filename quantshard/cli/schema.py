@@ -48,8 +48,8 @@ class Kind:
         return _TYPES.get(self.type, self.type.__name__)
 
     def read(self, value: object) -> object:
-        """A value from a file, or of settings that are handed on, as it is used: an int may stand for a float, and a list
-        for a tuple.
+        """A value from a file, or of settings that are handed on, as it is used: an int may stand for a float, and a
+        list for a tuple.
 
         Raises:
             TypeError: it is of another type.

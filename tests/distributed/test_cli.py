@@ -112,9 +112,11 @@ def content(run):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
+    """A text that does not change when the package does: tolerances hold for it, or not."""
     folder = tmp_path_factory.mktemp("texts")
-    for source in ("config.py", "data.py", "model.py"):
-        shutil.copy(ROOT / "quantshard" / "cli" / source, folder)
+    lines = (ROOT / "LICENSE").read_text().splitlines(keepends=True)
+    for number, name in enumerate(("config.py", "data.py", "model.py")):
+        (folder / name).write_text("".join(lines[number::3]))
     return folder
 
 
