@@ -35,12 +35,9 @@ class QuantshardError(Exception):
     _kept = "\n"
     _longest = 1 << 20
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(self._shown(arg) if isinstance(arg, str) else arg for arg in args))
-
-    def _shown(self, text: str) -> str:
-        """A message: what is cut from one that is too long, by a name that is, is in the middle."""
-        found = printable(text, but=self._kept)
+    def __str__(self) -> str:
+        """The message, escaped. What is cut from one that is too long, by a name that is, is in the middle."""
+        found = printable(super().__str__(), but=self._kept)
         half = self._longest // 2
         return found if len(found) <= self._longest else f"{found[:half]}...{found[-half:]}"
 
