@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-quick drill fuzz check format bench clean
+.PHONY: help demo test test-all test-quick test-gpu drill fuzz check format bench clean
 
 help:  ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -21,7 +21,8 @@ demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits a
 
 # Two processes, each of which starts four ranks; a file stays on one of them, since its tests share what they build.
 # In the order of names: the long files of tests/distributed begin early. ARGS="-n 0" runs all in one process.
-SUITE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Without a GPU, which computes in other orders of sums, and which four ranks would share.
+SUITE := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)  ## Run every test, of long tables those cells that cover all pairs of options
 	$(SUITE) -m "not exhaustive" $(ARGS)
@@ -30,7 +31,15 @@ test-all: $(STAMP)  ## Run every cell of every test too; takes several times as 
 	$(SUITE) $(ARGS)
 
 test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow and not exhaustive" -n 2 $(ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow and not exhaustive" -n 2 $(ARGS)
+
+GPU_TESTS := tests/kernels tests/test_backend.py tests/test_identity.py tests/modules/test_torch_autocast.py \
+  $(addprefix tests/optimizers/test_,changed_parameters.py on_kernels.py capturable.py) \
+  $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py identity.py recompute.py sixteen_bits.py \
+  tensor_parallel.py torch_autocast.py)
+
+test-gpu: $(STAMP)  ## Run the tests that use GPUs where there are some, on those that are here; two show more than one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "not exhaustive" $(GPU_TESTS) $(ARGS)
 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)

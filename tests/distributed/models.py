@@ -151,7 +151,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
         whole = torch.randn(param.shape, generator=generator).to(param.dtype)
         if isinstance(param, DTensor):
             whole = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = whole
+        param.grad = whole.to(param.device)
 
 
 def content(tensor: Tensor) -> np.ndarray:

@@ -35,6 +35,7 @@ from quantshard.layouts import names
 from quantshard.layouts.inspection import inspect
 from quantshard.optimizers import FusedAdam
 from quantshard.transformer_engine.pieces import CALLS
+from tests.cli import hostile
 from tests.fuzz.mutations import changed_bytes, pickled, records, trees
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE
 from tests.layouts import models
@@ -249,13 +250,15 @@ def _names_kind(folder: Path) -> Kind:
 
         return [("export", read, None)]
 
-    def written(changed: Any) -> Mutant:
-        try:
-            return {"map.toml": tomli_w.dumps(changed).encode("utf-8", "surrogatepass")}
-        except (TypeError, ValueError, AttributeError):  # TOML has no such thing
-            return {"map.toml": json.dumps(changed).encode()}
+    said = trees(tree).map(lambda changed: _toml("map.toml", changed))
+    return Kind("map of names", whole, said | _altered(whole, "map.toml"), readings)
 
-    return Kind("map of names", whole, trees(tree).map(written) | _altered(whole, "map.toml"), readings)
+
+def _toml(name: str, tree: Any) -> Mutant:
+    try:
+        return {name: tomli_w.dumps(tree).encode("utf-8", "surrogatepass")}
+    except (TypeError, ValueError, AttributeError):  # TOML has no such thing
+        return {name: json.dumps(tree).encode()}
 
 
 def transformer_engine_kinds(folder: Path) -> list[Kind]:
@@ -293,12 +296,37 @@ def _conversion_readings(path: Path, mutant: Mutant) -> list[Reading]:
     return [("convert-te", read, None)]
 
 
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def run_kinds(folder: Path) -> list[Kind]:
+    """`config.toml` and the records of a run that somebody else has made, as `resume` reads them."""
+    whole = hostile.made(folder)
+    config = trees(hostile.content(whole)).map(lambda tree: _toml("config.toml", tree))
+    records = [{"step": 0, "torch": "2.13.0"}, {"step": 2, "requantized": ["a"], "lossy": True}]
+    (whole / "starts.jsonl").write_bytes(_lines(records))
+    starts = trees(records).map(lambda tree: {"starts.jsonl": _lines(tree)})
+
+    def readings(path: Path, mutant: Mutant) -> list[Reading]:
+        return [("resume", lambda: hostile.read(path), None)]
+
+    return [
+        Kind("config.toml", whole, config | _altered(whole, "config.toml"), readings),
+        Kind("starts.jsonl", whole, starts | _altered(whole, "starts.jsonl"), readings),
+    ]
+
+
+def _lines(records: Any) -> bytes:
+    return b"".join(json.dumps(one).encode() + b"\n" for one in (records if isinstance(records, list) else [records]))
+
+
 def built(folder: Path) -> list[Kind]:
     """All kinds, with their whole files in a folder."""
     return [
         kind
         for name, make in (
             ("ours", checkpoint_kinds), ("exported", exported_kinds), ("te", transformer_engine_kinds),
+            ("runs", run_kinds),
         )
         for kind in make(_made(folder / name))
     ]  # fmt: skip
