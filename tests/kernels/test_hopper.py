@@ -27,9 +27,9 @@ BYTES = {"NVFP4": (16, 8), "NVFP4, both directions, random": (8, 8), "dequantize
 
 SPILLED = {
     "Adam, delayed, FP8 moments": 16, "1x128, both directions": 8, "MXFP8, both directions": 24,
-    "activation, backward MXFP8": 48,
+    "activation, backward MXFP8": 48, "NVFP4, both directions, random": 40,
 }  # fmt: skip
-"""Bytes that more programs beside each other are worth."""
+"""Bytes that more programs beside each other are worth; those of random NVFP4 under Triton 3.6, none under 3.7."""
 
 
 def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[str], None]) -> None:
