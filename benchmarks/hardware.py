@@ -1,6 +1,6 @@
-"""README's hardware table, from the reports that `quantshard doctor --json FILE` wrote on each machine.
+"""The table of docs/hardware.md, from the reports that `quantshard doctor --json FILE` wrote on each machine.
 
-    python benchmarks/hardware.py          write the table into README.md
+    python benchmarks/hardware.py          write the table into docs/hardware.md
 
 Reports are kept in benchmarks/doctor/, one a machine. Hardware that no report is of has a line that says "not run", and
 what `backend.NATIVE` would do there.
@@ -19,7 +19,7 @@ from quantshard.doctor.checks import recipe_names
 from quantshard.doctor.results import OK, WRONG
 
 ROOT = Path(__file__).parents[1]
-REPORTS, README = ROOT / "benchmarks" / "doctor", ROOT / "README.md"
+REPORTS, PAGE = ROOT / "benchmarks" / "doctor", ROOT / "docs" / "hardware.md"
 
 BEGIN, END = "<!-- made by benchmarks/hardware.py from benchmarks/doctor/ -->", "<!-- end of what is made -->"
 COLUMNS = (
@@ -112,13 +112,13 @@ def not_run(kind: Kind) -> list[str]:
 
 
 def written(text: str, made: str) -> str:
-    """README's text with this table between the marks."""
-    assert text.count(BEGIN) == text.count(END) == 1, "README needs both marks once"
+    """PAGE's text with this table between the marks."""
+    assert text.count(BEGIN) == text.count(END) == 1, "PAGE needs both marks once"
     return re.sub(f"(?s)({re.escape(BEGIN)}).*?({re.escape(END)})", lambda m: f"{m[1]}\n\n{made}\n\n{m[2]}", text)
 
 
 def main() -> None:
-    README.write_text(written(README.read_text(encoding="utf-8"), table(reports())), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), table(reports())), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -569,7 +569,7 @@ def test_missing_docstrings_are_found():
     assert undocumented(["Path", "Inherits", "f", "x"], [Path, Inherits, lambda: 1, 3]) == ["Inherits", "f"]
 
 
-# The map in the README
+# The map in ARCHITECTURE.md
 
 
 def mapped(text: str) -> dict[str, set[str]]:
@@ -578,7 +578,7 @@ def mapped(text: str) -> dict[str, set[str]]:
     A line is an entry if its first word ends in .py or /; deeper lines belong to the last folder above them.
     """
     blocks = [b for b in re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S) if re.search(rf"^{PACKAGE}/", b, re.M)]
-    assert blocks, f"the README has no fenced block with a line `{PACKAGE}/`: the map of the tree"
+    assert blocks, f"ARCHITECTURE.md has no fenced block with a line `{PACKAGE}/`: the map of the tree"
     entries: dict[str, set[str]] = {}
     above: list[tuple[int, str]] = []  # the folders around a line, with their indents
     for line in re.sub("[│├└─]", " ", blocks[0]).splitlines():
@@ -599,11 +599,10 @@ def existing(folder: Path) -> set[str]:
     return files | {f"{f.name}/" for f in folder.iterdir() if any(f.rglob("*.py"))}
 
 
-def test_readme_map_is_true():
+def test_the_map_is_true():
     """The map names all files and folders of the package; a folder's own files are all listed there, or none is."""
-    readme = ROOT / "README.md"
-    assert readme.exists(), "README.md is missing; it holds the map of the tree"
-    for folder, names in mapped(readme.read_text(encoding="utf-8")).items():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for folder, names in mapped(text).items():
         there = existing(ROOT / folder)
         assert names == there, f"{folder}: not in the map {sorted(there - names)}, not on disk {sorted(names - there)}"
 

@@ -200,7 +200,7 @@ def test_native_products(monkeypatch, capability):
     assert not gemms.product((37, 60, 72), CPU, *on[0])
 
 
-# README's table
+# The table of docs/hardware.md
 
 REPORT = {
     "version": 1, "date": "2026-11-21", "torch": "2.11.0", "triton": "3.6.0",
@@ -232,8 +232,8 @@ def test_hardware_table():
     assert "| CPU |" not in hardware.table([cpu]) and "NVIDIA A100 (8.0) | not run" in hardware.table([cpu])
 
 
-def test_readme_has_the_table_of_the_reports():
-    text = hardware.README.read_text(encoding="utf-8")
+def test_the_page_has_the_table_of_the_reports():
+    text = hardware.PAGE.read_text(encoding="utf-8")
     assert hardware.written(text, hardware.table(hardware.reports())) == text, "run: python benchmarks/hardware.py"
 
 
