@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-quick test-gpu drill fuzz check format bench clean
+.PHONY: help demo test test-all test-quick test-gpu drill fuzz check format docs bench clean
 
 help:  ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -47,15 +47,19 @@ drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kil
 fuzz: $(STAMP)  ## Change files of every kind at random and read them; ARGS="--seed 7 --seconds 120"
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz.run $(ARGS)
 
-check: $(STAMP)  ## Check format, lint and types, and that the private names of PyTorch are as recorded
+check: $(STAMP)  ## Check format, lint, types, the private names of PyTorch as they are recorded, and the links of docs/
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m tests.private_names
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: $(STAMP)  ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+docs: $(STAMP)  ## Build the site of docs/ with the API reference, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: $(STAMP)  ## Run the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import quantshard
 from quantshard import limits, modules, recipe
 from quantshard.layouts.conversion import shapes
 from quantshard.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
@@ -15,7 +17,8 @@ from quantshard.modules import unsupported
 from quantshard.private_torch import lookup
 from quantshard.recipe_arguments import fixed_fields
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 HEAD = """# Coming from TransformerEngine
 
@@ -309,6 +312,42 @@ PAGES = {
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_what_the_code_does(page: str) -> None:
     assert (DOCS / page).read_text(encoding="utf-8") == PAGES[page](), "run: python -m tests.test_docs"
+
+
+# Links (mkdocs, in `make check`, sees to those between the pages of docs/) -------------------------------------------
+
+
+def missing_targets(page: Path) -> list[str]:
+    """What a page links to in this repository, and is not there."""
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    return [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "ARCHITECTURE.md"])
+def test_links_lead_somewhere(page: str, tmp_path: Path) -> None:
+    assert missing_targets(ROOT / page) == []
+    (tmp_path / "page.md").write_text("[a](none.md) [b](page.md#x) [c](https://example.org/none)", encoding="utf-8")
+    assert missing_targets(tmp_path / "page.md") == ["none.md"]
+
+
+def test_every_page_is_in_the_index() -> None:
+    """Of the site, and of docs/index.md; the README names most."""
+    pages = {page.name for page in DOCS.glob("*.md")}
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r"^ +- ([\w-]+\.md)$", site, re.M)) | {"index.md"} == pages
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\(([\w-]+\.md)\)", index)) | {"index.md"} == pages
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+def test_the_reference_has_every_public_module() -> None:
+    """mkdocstrings shows what their `__all__` names."""
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    modules_ = [value for name in quantshard.__all__ if inspect.ismodule(value := getattr(quantshard, name))]
+    assert set(re.findall(r"^::: (\S+)$", text, re.M)) == {"quantshard", *(each.__name__ for each in modules_)}
 
 
 if __name__ == "__main__":
