@@ -128,42 +128,18 @@ Arguments of TransformerEngine that are refused are listed in [transformer-engin
 """
 
 
-LIMITS_TAIL = """## Besides
-
-- `torch.compile` takes every module whole (`fullgraph=True`), autocast inside or outside, also layer by layer under FSDP2. Linear layers,
-  on GPUs with the normalization in front and the activation between two, and rotary embeddings stay as they are, none of them in CUDA
-  graphs; the rest is compiled. So of quantshard's modules alone it makes nothing faster: 0.99 to 1.01 times the time of eager, for 0.2 to
-  0.5 GiB more. Checkpointing inside a compiled function is refused for `delayed`; around one, autocast must be entered inside it.
-  On torch 2.11 an autocast inside takes a recipe's name only. `torch.export` and compiled optimizer steps are out of scope.
-- Stock `torch.optim` optimizers move quantized weights by stochastic rounding, with states of the model's dtype; better is
-  `MasterWeights(torch.optim.AdamW, model.parameters(), ...)`, which runs any of them on float32 masters. Without it `fused=True`,
-  ASGD, Adafactor and LBFGS raise, and, over FSDP2, so do Rprop and, for some shapes, Muon (in DTensor).
-- DDP needs `init_sync=False` after `check_replicas(model)` or `broadcast_(model)`, and has no `join()`. `CPUOffloadPolicy` on a
-  mesh of one rank does not free the gathered weights.
-- `set_model_state_dict(broadcast_from_rank0=True)` is refused; `checkpoints.load_from_rank0` does it.
-- Evaluate in `eval()` mode: under `delayed` a forward in training mode notes amaxes, also under `no_grad`, and leaving autocast is then a
-  collective call. In the forward an infinite activation is clamped where scales are
-  float32, since its block's scale is then 1, as in TransformerEngine. In the backward an infinite gradient is not clamped: the step is skipped.
-- Under `nvfp4` all ranks must use the same modules, DDP's unused ones included: the counts of random draws are one entry of
-  the checkpoint, and without masters weights are rounded by them; quantshard does not notice ranks that differ.
-- A stock optimizer with `foreach=False` hangs where the last weight's gradient is missing on some ranks; with lists, and under
-  `MasterWeights` and `FusedAdam`, it is an error.
-- An optimizer with masters takes over what others write into parameters that are not quantized, unless it is written through `.data`, in a
-  CUDA graph, or beside masters of 16 bits: then call `reseed_masters()`.
-- `autocast(amax_reduction_group=)` inside a compiled function is refused; enter it outside.
-- Files from anybody may be read by quantshard's own calls and commands, which run nothing in them; stock `dcp.load` unpickles
-  a checkpoint's `.metadata`, so give it only those that you trust ([security.md](security.md)).
-- Pipeline parallelism, AMSGrad in `FusedAdam` and sparse gradients are out of scope.
-"""
+BY_HAND = "## Besides\n"
 
 
 def limits_page() -> str:
+    """What stands from `BY_HAND` on is written by hand."""
     lines = [LIMITS_HEAD]
     for title, table in (("Fallbacks", limits.FALLBACKS), ("Refused", limits.REFUSALS)):
         lines += [f"## {title}", "", "| name | what happens | because | instead |", "|---|---|---|---|"]
         lines += [f"| {name} | {at.happens} | {at.because} | {at.instead} |" for name, at in table.items()]
         lines += [""]
-    return "\n".join([*lines, LIMITS_TAIL])
+    _, mark, rest = (DOCS / "limits.md").read_text(encoding="utf-8").partition(BY_HAND)
+    return "\n".join([*lines, mark + rest])
 
 
 LAYOUTS_HEAD = """# Layouts: weights to and from other programs
