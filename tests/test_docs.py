@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from quantshard.private_torch import lookup
 from quantshard.recipe_arguments import fixed_fields
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+DOCS, PACKAGE = ROOT / "docs", ROOT / "quantshard"
 
 HEAD = """# Coming from TransformerEngine
 
@@ -277,7 +278,30 @@ def compatibility_page() -> str:
     return "\n".join([head + mark, *lines]) + "\n"
 
 
+MAP_HEAD = """# The map
+
+Made from the first sentence of every file. ARCHITECTURE.md tells how they go together.
+"""
+
+
+def map_page() -> str:
+    lines = [MAP_HEAD]
+    for folder in sorted({path.parent for path in PACKAGE.rglob("*.py")}):
+        said = docstring(folder / "__init__.py")
+        lines += [f"## {folder.relative_to(ROOT)}/", "", *([said, ""] if said else []), "| file | |", "|---|---|"]
+        files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+        lines += [f"| `{path.name}` | {docstring(path)} |" for path in files] + [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def docstring(path: Path) -> str:
+    """The first paragraph of a file's docstring, in a line."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
 PAGES = {
+    "map.md": map_page,
     "transformer-engine.md": rendered,
     "limits.md": limits_page,
     "layouts.md": layouts_page,

@@ -569,60 +569,6 @@ def test_missing_docstrings_are_found():
     assert undocumented(["Path", "Inherits", "f", "x"], [Path, Inherits, lambda: 1, 3]) == ["Inherits", "f"]
 
 
-# The map in ARCHITECTURE.md
-
-
-def mapped(text: str) -> dict[str, set[str]]:
-    """The entries of each folder in the map: the fenced block of `text` with the line `quantshard/`.
-
-    A line is an entry if its first word ends in .py or /; deeper lines belong to the last folder above them.
-    """
-    blocks = [b for b in re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S) if re.search(rf"^{PACKAGE}/", b, re.M)]
-    assert blocks, f"ARCHITECTURE.md has no fenced block with a line `{PACKAGE}/`: the map of the tree"
-    entries: dict[str, set[str]] = {}
-    above: list[tuple[int, str]] = []  # the folders around a line, with their indents
-    for line in re.sub("[│├└─]", " ", blocks[0]).splitlines():
-        if not (entry := re.match(r"( *)(\w+(?:\.py|/))(?:\s|$)", line)):
-            continue
-        indent, name = len(entry[1]), entry[2]
-        above = [folder for folder in above if folder[0] < indent]
-        if above and above[0][1] == f"{PACKAGE}/":
-            entries.setdefault("".join(folder for _, folder in above), set()).add(name)
-        if name.endswith("/"):
-            above.append((indent, name))
-    return entries
-
-
-def existing(folder: Path) -> set[str]:
-    """The files and folders that the map must name; a folder's own line stands for its __init__.py."""
-    files = {f.name for f in folder.glob("*.py")} - ({"__init__.py"} if folder.name != PACKAGE else set())
-    return files | {f"{f.name}/" for f in folder.iterdir() if any(f.rglob("*.py"))}
-
-
-def test_the_map_is_true():
-    """The map names all files and folders of the package; a folder's own files are all listed there, or none is."""
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    for folder, names in mapped(text).items():
-        there = existing(ROOT / folder)
-        assert names == there, f"{folder}: not in the map {sorted(there - names)}, not on disk {sorted(names - there)}"
-
-
-@pytest.mark.parametrize("indents", [["  ", "    "], ["├── ", "│   └── "]])
-def test_map_is_read(indents: list[str]):
-    one, two = indents
-    lines = [
-        "```",
-        "quantshard/",
-        f"{one}a.py  L0 one,",
-        "        and.more words",
-        f"{one}b/  two",
-        f"{two}c.py",
-        "tests/",
-    ]
-    text = "\n".join(["```sh", "make", "```", *lines, f"{one}d.py", "```"])
-    assert mapped(text) == {"quantshard/": {"a.py", "b/"}, "quantshard/b/": {"c.py"}}
-
-
 # Every file
 
 
