@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,8 @@ def prepared_once() -> Iterator[None]:
     function. The call of a kernel prepares it; a device function finds it so, but for a part that stays as it is.
 
     Besides, of each sum and product of integers it computes whether it overflows, which it would say if `debug` were
-    set, and of each value it finds out anew what its type is in NumPy and what the sizes of its shape are.
+    set, of each value it finds out anew what its type is in NumPy and what the sizes of its shape are, and it calls the
+    function of a reduction for each element.
     """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     if torch.cuda.is_available():
@@ -41,9 +42,34 @@ def prepared_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        patch.setattr(interpreter.ReduceOps, "generic_reduce", _by_slices(interpreter.ReduceOps.generic_reduce))
         for owner, name, function in _found_once(interpreter):
             patch.setattr(owner, name, function)
         yield
+
+
+def _by_slices(slow: Callable[..., Any]) -> Callable[..., Any]:
+    """`ReduceOps.generic_reduce` in the order of the slow one, which calls the combining function for each element.
+
+    Here a call has a slice of each tensor.
+    """
+
+    def reduce(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
+        if self.axis is None or self.keep_dims:
+            return slow(self, inputs)
+
+        def tensors(arrays: Iterable[Any]) -> list[Any]:
+            return [self.to_tensor(array, x.dtype) for array, x in zip(arrays, inputs, strict=True)]
+
+        slices = [tensors(x.handle.data.take(i, self.axis) for x in inputs) for i in range(inputs[0].shape[self.axis])]
+        found = slices[0]
+        for more in slices[1:]:
+            combined = self.combine_fn.fn(*found, *more)
+            combined = combined if isinstance(combined, tuple) else (combined,)
+            found = tensors(x.handle.data.reshape(of.shape) for x, of in zip(combined, found, strict=True))
+        return found
+
+    return reduce
 
 
 def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
