@@ -25,7 +25,7 @@ from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.manifest import Manifest
-from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
+from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.reader import DamagedError, files_of, read_into
 from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
@@ -157,7 +157,7 @@ def load_and_tell(
     with loading(f"the load of {path}", model, optimizer) as load:
         _check_numbers(model)
         components.check_offsets(model.named_parameters())
-        metadata, described = ranks.alike(lambda: _metadata(path, verify))
+        metadata, described = ranks.alike(lambda: _metadata(path))
         if described is None:
             checksums.warn_of_none(path, metadata, stacklevel=3)
         state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
@@ -222,20 +222,17 @@ class _Plan:
     changes: list[Change]
 
 
-def _metadata(path: Path_, verify: bool) -> tuple[Metadata, Manifest | None]:
-    """The metadata of a checkpoint, and its manifest, as each rank reads them for itself.
+def _metadata(path: Path_) -> tuple[Metadata, Manifest | None]:
+    """The metadata of a checkpoint, which have been compared with its manifest, and that; each rank reads for itself.
 
     Raises:
         CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
     """
     described = manifest.read(path)
     try:
-        metadata = read_metadata(path)
+        return read_metadata(path), described
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
-    if verify and described is not None:  # first of all: what it says decides what is compared
-        checksums.compare(path, described, [METADATA_FILE])
-    return metadata, described
 
 
 def _state_to_load(metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
