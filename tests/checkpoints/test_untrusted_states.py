@@ -222,17 +222,42 @@ def test_a_count_in_a_tensor_is_loaded_as_a_number(tmp_path: Path, step: torch.T
     assert count == 6 and type(count) is int
 
 
-@pytest.mark.parametrize("key", ["model.0.weight", "model.0.bias", "optimizer.state.0.exp_avg"])
-def test_a_tensor_in_an_object_is_not_passed_over(tmp_path: Path, key: str) -> None:
-    path = written(tmp_path / "c", "mxfp8")
-    model, optimizer = built("mxfp8", seed=4)
-    change_object(path, key, SafeReader(path).tensor(key))
+def make_object(path: Path, key: str, value: object) -> None:
+    """Put an object in the place of a tensor."""
+    change_object(path, key, value)
     with open(path / METADATA_FILE, "rb") as file:
         metadata = pickle.load(file)
     (index,) = (index for index in metadata.storage_data if index.fqn == key)
     metadata.storage_data[MetadataIndex(key)] = metadata.storage_data.pop(index)
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
     (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("value", [7, 7.0, torch.tensor(7.0)], ids=repr)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_of_stock_optimizers_in_objects(tmp_path: Path, steps: int, value: Any) -> None:
+    """Old versions of PyTorch counted steps in numbers; other states are tensors alone."""
+    path = tmp_path / "c"
+    save(path, *stepped(STOCK["AdamW"], 2))
+    (path / MANIFEST).unlink()
+    make_object(path, "optimizer.state.0.step", value)
+    model, optimizer = stepped(STOCK["AdamW"], steps)
+    load(path, model, optimizer)
+    assert [float(state["step"]) for state in optimizer.state.values()] == [7.0, 2.0]
+    make_object(path, key := "optimizer.state.0.exp_avg", SafeReader(path).tensor("optimizer.state.0.exp_avg"))
+    model, optimizer = stepped(STOCK["AdamW"], steps)
+    before = whole(model, optimizer)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch.float32 \[3, 4\] here"):
+        load(path, model, optimizer)
+    assert whole(model, optimizer) == before
+
+
+@pytest.mark.parametrize("key", ["model.0.weight", "model.0.bias", "optimizer.state.0.exp_avg"])
+def test_a_tensor_in_an_object_is_not_passed_over(tmp_path: Path, key: str) -> None:
+    path = written(tmp_path / "c", "mxfp8")
+    model, optimizer = built("mxfp8", seed=4)
+    make_object(path, key, SafeReader(path).tensor(key))
     before = whole(model, optimizer)
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch\.\S+ \[.*\] here"):
         load(path, model, optimizer)
