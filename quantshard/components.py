@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 
 from quantshard import limits, numerics, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -40,6 +42,40 @@ def quantized(tensor: object) -> QuantizedTensor | None:
 PARAMETER_ENTRIES = ("params", "param_names")
 """The entries of an optimizer's group that say whose it is, which a load compares and leaves as they are. The others
 are its options."""
+
+_LARGEST_INTEGER = (1 << 63) - 1
+
+
+def own_settings(optimizer: Optimizer) -> set[str]:
+    """The options in a group that the optimizer itself put there: an LR scheduler adds `initial_lr`, a user what they
+    like."""
+    return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
+
+
+def can_take(is_own: bool, saved: Any, own: Any) -> bool:
+    """Whether what was saved of an option can stand where this optimizer has something: a number for a number, so many
+    numbers for so many, or nothing. What is not the optimizer's own setting may be anything, but where it is a number.
+    """
+    return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
+
+
+def _is_like(saved: Any, own: Any) -> bool:
+    if own is None or (saved is None and not isinstance(own, Tensor)):  # which stays where it is
+        return True
+    if isinstance(own, tuple | list):
+        is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
+        return is_list and all(_is_like(one, other) for one, other in zip(saved, own, strict=True))
+    if isinstance(own, bool | int | float | Tensor):
+        if isinstance(saved, Tensor):
+            return not saved.is_complex() and (saved.numel() == 1 or saved.shape == getattr(own, "shape", None))
+        return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) <= _LARGEST_INTEGER)
+    return type(saved) is type(own)
+
+
+def as_setting(saved: Any, own: Any) -> Any:
+    """What was saved of an option, as this optimizer has it: a number where that is one, though a tensor was saved."""
+    is_number = isinstance(own, bool | int | float) and isinstance(saved, Tensor)
+    return saved.item() if is_number and saved.numel() == 1 else saved
 
 
 def canonical_name(name: str) -> str:

@@ -97,14 +97,17 @@ def begin(path: Path_, replace: bool = False) -> Target:
 
 def prepare(path: Path_, replace: bool = False) -> Target:
     """What `begin` does, on the one rank that looks."""
+    try:
+        return _prepared(path, replace)
+    except OSError as error:
+        raise CheckpointError(said_of(path, error)) from error
+
+
+def _prepared(path: Path_, replace: bool) -> Target:
     store, place = locate(path)
     if is_complete(path) and not replace:
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
-    if isinstance(store, LocalStore) and os.path.islink(place) and not (replace and is_complete(path)):
-        raise CheckpointError(
-            f"{path} could not be written: it is a symbolic link to {os.readlink(place)}, and a checkpoint takes the "
-            "place of what has its name; remove the link, or save to where it leads"
-        )
+    _check_link(path, replace)
     if store.exists(place):
         try:
             there = store.names(place)
@@ -115,12 +118,20 @@ def prepare(path: Path_, replace: bool = False) -> Target:
         if there and not store.renames:
             store.remove(place)
     if isinstance(store, LocalStore):
-        try:
-            store.make(store.parent(place))
-        except OSError as error:
-            raise CheckpointError(said_of(path, error)) from error
+        store.make(store.parent(place))
     clean(store.parent(place), os.path.basename(place.rstrip("/")))
     return Target(place, secrets.token_hex(8), replace)
+
+
+def _check_link(path: Path_, replace: bool) -> None:
+    """Refuse a link in the place of a checkpoint, unless it leads to one that may be replaced; then the link is."""
+    store, place = locate(path)
+    link = place.rstrip("/")  # behind which a system follows it
+    if isinstance(store, LocalStore) and os.path.islink(link) and not (replace and is_complete(path)):
+        raise CheckpointError(
+            f"{path} is a symbolic link to {os.readlink(link)}, and a checkpoint takes the place of what has its name; "
+            "remove the link, or save to where it leads"
+        )
 
 
 def clean(folder: Path_, only: str = "") -> list[str]:
@@ -149,17 +160,27 @@ def clean_remnants(paths: Iterable[str]) -> None:
 
 
 def remove(path: Path_) -> None:
-    """Remove a checkpoint: it is gone at once, or first of all no longer complete."""
+    """Remove a checkpoint: it is gone at once, or first of all no longer complete. Of a link, the link.
+
+    Raises:
+        CheckpointError: it could not be, or not all of it.
+    """
     store, place = locate(path)
-    if isinstance(store, LocalStore):
-        aside = Target(place, secrets.token_hex(8)).hidden("old")
-        os.rename(place, aside)
-        store.remove(aside)
-        return
-    for name in (MANIFEST, METADATA_FILE):
-        with suppress(FileNotFoundError):
-            store.rm_file(store.join(place, name))
-    store.remove(place)
+    try:
+        if isinstance(store, LocalStore):
+            aside = Target(place, secrets.token_hex(8)).hidden("old")
+            os.rename(place.rstrip("/"), aside)
+            store.remove(aside)
+            return
+        for name in (MANIFEST, METADATA_FILE):
+            with suppress(FileNotFoundError):
+                store.rm_file(store.join(place, name))
+        store.remove(place)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be removed: {ranks.words(error)}; see that this process may write in the folder that it "
+            "is in, or remove it yourself"
+        ) from error
 
 
 @contextmanager
@@ -294,6 +315,7 @@ def commit(target: Target, described: Manifest) -> None:
 
 def put_in_place(store: LocalStore, target: Target) -> None:
     """Rename the folder to its name. What stands there is moved aside first, and removed."""
+    _check_link(target.path, target.replace)
     old, parent = target.hidden("old"), store.parent(target.path)
     is_replaced = os.path.isdir(target.path) and (target.replace or not is_complete(target.path))
     if is_replaced:

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard.checkpoints import rank_state
-from quantshard.checkpoints.reader import decoded
-from quantshard.checkpoints.reading import Reader
+from quantshard.checkpoints.pickles import NeedsCodeError
+from quantshard.checkpoints.reading import Reader, why_unread
 from quantshard.checkpoints.store import Path_
-from quantshard.errors import CheckpointError
 
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, so that comparing takes little memory beside the two tensors."""
@@ -94,7 +93,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
                 found = _bits(key, a.tensor(key, one), b.tensor(key, two))
         elif type(one) is type(two):
             others += 1
-            found = _objects(key, a.content(key), b.content(key))
+            found = _objects(key, a, b)
         else:
             kinds = ["a tensor" if isinstance(entry, TensorStorageMetadata) else "not a tensor" for entry in (one, two)]
             found = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
@@ -149,14 +148,20 @@ def _element(flat: Tensor, at: int) -> str:
     return f"{value.item()!r} (0x{bits})"
 
 
-def _objects(key: str, a: bytes, b: bytes) -> Difference | None:
-    if a == b:
+def _objects(key: str, a: Reader, b: Reader) -> Difference | None:
+    contents = [reader.content(key) for reader in (a, b)]
+    if contents[0] == contents[1]:
         return None
-    try:
-        one, two = (decoded(key, content) for content in (a, b))
-    except CheckpointError:
-        return Difference(key, f"objects whose {len(a)} and {len(b)} bytes differ, and which need code to be read")
-    found = _first_unequal(one, two, "")
+    objects, needs = [], []
+    for reader, content in zip((a, b), contents, strict=True):
+        try:
+            objects.append(reader.decoded(key, content))
+        except NeedsCodeError as error:
+            needs.append(f"that in {reader.path} needs code to be read ({why_unread(key, error)})")
+    if needs:
+        sizes = " and ".join(str(len(content)) for content in contents)
+        return Difference(key, f"objects whose {sizes} bytes differ; {needs[0]}")
+    found = _first_unequal(objects[0], objects[1], "")
     return None if found is None else Difference(key, found)
 
 

@@ -139,10 +139,14 @@ def _with_parts(
         parts[component.name] = key
         wanted = sharding.whole((shape[0], shape[1])).component_shape(component) if len(shape) == 2 else None
         found, dtype = tuple(entry.size), entry.properties.dtype
-        if found != wanted or dtype != component.encoding.storage:
+        if wanted is None:  # a state; those of ours that are of no matrix have no scales
+            lines.append(
+                f"{key} is {dtype} {list(found)}, and {tag} has blocks of matrices, which {list(shape)} is not"
+            )
+        elif found != wanted or dtype != component.encoding.storage:
             lines.append(
                 f"{key} is {dtype} {list(found)}, and {tag} of {list(shape)} has {component.encoding.storage} "
-                f"{list(wanted or ())} there"
+                f"{list(wanted)} there"
             )
     return Group(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
 

@@ -6,16 +6,19 @@ What does not fit is no damage: the run's other checkpoints do not fit either, s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from quantshard import components, private_torch
+from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
+from quantshard.foreign import shown
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
 
@@ -23,13 +26,10 @@ Stored = Mapping[str, STORAGE_TYPES]
 
 
 def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None) -> set[str]:
-    """Entries of the optimizer's groups that the checkpoint lacks and that stay as they are.
-
-    Those are no options of the optimizer: an LR scheduler adds `initial_lr`, a user what they like.
-    """
+    """Entries of the optimizer's groups that the checkpoint lacks and that stay as they are: none of its own."""
     if optimizer is None:
         return set()
-    own = {"params", *optimizer.defaults, *getattr(optimizer, "group_entries", ())}
+    own = {"params", *components.own_settings(optimizer)}
     lacking = (key for key in wanted if key.startswith(_GROUPS) and key not in stored)
     return {key for key in lacking if _group_entry(key)[1].partition(".")[0] not in own}
 
@@ -50,6 +50,8 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
             f"{path} is of another model: it lacks {len(missing)} of this model's tensors (first: "
             f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
         )
+    if found := next(_objects_for_tensors(stored, wanted, _MODEL), None):
+        raise CheckpointError(f"{path} is of another model: {found}")
     both = [found for found in _tensors(stored, wanted, _MODEL) if isinstance(found[2], Tensor)]
     for key, _, value in both:
         if private_torch.local_tensor(value).is_meta:
@@ -76,15 +78,20 @@ def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], opti
     alone = f"load the model alone{reseeds}"
     if not any(key.startswith(_OPTIMIZER) for key in stored):
         raise CheckpointError(f"{path} was saved without an optimizer; {alone}")
-    if found := list(_optimizer_differences(stored, wanted)):
+    if found := list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer))):
         raise CheckpointError(
             f"{path} is of another optimizer: {', '.join(found)}; build it with the options that it was saved with, "
             f"or {alone}"
         )
 
 
+def is_object(key: str, stored: Stored) -> bool:
+    """Whether an entry is the optimizer's and no tensor in the checkpoint."""
+    return key.startswith(_OPTIMIZER) and isinstance(stored[key], BytesStorageMetadata)
+
+
 def parameter_entries(keys: Iterable[str]) -> list[str]:
-    """The keys of groups' `components.PARAMETER_ENTRIES` among those of a checkpoint."""
+    """The keys of groups' `components.PARAMETER_ENTRIES` among some."""
     return [key for key in keys if key.startswith(_GROUPS) and _group_entry(key)[1] in components.PARAMETER_ENTRIES]
 
 
@@ -116,8 +123,31 @@ def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mappin
                 )
 
 
-def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any]) -> Iterator[str]:
-    """The first difference of each kind, in words."""
+def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse options of groups that no step could be made with: of another type than those that are there.
+
+    Args:
+        theirs: what the checkpoint has of the optimizer besides tensors.
+        wanted: what the optimizer's state dict has, by the same keys.
+
+    Raises:
+        CheckpointError: naming the first.
+    """
+    own = components.own_settings(optimizer)
+    for key, saved in theirs.items():
+        if not key.startswith(_GROUPS):
+            continue
+        number, name = _group_entry(key)
+        live = optimizer.param_groups[int(number)].get(name, wanted[key])  # its state dict may have it otherwise
+        if not components.can_take(name.partition(".")[0] in own, saved, live):
+            raise CheckpointError(
+                f"{path} is of another optimizer, or damaged: its group {number} says {name} = {shown(saved)}, where "
+                f"this optimizer has {shown(live)}; choose another checkpoint, or load the model alone"
+            )
+
+
+def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:
+    """The first difference of each kind, in words. `allocates`: whether the optimizer makes all states itself."""
     theirs, ours = (len({_group_entry(key)[0] for key in keys if key.startswith(_GROUPS)}) for keys in (stored, wanted))
     if theirs != ours:
         yield f"its number of groups is {theirs} and this one's {ours}"
@@ -137,6 +167,7 @@ def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any]) -> Iterato
         if there != here:
             yield f"{key} is {there} there and {here} here"
             return
+    yield from islice(_objects_for_tensors(stored, wanted, _STATES, 0 if allocates else 1), 1)
 
 
 def _described(dtype: torch.dtype, size: torch.Size) -> str:
@@ -162,3 +193,15 @@ def _tensors(
         entry = stored[key]
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
             yield key, entry, wanted[key]
+
+
+def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str, least: int = 0) -> Iterator[str]:
+    """What is a tensor here, of so many dims at `least`, and none in the checkpoint, in words.
+
+    Of the counts of a stock optimizer's steps earlier versions of PyTorch made numbers.
+    """
+    for key in sorted(stored.keys() & wanted.keys()):
+        value = wanted[key]
+        if key.startswith(prefix) and isinstance(value, Tensor) and isinstance(stored[key], BytesStorageMetadata):
+            if value.ndim >= least:
+                yield f"{key} is no tensor there and {_described(value.dtype, value.shape)} here"

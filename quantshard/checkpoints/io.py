@@ -25,7 +25,7 @@ from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.commit import CommitWriter
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.manifest import Manifest
-from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
+from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.reader import DamagedError, files_of, read_into
 from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
@@ -157,7 +157,7 @@ def load_and_tell(
     with loading(f"the load of {path}", model, optimizer) as load:
         _check_numbers(model)
         components.check_offsets(model.named_parameters())
-        metadata, described = ranks.alike(lambda: _metadata(path, verify))
+        metadata, described = ranks.alike(lambda: _metadata(path))
         if described is None:
             checksums.warn_of_none(path, metadata, stacklevel=3)
         state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
@@ -168,16 +168,19 @@ def load_and_tell(
         )
         if verify:
             checksums.check(path, described, ranks.alike(lambda: _files(plan)))
+        objects = {} if optimizer is None else ranks.alike(lambda: _settings(path, plan, optimizer))
+        reading = {key: value for key, value in plan.reading.items() if key not in objects}
         load.writes = True
-        left_out = read_into(path, plan.metadata, plan.reading)
-        for key, value in plan.reading.items():
-            if key != EXTRA and not isinstance(value, Tensor):  # tensors are read in place
+        left_out = read_into(path, plan.metadata, reading)
+        extra = reading.pop(EXTRA)
+        for key, value in (objects | reading).items():
+            if value is not plan.reading[key]:  # else it was read in place
                 _put(plan.state, plan.places[key], value)
         masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
         ranks.alike(lambda: _load_states(path, plan.state, model, optimizer, masters))
     if left_out and ranks.rank() == 0:
         warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
-    extra = {key: value for key, value in plan.reading[EXTRA].items() if f"{EXTRA}.{key}" not in left_out}
+    extra = {key: value for key, value in extra.items() if f"{EXTRA}.{key}" not in left_out}
     return extra, requantization.tell(path, plan.changes)
 
 
@@ -219,20 +222,17 @@ class _Plan:
     changes: list[Change]
 
 
-def _metadata(path: Path_, verify: bool) -> tuple[Metadata, Manifest | None]:
-    """The metadata of a checkpoint, and its manifest, as each rank reads them for itself.
+def _metadata(path: Path_) -> tuple[Metadata, Manifest | None]:
+    """The metadata of a checkpoint, which have been compared with its manifest, and that; each rank reads for itself.
 
     Raises:
         CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
     """
     described = manifest.read(path)
     try:
-        metadata = read_metadata(path)
+        return read_metadata(path), described
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
-    if verify and described is not None:  # first of all: what it says decides what is compared
-        checksums.compare(path, described, [METADATA_FILE])
-    return metadata, described
 
 
 def _state_to_load(metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -260,7 +260,6 @@ def _planned(
     changes = _changes(path, metadata, model, optimizer, formats, lossy)
     wanted, places = private_torch.flatten_state_dict(state)
     stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if k.startswith(("model.", "optimizer."))}
-    compared = [] if optimizer is None else fit.parameter_entries(stored)
     skipped = fit.kept(stored, wanted, optimizer) | {
         key
         for key in (stored | wanted if changes else ())
@@ -271,14 +270,30 @@ def _planned(
     fit.check_model(path, stored, wanted, None if lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(path, stored, wanted, optimizer)
-        fit.check_groups(path, _objects(path, metadata, compared), optimizer.param_groups)
-        wanted = {key: value for key, value in wanted.items() if key not in compared}
     extra = {
         key.removeprefix(f"{EXTRA}."): _placeholder(stored)
         for key, stored in metadata.state_dict_metadata.items()
         if key.startswith(f"{EXTRA}.")
     }
     return _Plan(metadata, state, {**wanted, EXTRA: extra}, places, changes)
+
+
+def _settings(path: Path_, plan: _Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the checkpoint has of an optimizer besides tensors, compared before anything is written, as each rank does
+    for itself; whose the groups are is left as it is here.
+
+    Raises:
+        CheckpointError: it cannot stand there, or is of other parameters; a DamagedError, if it cannot be read.
+    """
+    stored = plan.metadata.state_dict_metadata
+    found = _objects(path, plan.metadata, [key for key in plan.reading if fit.is_object(key, stored)])
+    named = fit.parameter_entries(found)
+    fit.check_groups(path, found, optimizer.param_groups)
+    settings = {key: value for key, value in found.items() if key not in named}
+    fit.check_settings(path, settings, plan.reading, optimizer)
+    return {key: components.as_setting(value, plan.reading[key]) for key, value in settings.items()} | {
+        key: plan.reading[key] for key in named
+    }
 
 
 def _changes(

@@ -228,8 +228,11 @@ class Manager:
     def _prepare(self, step: int) -> Target:
         assert self._owner is not None
         self._owner.proof.check()
-        commit.clean(self._folder)
-        commit.clean_remnants(self.path(other) for other in self._named() if other < step)
+        try:
+            commit.clean(self._folder)
+            commit.clean_remnants(self.path(other) for other in self._named() if other < step)
+        except OSError as error:
+            raise CheckpointError(commit.said_of(self.path(step), error)) from error
         replaced = step in self._left_behind or (not self._store.renames and not self._is_complete(step))
         return replace(commit.prepare(self.path(step), replaced), owner=self._owner.proof)
 
@@ -294,8 +297,8 @@ class Manager:
             if step not in kept and not is_being_read(self._store, self._store.join(self.path(step), MANIFEST)):
                 try:
                     commit.remove(self.path(step))
-                except OSError as error:
-                    warnings.warn(f"{self.path(step)} could not be removed: {why(error)}", stacklevel=4)
+                except CheckpointError as error:
+                    warnings.warn(str(error), stacklevel=4)
 
     def _has_all_files(self, step: int) -> bool:
         return not self._problems(step, contents=False)

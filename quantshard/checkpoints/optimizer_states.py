@@ -52,7 +52,7 @@ def to_load(optimizer: Optimizer, stored: Entries) -> dict[str, Any]:
     The optimizer and its parameters stay as they are. A collective call where its step is one on sharded parameters.
     """
     state: dict[str, Any] = optimizer.state_dict()
-    if _allocates(optimizer):
+    if allocates(optimizer):
         return state
     by_number = _by_number(stored)
     lacking = {number for number in state["state"] if isinstance(number, int)} - by_number.keys()
@@ -75,7 +75,7 @@ def _by_number(stored: Entries) -> dict[int, dict[str, STORAGE_TYPES]]:
     return found
 
 
-def _allocates(optimizer: Optimizer) -> bool:
+def allocates(optimizer: Optimizer) -> bool:
     """Whether it makes all states when it is built, as ours do, and loads into these."""
     return hasattr(optimizer, "initialize_state")
 
@@ -96,7 +96,7 @@ def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, theirs:
     flat = private_torch.flatten_state_dict(made)[0]
     for key, entry in theirs.items():
         if not isinstance(entry, TensorStorageMetadata):
-            if isinstance(flat.get(key), Tensor | None) and "." not in key:
+            if flat.get(key) is None and "." not in key:
                 made[key] = None  # to be read as an object
         elif flat.get(key) is None and "." not in key:
             if entry.size == param.shape:
@@ -129,7 +129,7 @@ def load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     weights.
     """
     optimizer.load_state_dict(dict(state))
-    if _allocates(optimizer):
+    if allocates(optimizer):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):

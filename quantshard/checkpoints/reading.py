@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.reader import SafeReader
+from quantshard.checkpoints.pickles import NeedsCodeError
+from quantshard.checkpoints.reader import SafeReader, decoded
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
 
@@ -34,6 +37,24 @@ class Reader:
         except CheckpointError as error:
             raise self._damaged(key, error) from error
 
+    def decoded(self, key: str, content: bytes) -> Any:
+        """The plain object in such content.
+
+        Raises:
+            NeedsCodeError: it is no plain value, which is no damage.
+            CheckpointError: it is damaged.
+        """
+        try:
+            return decoded(key, content)
+        except NeedsCodeError:
+            raise
+        except CheckpointError as error:
+            raise self._damaged(key, error) from error
+
     def _damaged(self, key: str, error: CheckpointError) -> CheckpointError:
-        why = str(error).removeprefix(f"{key} cannot be read: ")
-        return CheckpointError(f"{self.path} is damaged: {key} cannot be read ({why})")
+        return CheckpointError(f"{self.path} is damaged: {key} cannot be read ({why_unread(key, error)})")
+
+
+def why_unread(key: str, error: CheckpointError) -> str:
+    """What was wrong with an entry, without its name."""
+    return str(error).removeprefix(f"{key} cannot be read: ")

@@ -17,7 +17,6 @@ from quantshard.optimizers import guards
 from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-_MOST = 1 << 63
 
 Options = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 
@@ -53,7 +52,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Ten
         CheckpointError: it is of other parameters or states; the message names the first difference.
     """
     groups, states = state_dict["param_groups"], state_dict["state"]  # dcp_to_torch_save makes strings of numbers
-    _check_groups(groups, optimizer.param_groups)
+    _check_groups(groups, optimizer)
     loads = [
         (names[param], optimizer.state.get(param, {}), states.get(index, states.get(str(index), {})))
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -83,7 +82,8 @@ def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
     return not torch.equal(before, live)
 
 
-def _check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    own, settings = optimizer.param_groups, components.own_settings(optimizer)
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
@@ -94,26 +94,11 @@ def _check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
         if not _is_matched_by_name(theirs):
             _check_names(theirs.get("param_names"), ours.get("param_names"))
         for key in theirs.keys() & ours.keys() - {*components.PARAMETER_ENTRIES}:
-            if not _is_like(theirs[key], ours[key]):
+            if not components.can_take(key in settings, theirs[key], ours[key]):
                 raise CheckpointError(
                     f"the optimizer state says {key} = {shown(theirs[key])}, where this optimizer has "
                     f"{shown(ours[key])}; choose another checkpoint"
                 )
-
-
-def _is_like(saved: Any, own: Any) -> bool:
-    """Whether what was saved of a group can stand where this optimizer has something: a number for a number, so many
-    numbers for so many."""
-    if saved is None or own is None:
-        return True
-    if isinstance(own, tuple | list):
-        is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
-        return is_list and all(_is_like(one, other) for one, other in zip(saved, own, strict=True))
-    if isinstance(own, bool | int | float | Tensor):
-        if isinstance(saved, Tensor):
-            return saved.numel() == 1 and not saved.is_complex()
-        return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) < _MOST)
-    return type(saved) is type(own)
 
 
 def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
@@ -187,9 +172,10 @@ def _load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
         if key in components.PARAMETER_ENTRIES:
             continue
-        if isinstance(own.get(key), Tensor):
-            own[key].fill_(value)
-        elif isinstance(own.get(key), tuple):  # set_optimizer_state_dict(full_state_dict=True) makes lists of tuples
+        value, live = components.as_setting(value, own.get(key)), own.get(key)
+        if isinstance(live, Tensor):
+            live.copy_(value.reshape(live.shape)) if isinstance(value, Tensor) else live.fill_(value)
+        elif isinstance(live, tuple) and isinstance(value, list):  # set_optimizer_state_dict(full_state_dict=True)
             own[key] = tuple(value)
         else:
             own[key] = value.clone() if isinstance(value, Tensor) else value

@@ -253,6 +253,10 @@ class MasterWeights(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update masters and weights from the gradients; returns what `closure` returned.
 
+        A master that this update makes infinite or NaN, as a rate or a weight decay that the inner optimizer cannot
+        take does, is named by the next step, of which there is none after the last; a checkpoint that is saved in
+        between has it.
+
         Raises:
             RankMismatchError: a gradient is missing on some ranks only.
             NonFiniteGradientError: this was one skipped step too many in a row, or the update before it made a master
@@ -283,7 +287,11 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def _found_overflown(self) -> Tensor | None:
-        """Float32 [masters], `guards.WEIGHT` for those that are now infinite or NaN; nothing waits for it."""
+        """Float32 [masters], `guards.WEIGHT` for those that are now infinite or NaN; nothing waits for it.
+
+        The next step sends it with what it tells other ranks of its gradients, and reads both together. In this one it
+        would be a second wait for the device, and a second collective: one rank's part may overflow alone.
+        """
         if not self._masters:
             return None
         locals_ = [private_torch.local_tensor(master).detach() for master in self._masters.values()]

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from quantshard.checkpoints import save
 from quantshard.checkpoints.compare import Comparison, compare
 from quantshard.cli import diff
 from quantshard.errors import CheckpointError
+from tests.checkpoints.test_untrusted import change_entry
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed  # all checkpoints here are written by ranks of the pool, but those of `plain`
@@ -244,9 +246,24 @@ def test_objects_are_read_without_running_their_code(tmp_path):
     a = plain(tmp_path / "a", thing=Malicious(tmp_path / "run", 0))
     b = plain(tmp_path / "b", thing=Malicious(tmp_path / "run", 1))
     (difference,) = compare(a, b).differences
-    assert "need code to be read" in difference.what
+    assert re.fullmatch(
+        rf"objects whose \d+ and \d+ bytes differ; that in {a} needs code to be read \(it names posix\.mkdir, .*\)",
+        difference.what,
+    )
     assert not (tmp_path / "run").exists()
     assert compare(a, a).equal
+    (difference,) = compare(plain(tmp_path / "c", thing=[1]), b).differences
+    assert f"that in {b} needs code to be read (it names posix.mkdir," in difference.what
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("other", [3, Malicious(Path("nowhere"), 0)], ids=["plain", "code"])
+def test_a_damaged_object_is_named_as_damage(tmp_path, first, other):
+    good, bad = plain(tmp_path / "a", thing=other), plain(tmp_path / "b", thing=3)
+    change_entry(bad, "thing", b"no archive")
+    with pytest.raises(CheckpointError, match=r"b is damaged: thing cannot be read \(it is no whole archive") as raised:
+        compare(*((bad, good) if first else (good, bad)))
+    assert "code" not in str(raised.value)
 
 
 def test_two_tensors_at_a_time(tmp_path, monkeypatch):

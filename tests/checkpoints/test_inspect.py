@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import typer
 from torch import nn
 from typer.testing import CliRunner
 
 import quantshard as qs
 from quantshard import components
-from quantshard.checkpoints import manifest
+from quantshard.checkpoints import manifest, save
 from quantshard.checkpoints.inspection import inspect
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.verify import verify
@@ -25,6 +27,7 @@ from quantshard.cli import inspect as inspect_command
 from quantshard.cli import verify as verify_command
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Role
+from quantshard.optimizers import FusedAdam
 from tests.checkpoints.small import SHAPES, built, written
 from tests.checkpoints.test_untrusted import change_object
 from tests.distributed.models import RECIPES, Case, build, optimizer_of
@@ -83,6 +86,39 @@ def test_padding_is_not_counted(tmp_path: Path) -> None:
     row = next(r for r in inspect(written(tmp_path / "c", "nvfp4", shapes=shapes)).rows if r.name == "model.0.weight")
     values = components.storage_of(built("nvfp4", shapes=shapes)[0][0].weight).dequantize()
     assert (row.shape, row.codes, row.zeros) == ((6, 21), 126, int((values == 0).sum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16])
+def test_states_in_blocks_are_those_of_matrices(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Those of all other parameters stay float32, without a scale."""
+    shapes = [(), (1,), (5,), (200,), (0,), (3, 200), (300, 1), (2, 3, 200), (4, 2, 3, 3)]
+    model = nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in shapes])
+    optimizer = FusedAdam(model.parameters(), exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    for param in model:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    assert verify(tmp_path / "c").problems == ()
+    rows = {row.name: row for row in inspect(tmp_path / "c").rows}
+    for number, shape in enumerate(shapes):
+        row = rows[f"optimizer.state.{number}.exp_avg"]
+        assert row.shape == shape
+        assert row.format.endswith("_1x128") is (len(shape) == 2) and (row.scales is not None) is (len(shape) == 2)
+
+
+def test_a_state_of_a_vector_that_has_scales_is_wrong(tmp_path: Path) -> None:
+    """Nothing of ours writes such, and none of them could be loaded."""
+    path = tmp_path / "c"
+    entries = {"exp_avg": torch.zeros(200, dtype=torch.uint8), "exp_avg_scale_inv": torch.ones(2)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"optimizer": {"state": {"0": entries}}}, checkpoint_id=path)
+    assert verify(path).problems == (
+        "optimizer.state.0.exp_avg is torch.uint8 [200], and fp8_1x128 has blocks of matrices, which [200] is not",
+        "optimizer.state.0.exp_avg_scale_inv is torch.float32 [2], and fp8_1x128 has blocks of matrices, which [200] "
+        "is not",
+    )
+    inspect(path)
 
 
 def test_totals(checkpoints: dict[str, Path]) -> None:

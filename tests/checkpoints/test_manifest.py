@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import xxhash
 from quantshard import checkpoints
 from quantshard.checkpoints import manifest
 from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
+from quantshard.checkpoints.reader import DamagedError
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built
 
@@ -138,6 +140,28 @@ def test_names_outside_the_checkpoint_are_refused(name: str):
     entry = {"bytes": 1, "xxh3_128": "0" * 32}
     with pytest.raises(CheckpointError, match="not inside the checkpoint"):
         Manifest.from_json(altered(files={name: entry}))
+
+
+def test_a_load_reads_the_metadata_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compares what it read with the manifest, whether or not other files are."""
+    model, optimizer = built("mxfp8")
+    checkpoints.save(tmp_path / "c", model, optimizer)
+    opened: list[str] = []
+    really = os.open
+
+    def counted(path: str, *args: int) -> int:
+        opened.append(os.path.basename(path))
+        return really(path, *args)
+
+    monkeypatch.setattr(os, "open", counted)
+    checkpoints.load(tmp_path / "c", model, optimizer)
+    assert opened.count(".metadata") == 1
+    content = bytearray((tmp_path / "c" / ".metadata").read_bytes())
+    content[-2] ^= 1
+    (tmp_path / "c" / ".metadata").write_bytes(content)
+    for verify in (True, False):
+        with pytest.raises(DamagedError, match=r"it is not the file that manifest.json describes"):
+            checkpoints.load(tmp_path / "c", model, optimizer, verify=verify)
 
 
 def test_a_file_that_is_cut_or_gone_is_named_with_what_lies_in_it(tmp_path: Path) -> None:
