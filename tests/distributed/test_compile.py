@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import quantshard as qs
 from quantshard import compute
 from tests.distributed.models import RECIPES, Case, batch, bits, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
+from tests.interpreter import prepared_once
 
 pytestmark = pytest.mark.distributed
 
@@ -74,7 +75,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear layers, gathered once": {"reshard": False},
     "autocast inside": {"inside": True},
     "with an MLP": {"blocks": True},
-    "with an MLP on kernels": {"blocks": True, "steps": 2},  # Triton's interpreter takes half a minute for a step
+    "with an MLP on kernels": {"blocks": True, "steps": 2},  # Triton's interpreter takes seconds for a step
 }
 """What is compiled. Inductor sums the norm of the MLP in another order, so it is given the linear layers only."""
 
@@ -118,7 +119,10 @@ def compared(ranks: int, backend: str, label: str, recipe: str) -> str:
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of Dynamo and inductor themselves
     options = dict(SETTINGS[label])
     case = Case(recipe, (ranks,), init="direct", reshard=options.pop("reshard", True), shapes=SHAPES)
-    with compute.kernels_only_on("cpu") if "kernels" in label else nullcontext():
+    with ExitStack() as stack:
+        if "kernels" in label:
+            stack.enter_context(prepared_once())
+            stack.enter_context(compute.kernels_only_on("cpu"))
         return "equal" if run(case, backend, **options) == run(case, None, **options) else "DIFFER"
 
 
