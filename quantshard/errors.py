@@ -6,6 +6,7 @@
      |-- UnsupportedOperationError (also a RuntimeError)  an operation would change or dequantize a weight unasked
      |-- FallbackError (also a RuntimeError)        strict was asked for, and something would take a slower path
      |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
+     |    `-- LostRankError                       another rank ended or did not come, and said why, if it could
      |-- RankMismatchError (also a RuntimeError)    ranks disagree on something that must be equal
      |-- TorchVersionError (also a RuntimeError)    this version of PyTorch lacks what a feature needs
      `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients, too often or unskippable
@@ -65,6 +66,10 @@ class CheckpointError(QuantshardError, RuntimeError):
     """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line of some length."""
 
     _kept, _longest = "", 4000
+
+
+class LostRankError(CheckpointError):
+    """Another rank ended, was interrupted, or did not come to a collective call: what it said is the reason."""
 
 
 class RankMismatchError(QuantshardError, RuntimeError):

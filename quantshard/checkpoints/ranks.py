@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from quantshard import amax
-from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
+from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, QuantshardError
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CheckpointError(
+        raise LostRankError(
             f"another rank ended, was interrupted or did not come ({first_failure(error)}); look at what it said"
         ) from error
 

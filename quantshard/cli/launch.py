@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from quantshard.cli import outputs
-from quantshard.errors import ConfigurationError, QuantshardError
+from quantshard.errors import ConfigurationError, LostRankError, QuantshardError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """What asks a run to finish its step, save and end."""
@@ -211,7 +211,7 @@ def report_failure(error: BaseException, logs: Path) -> str:
     """
     rank = os.environ.get("RANK", "0").replace("/", "_")
     kind = _ON_PURPOSE if isinstance(error, QuantshardError) else _CRASHED
-    if kind == _CRASHED and _LOST_PEER.search(str(error)):
+    if isinstance(error, LostRankError) or (kind == _CRASHED and _LOST_PEER.search(str(error))):
         kind = _FOLLOWS
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, QuantshardError):

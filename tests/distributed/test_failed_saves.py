@@ -310,6 +310,7 @@ def odd_places(case: Case, folder: str) -> dict[str, str]:
         dist.barrier()
         found["file"] = raised(lambda: manager.save(4, run.model, run.optimizer))
         found["left"] = str(names(root / "run") + names(root / "elsewhere"))
+        dist.barrier()  # before rank 0 removes them
         for what in ("removed", "made again"):
             if first:
                 shutil.rmtree(root / "run", ignore_errors=True)

@@ -153,6 +153,14 @@ def noted(model: nn.Module) -> dict[str, bool]:
     return {name: getattr(param, "noted", None) == name for name, param in model.named_parameters()}
 
 
+def states_to(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Moves the states where the parameters are, which nobody does for an optimizer."""
+    for param in model.parameters():
+        for name, state in optimizer.state[param].items():
+            if state.ndim:
+                optimizer.state[param][name] = state.to(param.device)
+
+
 def moved() -> list[str]:
     """What differs from what it must be of a sharded model that is moved after a step of a stock optimizer."""
     wrong = []
@@ -183,6 +191,7 @@ def moved() -> list[str]:
             steps.append(bool((codes(model.quantized.weight) != old).any()) or not old.numel())
             if not step:
                 move(model)
+                states_to(model, optimizer)
                 if name == "empty":
                     model.quantized.reset_parameters()
                     model.plain.reset_parameters()

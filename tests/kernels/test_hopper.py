@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 CHOSEN = [
     "per tensor, transpose, next amax", "128x128, transpose", "1x128, both directions",
@@ -27,9 +27,12 @@ BYTES = {"NVFP4": (16, 8), "NVFP4, both directions, random": (8, 8), "dequantize
 
 SPILLED = {
     "Adam, delayed, FP8 moments": 16, "1x128, both directions": 8, "MXFP8, both directions": 24,
-    "activation, backward MXFP8": 48, "NVFP4, both directions, random": 40,
+    "activation, backward MXFP8": 48,
 }  # fmt: skip
-"""Bytes that more programs beside each other are worth; those of random NVFP4 under Triton 3.6, none under 3.7."""
+"""Bytes that more programs beside each other are worth."""
+
+SPILLED_BEFORE_3_7 = {"NVFP4, both directions, random": 40, "Adam, delayed, FP8 moments": 60}
+"""More, by versions of Triton before."""
 
 
 def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[str], None]) -> None:
@@ -44,10 +47,12 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
         [sys.executable, script, *CHOSEN], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
+    is_before = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    spilled = SPILLED | (SPILLED_BEFORE_3_7 if is_before else {})
     found = {line.pop("kernel"): line for line in map(json.loads, done.stdout.splitlines())}
     show("\n".join(f"{name:32} {kernel['registers']:3} registers" for name, kernel in found.items()))
     for name, kernel in found.items():
-        assert kernel["spilled"] <= SPILLED.get(name, 0), name
+        assert kernel["spilled"] <= spilled.get(name, 0), name
         assert kernel["fused multiply-adds"] == 0, name
         assert kernel["approximate divisions"] == 0 or name.startswith("activation"), name
         assert (kernel["bytes of a load"], kernel["bytes of a store"]) == BYTES.get(name, (16, 16)), name
