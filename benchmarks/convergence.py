@@ -28,13 +28,13 @@ from torch.nn.functional import cross_entropy
 
 import quantshard as qs
 from quantshard import recipe as recipes
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.model import LanguageModel
 from quantshard.cli.train import learning_rate
 from quantshard.modules.base import QuantizedModule
 from quantshard.optimizers import FusedAdam
 
-SMALL = Settings(
+SMALL = TrainSettings(
     architecture="gpt",
     hidden=768,
     layers=12,
@@ -108,7 +108,7 @@ class Windows:
 class Training:
     """One arm and seed, at some step."""
 
-    def __init__(self, arm: Arm, seed: int, corpus: Path, settings: Settings, device: str) -> None:
+    def __init__(self, arm: Arm, seed: int, corpus: Path, settings: TrainSettings, device: str) -> None:
         self.settings, self.device, self.step, self.seconds = settings, device, 0, 0.0
         self.windows = Windows(corpus / "train.bin", settings.seq_length, seed)
         self.heldout = Windows(corpus / "heldout.bin", settings.seq_length, None)
@@ -177,7 +177,7 @@ def _padded(vocabulary: int) -> int:
     return -(-vocabulary // 128) * 128
 
 
-def _groups(model: LanguageModel, settings: Settings) -> Iterator[dict[str, Any]]:
+def _groups(model: LanguageModel, settings: TrainSettings) -> Iterator[dict[str, Any]]:
     matrices = [each for each in model.parameters() if each.ndim == 2]
     yield {"params": matrices, "weight_decay": settings.weight_decay}
     yield {"params": [each for each in model.parameters() if each.ndim != 2], "weight_decay": 0.0}

@@ -19,37 +19,45 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantshard.doctor.cases import Case, add_up, amaxes, back, both_ways, one_way, turn
+from quantshard.doctor.cases import (
+    KernelCase,
+    amax_case,
+    dequantize_case,
+    quantize_both_case,
+    quantize_case,
+    rounded_sum_case,
+    transpose_case,
+)
 from quantshard.doctor.timing import bytes_of, milliseconds
 from quantshard.formats import FORMATS, Scaling
 
 
-def cases(x: Tensor) -> list[Callable[[], Case]]:
+def cases(x: Tensor) -> list[Callable[[], KernelCase]]:
     """Each as a function, so that what one needs is freed before the next."""
     row = FORMATS
     per_tensor, blocks = row["fp8_e4m3"], row["fp8_128x128"]
     return [
-        lambda: one_way(x, per_tensor, False, False),
-        lambda: one_way(x, per_tensor, False, True),
-        lambda: one_way(x, per_tensor, True, True),
-        lambda: one_way(x, row["fp8_e5m2"], True, True),
-        lambda: one_way(x, row["fp8_1xrow"], False, False),
-        lambda: one_way(x, blocks, False, False),
-        lambda: one_way(x, blocks, True, False),
-        lambda: one_way(x, row["fp8_1x128"], False, False),
-        lambda: both_ways(x, row["fp8_1x128"], Scaling()),
-        lambda: one_way(x, row["mxfp8_1x32"], False, False),
-        lambda: one_way(x, row["mxfp8_32x32"], True, False),
-        lambda: both_ways(x, row["mxfp8_1x32"], Scaling()),
-        lambda: one_way(x, row["nvfp4_1x16"], False, False),
-        lambda: both_ways(x, row["nvfp4_1x16"], Scaling(stochastic_rounding=True, random_hadamard=True)),
-        lambda: amaxes(x, per_tensor),
-        lambda: amaxes(x, row["fp8_1xrow"]),
-        lambda: back(x, per_tensor),
-        lambda: back(x, row["mxfp8_32x32"]),
-        lambda: back(x, row["nvfp4_16x16"]),
-        lambda: turn(x),
-        lambda: add_up(x),
+        lambda: quantize_case(x, per_tensor, False, False),
+        lambda: quantize_case(x, per_tensor, False, True),
+        lambda: quantize_case(x, per_tensor, True, True),
+        lambda: quantize_case(x, row["fp8_e5m2"], True, True),
+        lambda: quantize_case(x, row["fp8_1xrow"], False, False),
+        lambda: quantize_case(x, blocks, False, False),
+        lambda: quantize_case(x, blocks, True, False),
+        lambda: quantize_case(x, row["fp8_1x128"], False, False),
+        lambda: quantize_both_case(x, row["fp8_1x128"], Scaling()),
+        lambda: quantize_case(x, row["mxfp8_1x32"], False, False),
+        lambda: quantize_case(x, row["mxfp8_32x32"], True, False),
+        lambda: quantize_both_case(x, row["mxfp8_1x32"], Scaling()),
+        lambda: quantize_case(x, row["nvfp4_1x16"], False, False),
+        lambda: quantize_both_case(x, row["nvfp4_1x16"], Scaling(stochastic_rounding=True, random_hadamard=True)),
+        lambda: amax_case(x, per_tensor),
+        lambda: amax_case(x, row["fp8_1xrow"]),
+        lambda: dequantize_case(x, per_tensor),
+        lambda: dequantize_case(x, row["mxfp8_32x32"]),
+        lambda: dequantize_case(x, row["nvfp4_16x16"]),
+        lambda: transpose_case(x),
+        lambda: rounded_sum_case(x),
     ]
 
 

@@ -25,14 +25,14 @@ from torch.nn.functional import cross_entropy
 
 from quantshard import recipe as recipes
 from quantshard.cli import model as models
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.data import Corpus, Windows, collect
 from quantshard.cli.demo import SETTINGS
 from quantshard.cli.train import learning_rate
 from quantshard.optimizers import FusedAdam, MasterWeights
 
 CHANGED = {"steps": 200, "global_batch": 4, "seq_length": 64, "lr": 1e-3, "eval_sequences": 256}
-DEMO = Settings(**SETTINGS | CHANGED).resolved()
+DEMO = TrainSettings(**SETTINGS | CHANGED).resolved()
 """The demo's model and data, with a quarter of its tokens a step, a third of its rate and more held-out text.
 
 With the demo's rate such small batches train on the edge of stability: last bits grow to 0.1 nats in 200 steps.
@@ -47,7 +47,7 @@ REFERENCE, CONTROL, SGD_MASTERS = "fp32 masters", "MasterWeights(AdamW)", "Maste
 """The control is the mathematics of the reference in another order of rounding, so what they differ by is noise."""
 SGD_LR, MOMENTUM = 0.1, 0.9
 
-Make = Callable[[list[dict[str, Any]], Settings], torch.optim.Optimizer]
+Make = Callable[[list[dict[str, Any]], TrainSettings], torch.optim.Optimizer]
 
 
 class Option(NamedTuple):
@@ -58,7 +58,7 @@ class Option(NamedTuple):
     beside: str = REFERENCE
 
 
-def _adam(settings: Settings) -> dict[str, Any]:
+def _adam(settings: TrainSettings) -> dict[str, Any]:
     betas = (settings.beta1, settings.beta2)
     return {"lr": settings.lr, "betas": betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
 
@@ -123,7 +123,7 @@ def plan() -> list[Run]:
 # Training
 
 
-def train(run: Run, settings: Settings, windows: Windows) -> dict[str, Any]:
+def train(run: Run, settings: TrainSettings, windows: Windows) -> dict[str, Any]:
     """The loss of each step, held-out loss and its standard error over windows, and bytes of optimizer state."""
     option = OPTIONS[run.option]
     settings = replace(settings, recipe=run.recipe, seed=run.seed, lr=option.lr or settings.lr)
@@ -174,7 +174,7 @@ def state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in held.values() if isinstance(value, Tensor))
 
 
-def measure(file: Path, settings: Settings, corpus: Corpus) -> dict[Run, dict[str, Any]]:
+def measure(file: Path, settings: TrainSettings, corpus: Corpus) -> dict[Run, dict[str, Any]]:
     """Train what is not in the file yet, and return all of it.
 
     Raises:

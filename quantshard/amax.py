@@ -36,14 +36,14 @@ empty tuple, this rank alone."""
 _OTHERS = "_quantshard_others"
 
 
-class _Others:
+class _SpreadGroup:
     """The ranks that hold other parameters in the place of the one whose attribute this is; not pickled with it."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
 
-    def __reduce__(self) -> tuple[type[_Others], tuple[()]]:
-        return _Others, ()
+    def __reduce__(self) -> tuple[type[_SpreadGroup], tuple[()]]:
+        return _SpreadGroup, ()
 
 
 def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -62,7 +62,7 @@ def spread_over(param: Tensor, group: dist.ProcessGroup) -> None:
 
     Whoever puts another tensor in a parameter's place notes it again.
     """
-    setattr(param, _OTHERS, _Others(group))
+    setattr(param, _OTHERS, _SpreadGroup(group))
 
 
 def is_spread(param: Tensor) -> bool:
@@ -86,7 +86,7 @@ def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _others(param: Tensor) -> dist.ProcessGroup | None:
-    found: _Others | None = vars(param).get(_OTHERS)  # getattr costs more where there is none, which is the rule
+    found: _SpreadGroup | None = vars(param).get(_OTHERS)  # getattr costs more where there is none, which is the rule
     return None if found is None else found.group
 
 
@@ -169,14 +169,14 @@ class FlatMax:
 _DIGEST = 0xFFFFFF  # a float32 holds integers of 24 bits exactly
 
 
-def digest(identity: object, device: torch.device) -> Tensor:
+def rank_digest(identity: object, device: torch.device) -> Tensor:
     """Float32 [2], for `FlatMax`: a digest of what must be equal on all ranks, by its `repr`, and its complement."""
     found = zlib.crc32(repr(identity).encode()) & _DIGEST
     return torch.tensor([found, _DIGEST - found], dtype=torch.float32, device=device)
 
 
 def was_alike(highest: float, complement: float) -> bool:
-    """Whether all ranks gave the same `digest`, from what MAX made of it: else the two do not add up."""
+    """Whether all ranks gave the same `rank_digest`, from what MAX made of it: else the two do not add up."""
     return highest + complement == _DIGEST
 
 
@@ -405,7 +405,7 @@ class PendingAmaxes:
 
 def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: Groups) -> Tensor:
     """Maxima over the group of amaxes [n] that belong to the given identities, which must be the same on all ranks."""
-    flat = torch.cat([digest(identities, amaxes.device), amaxes])
+    flat = torch.cat([rank_digest(identities, amaxes.device), amaxes])
     reduction = FlatMax(padded=True)
     reduction.add(flat, group)
     reduction.reduce()

@@ -212,7 +212,7 @@ def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operatio
     """Float32 [2 + n]: a digest of the operation and the weights, and whether each of n weights changes."""
     identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
     change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
-    return torch.cat([amax.digest(identity, results[0].device), torch.stack(change).float()])
+    return torch.cat([amax.rank_digest(identity, results[0].device), torch.stack(change).float()])
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
@@ -242,7 +242,7 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
 # nothing; its own record of sharded parameters does.
 
 
-class _Place(NamedTuple):
+class _ParameterPlacement(NamedTuple):
     """How the parameter is cut whose local tensor has a storage. It is not held itself: PyTorch does not move or cast a
     DTensor that something has a weak reference to."""
 
@@ -251,7 +251,7 @@ class _Place(NamedTuple):
     shape: torch.Size
 
 
-_places: WeakKeyDictionary[QuantizedStorage, _Place] = WeakKeyDictionary()
+_places: WeakKeyDictionary[QuantizedStorage, _ParameterPlacement] = WeakKeyDictionary()
 
 
 def _owner_of(weight: QuantizedTensor) -> Tensor:
@@ -261,12 +261,14 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
     if cut is None:
         return weight
     if storage.mesh is not None:  # tensor parallelism alone
-        _places[storage] = _Place(storage.mesh, (Shard(cut.dim),), torch.Size(storage.shard.global_shape))
+        _places[storage] = _ParameterPlacement(storage.mesh, (Shard(cut.dim),), torch.Size(storage.shard.global_shape))
     if storage not in _places:
         for parameter, _ in private_torch.sharded_parameters():
             local: Any = private_torch.local_tensor(parameter)
             if isinstance(local, QuantizedTensor):
-                _places[local._storage] = _Place(parameter.device_mesh, tuple(parameter.placements), parameter.shape)
+                _places[local._storage] = _ParameterPlacement(
+                    parameter.device_mesh, tuple(parameter.placements), parameter.shape
+                )
     if storage not in _places:
         raise UnsupportedOperationError(
             f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "

@@ -34,7 +34,7 @@ Kind = tuple[str, str, int, int]
 row under one scale."""
 
 
-class Scale(NamedTuple):
+class ScaleLayout(NamedTuple):
     """How PyTorch names a kind of scales, and how it wants them laid out, from a grid [rows, blocks of a row]."""
 
     recipes: tuple[F.ScalingType, ...]
@@ -43,15 +43,15 @@ class Scale(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Native:
+class ScaledProduct:
     """A scaled product: how scales of the left and right operand are given to it, and the GPUs that have it.
 
     `since`, `before`: compute capabilities. `seen`: the GPU that it was seen working on, or None. `rows`: what the rows
     of the left operand are a multiple of. `fast`: it can sum in the tensor cores alone; see `recipe.MMParams`.
     """
 
-    left: Scale
-    right: Scale
+    left: ScaleLayout
+    right: ScaleLayout
     since: Capability
     before: Capability = NEVER
     seen: str | None = None
@@ -135,28 +135,28 @@ def _e4m3(grid: Tensor) -> Tensor:
 
 
 _TYPES, _SWIZZLE = F.ScalingType, F.SwizzleType
-_WHOLE = Scale((_TYPES.TensorWise,), _scalar)
-_ROW = Scale((_TYPES.RowWise,), _row)
-_ROW_RIGHT = Scale((_TYPES.RowWise,), _row_right)
-_VECTOR = Scale((_TYPES.BlockWise1x128,), by_columns)
-_SQUARE = Scale((_TYPES.BlockWise128x128,), by_four)
-_MX = Scale((_TYPES.BlockWise1x32,), _e8m0, (_SWIZZLE.SWIZZLE_32_4_4,))
-_NV = Scale((_TYPES.BlockWise1x16, _TYPES.TensorWise), _e4m3, (_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE))
+_WHOLE = ScaleLayout((_TYPES.TensorWise,), _scalar)
+_ROW = ScaleLayout((_TYPES.RowWise,), _row)
+_ROW_RIGHT = ScaleLayout((_TYPES.RowWise,), _row_right)
+_VECTOR = ScaleLayout((_TYPES.BlockWise1x128,), by_columns)
+_SQUARE = ScaleLayout((_TYPES.BlockWise128x128,), by_four)
+_MX = ScaleLayout((_TYPES.BlockWise1x32,), _e8m0, (_SWIZZLE.SWIZZLE_32_4_4,))
+_NV = ScaleLayout((_TYPES.BlockWise1x16, _TYPES.TensorWise), _e4m3, (_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE))
 
 _FP8, _FP8_WIDE = (E4M3.name, FP32.name, ALL, ALL), (E5M2.name, FP32.name, ALL, ALL)
 _1XROW, _1X128, _128X128 = ((E4M3.name, FP32.name, *block) for block in ((1, ALL), (1, 128), (128, 128)))
 _MXFP8, _NVFP4 = (E4M3.name, E8M0.name, 1, 32), (E2M1.name, E4M3.name, 1, 16)
-_PER_TENSOR = Native(_WHOLE, _WHOLE, (8, 9), seen="H200", fast=True)
+_PER_TENSOR = ScaledProduct(_WHOLE, _WHOLE, (8, 9), seen="H200", fast=True)
 
-NATIVE: Final[dict[tuple[Kind, Kind], Native]] = {
+NATIVE: Final[dict[tuple[Kind, Kind], ScaledProduct]] = {
     (_FP8, _FP8): _PER_TENSOR,
     (_FP8_WIDE, _FP8): _PER_TENSOR,
     (_FP8, _FP8_WIDE): _PER_TENSOR,
-    (_1XROW, _1XROW): Native(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200", fast=True),
-    (_1X128, _128X128): Native(_VECTOR, _SQUARE, (9, 0), (10, 0), seen="H200", rows=4),
-    (_1X128, _1X128): Native(_VECTOR, _VECTOR, (9, 0), (10, 0), seen="H200", rows=4),
-    (_MXFP8, _MXFP8): Native(_MX, _MX, (10, 0), (11, 0)),
-    (_NVFP4, _NVFP4): Native(_NV, _NV, (10, 0), (11, 0)),
+    (_1XROW, _1XROW): ScaledProduct(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200", fast=True),
+    (_1X128, _128X128): ScaledProduct(_VECTOR, _SQUARE, (9, 0), (10, 0), seen="H200", rows=4),
+    (_1X128, _1X128): ScaledProduct(_VECTOR, _VECTOR, (9, 0), (10, 0), seen="H200", rows=4),
+    (_MXFP8, _MXFP8): ScaledProduct(_MX, _MX, (10, 0), (11, 0)),
+    (_NVFP4, _NVFP4): ScaledProduct(_NV, _NV, (10, 0), (11, 0)),
 }
 """Hardware support: the scaled products there are."""
 
@@ -195,7 +195,7 @@ def matmul(
     return _scaled(native, _rows(a, not transpose_a), _rows(b, transpose_b), out_dtype, bias, poison, fast)
 
 
-class Side(NamedTuple):
+class OperandSpec(NamedTuple):
     """What is known of an operand of a product before it is read: its copy, and shape, blocks and origin with the
     summed dim last."""
 
@@ -216,7 +216,7 @@ class Side(NamedTuple):
         return all(cover == ALL or at % cover == 0 for at, cover in zip(self.origin, self.block, strict=True))
 
 
-def _side(operand: Operand, as_stored: bool) -> Side | None:
+def _side(operand: Operand, as_stored: bool) -> OperandSpec | None:
     """An operand whose summed dim is the last, `as_stored`, or the first; None if it cannot be read so by codes."""
     if isinstance(operand, Tensor):
         return None
@@ -225,11 +225,11 @@ def _side(operand: Operand, as_stored: bool) -> Side | None:
         return None
     copy = fmt.copies[wanted if wanted in fmt.copies else Copy.ROWWISE]
     if as_stored:
-        return Side(copy, shard.shape, copy.block, shard.origin, operand.device)
-    return Side(copy, shard.shape[::-1], copy.block[::-1], shard.origin[::-1], operand.device)
+        return OperandSpec(copy, shard.shape, copy.block, shard.origin, operand.device)
+    return OperandSpec(copy, shard.shape[::-1], copy.block[::-1], shard.origin[::-1], operand.device)
 
 
-class Rows(NamedTuple):
+class ScaledOperand(NamedTuple):
     """A quantized operand of a scaled product, before layout: codes uint8 [rows, bytes], the summed dim last.
 
     `grid`: its scales. `amax`: of the whole tensor, where the format has a second scale. `shape`: in elements. `block`:
@@ -248,13 +248,13 @@ class Rows(NamedTuple):
         """As which a scaled product may take it."""
         return _kind(self.copy, self.block)
 
-    def expanded(self) -> Rows:
+    def expanded(self) -> ScaledOperand:
         """The same with one row in a block."""
         rows = self.block[0]
         grid = self.grid.repeat_interleave(min(rows, self.shape[0]), 0)[: self.shape[0]]
         return self._replace(grid=grid, block=(1, self.block[1]))
 
-    def padded(self, rows: int) -> Rows:
+    def padded(self, rows: int) -> ScaledOperand:
         """With zeros, so that rows are a multiple of this, and the bytes of a row one of 16."""
         bits = self.copy.codes.encoding.bits
         more_rows, more_cols = -self.shape[0] % rows, -self.shape[1] % (128 // bits)
@@ -268,23 +268,23 @@ class Rows(NamedTuple):
         return self._replace(codes=codes, grid=grid, shape=spans)
 
 
-def _rows(operand: QuantizedStorage, as_stored: bool) -> Rows:
+def _rows(operand: QuantizedStorage, as_stored: bool) -> ScaledOperand:
     """What `_side` says of an operand, read."""
     wanted, fmt = Copy.ROWWISE if as_stored else Copy.COLUMNWISE, operand.cell.format
     storage = operand.with_copy(wanted) if wanted in fmt.copies else operand
     copy = fmt.copies[wanted if wanted in fmt.copies else Copy.ROWWISE]
     parts = storage.touched()
     amax = None if copy.amax is None else parts[copy.amax.name]
-    found = Rows(parts[copy.codes.name], parts[copy.scale.name], amax, copy, storage.shard.shape, copy.block)
+    found = ScaledOperand(parts[copy.codes.name], parts[copy.scale.name], amax, copy, storage.shard.shape, copy.block)
     return found if as_stored else _transposed(found)
 
 
-def _transposed(rows: Rows) -> Rows:
+def _transposed(rows: ScaledOperand) -> ScaledOperand:
     codes = compute.transpose_codes(rows.codes, rows.copy.codes.encoding, rows.shape[1])
     return rows._replace(codes=codes, grid=rows.grid.t(), shape=rows.shape[::-1], block=rows.block[::-1])
 
 
-def _native(left: Side | None, right: Side | None) -> Native | None:
+def _native(left: OperandSpec | None, right: OperandSpec | None) -> ScaledProduct | None:
     """The scaled product for two operands, if the hardware and their blocks allow one."""
     if left is None or right is None or 0 in (*left.shape, *right.shape) or not (left.aligned and right.aligned):
         return None
@@ -296,7 +296,7 @@ def _kind(copy: QuantizedCopy, block: tuple[int, int]) -> Kind:
     return (copy.codes.encoding.name, copy.scale.encoding.name, *block)
 
 
-def _product(left: Kind, right: Kind) -> Native | None:
+def _product(left: Kind, right: Kind) -> ScaledProduct | None:
     """Blocks of several rows can be read as several of one row."""
     return NATIVE.get((left, right)) or NATIVE.get((_flat(left), _flat(right)))
 
@@ -306,9 +306,9 @@ def _flat(kind: Kind) -> Kind:
 
 
 def _scaled(
-    native: Native,
-    left: Rows,
-    right: Rows,
+    native: ScaledProduct,
+    left: ScaledOperand,
+    right: ScaledOperand,
     out_dtype: torch.dtype,
     bias: Tensor | None,
     poison: Tensor | None,
@@ -334,14 +334,14 @@ def _scaled(
     return out if poison is None else out + poison.to(out_dtype)
 
 
-def _codes(rows: Rows) -> Tensor:
+def _codes(rows: ScaledOperand) -> Tensor:
     encoding, codes = rows.copy.codes.encoding, rows.codes
     if codes.shape[0] == 1:  # of a column that was transposed
         codes = _strided(codes.contiguous(), (codes.shape[1], 1))
     return codes.view(torch.float4_e2m1fn_x2 if encoding.native is None else encoding.native)
 
 
-def _scales(rows: Rows, kind: Scale) -> list[Tensor]:
+def _scales(rows: ScaledOperand, kind: ScaleLayout) -> list[Tensor]:
     found = [kind.layout(rows.grid)]
     if rows.amax is not None:
         largest = rows.copy.codes.encoding.max * rows.copy.scale.encoding.max
@@ -448,14 +448,14 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     return tuple(taken)
 
 
-def products_of(cell: Cell) -> list[Native]:
+def products_of(cell: Cell) -> list[ScaledProduct]:
     """The scaled products that a weight can be the right operand of, on any hardware."""
     kind = _stored(cell.format)
     found = [native for (_, right), native in NATIVE.items() if right in (kind, _flat(kind))]
     return list(dict.fromkeys(found))
 
 
-def scaled_product(left: Format, right: Format) -> Native | None:
+def scaled_product(left: Format, right: Format) -> ScaledProduct | None:
     """The scaled product of operands that were quantized along their rows, on any hardware; None if there is none."""
     return _product(_stored(left), _stored(right))
 

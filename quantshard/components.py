@@ -33,7 +33,7 @@ CHECKPOINT_VERSION = 1
 """Version of the layout that docs/format.md specifies; the first byte of every `X_format`."""
 
 
-def quantized(tensor: object) -> QuantizedTensor | None:
+def quantized_local(tensor: object) -> QuantizedTensor | None:
     """The (local) quantized tensor of a parameter, or None if it is not quantized."""
     local = private_torch.local_tensor(tensor) if isinstance(tensor, Tensor) else None
     return local if isinstance(local, QuantizedTensor) else None
@@ -102,7 +102,7 @@ def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
 
 def storage_of(param: Tensor) -> QuantizedStorage:
     """The (local) storage of a parameter that is quantized."""
-    local = quantized(param)
+    local = quantized_local(param)
     assert local is not None
     return local._storage
 
@@ -184,7 +184,7 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
 
 def shard_of(param: Tensor) -> Shard:
     """Which rectangle of the global tensor a 2-D parameter's local tensor is."""
-    local = quantized(param)
+    local = quantized_local(param)
     if local is not None:
         return local._storage.shard
     shard = sharding.whole((param.shape[0], param.shape[1]))
@@ -206,7 +206,7 @@ def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape:
 
 
 @torch.no_grad()
-def convert(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
     """Move or cast a quantized parameter as `nn.Module` does a plain one: it remains the object that it is, so that
     optimizers follow, with its attributes, its hooks and its gradient. `change`: what makes the other tensor.
 
@@ -285,7 +285,7 @@ def suffixes(param: Tensor) -> list[str]:
     return list(state_of(param))
 
 
-def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     """Copy loaded components and state, by key suffix, into a quantized parameter. Nothing is dequantized.
 
     A value may be a DTensor like the live one, or a plain tensor: the local part or the whole component.
@@ -293,11 +293,11 @@ def load(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     Raises:
         CheckpointError: the values are of another format or shape; nothing was written.
     """
-    write(param, fitting(param, values, name))
+    write_components(param, fitting_pairs(param, values, name))
 
 
-def fitting(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tuple[Tensor, Tensor]]:
-    """What `load` would copy: pairs of the live local tensor and its new values.
+def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tuple[Tensor, Tensor]]:
+    """What `load_components` would copy: pairs of the live local tensor and its new values.
 
     Raises:
         CheckpointError: the values are of another format or shape.
@@ -328,7 +328,7 @@ def fitting(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tupl
 def power_of_two_scales(param: Tensor) -> list[str]:
     """The key suffixes of those scales of a parameter that its scaling wants to be powers of two, in an encoding that
     holds others too: the format tag does not tell whether they are."""
-    local = quantized(param)
+    local = quantized_local(param)
     if local is None or not local._storage.cell.scaling.power_of_two:
         return []
     scales = (c for c in local._storage.cell.format.components if c.role is Role.SCALE and c.encoding == FP32)
@@ -352,11 +352,11 @@ def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None
 
 
 @torch.no_grad()
-def write(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy what was found to fit into a parameter, quantized or not."""
     for target, source in pairs:
         target.copy_(source)
-    local = quantized(param)
+    local = quantized_local(param)
     if local is not None and pairs:
         local._storage.mark_written()
         local._storage.high_precision = None  # what was kept are no longer this weight's values

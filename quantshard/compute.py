@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
-from quantshard.numerics import Grids, Pair, Words
+from quantshard.numerics import Grids, Pair, RandomBits
 
 if kernels.USABLE:
     from quantshard.kernels import amax as amax_kernel
@@ -24,9 +24,9 @@ if kernels.USABLE:
     from quantshard.kernels import quantize as quantize_kernel
     from quantshard.kernels import rounded_sum as sum_kernel
     from quantshard.kernels import transpose as transpose_kernel
-    from quantshard.kernels.targets import Request
+    from quantshard.kernels.targets import QuantizeRequest
 
-RandomWords = Tensor | Words
+RandomWords = Tensor | RandomBits
 """Random words of a rectangle: int64 of its shape, or which they are."""
 
 KERNEL_DEVICES = {"cuda"}
@@ -95,9 +95,9 @@ def quantize_codes(
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
-        request = Request(copy, Scaling(), origin, encode_scales[copy.scale.name], words=words)
-        return quantize_kernel.quantize(x, request)[0].codes
-    drawn = words.tensor(x.device) if isinstance(words, Words) else words
+        request = QuantizeRequest(copy, Scaling(), origin, encode_scales[copy.scale.name], words=words)
+        return quantize_kernel.quantize_matrix(x, request)[0].codes
+    drawn = words.tensor(x.device) if isinstance(words, RandomBits) else words
     return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
 
 
@@ -112,13 +112,13 @@ def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
     return all(_has_kernel(x, copy) and ALL not in copy.block for copy in fmt.copies.values())
 
 
-def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: Words | None = None) -> dict[str, Tensor]:
+def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None = None) -> dict[str, Tensor]:
     """`numerics.quantize` of a whole matrix [R, C] that was transformed already; see `sees_blocks`."""
     parts = {c.name: block_amax(x, c.covers) for c in fmt.components if c.role is Role.AMAX}
     scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
     for copy in fmt.copies.values():
         second = None if copy.amax is None else parts[copy.amax.name]
-        found, _ = quantize_kernel.quantize(x, Request(copy, scaling, second_amax=second, words=words))
+        found, _ = quantize_kernel.quantize_matrix(x, QuantizeRequest(copy, scaling, second_amax=second, words=words))
         assert found.scale is not None
         parts |= {copy.codes.name: found.codes, copy.scale.name: found.scale}
     return parts

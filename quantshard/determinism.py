@@ -25,7 +25,7 @@ _CUBLAS_ALLOWED: Final = (":4096:8", ":16:8")
 """Those under which cuBLAS promises equal bits on several streams; PyTorch looks for them too."""
 
 
-class _State(NamedTuple):
+class _TorchSettings(NamedTuple):
     """Settings of PyTorch for the whole process. `fill`: uninitialized memory, where `enabled`."""
 
     enabled: bool
@@ -35,7 +35,7 @@ class _State(NamedTuple):
     cudnn_benchmark: bool
 
     @classmethod
-    def now(cls) -> _State:
+    def now(cls) -> _TorchSettings:
         return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -51,10 +51,10 @@ class _State(NamedTuple):
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
 
 
-ON: Final = _State(enabled=True, warn_only=False, fill=False, cudnn=True, cudnn_benchmark=False)
+ON: Final = _TorchSettings(enabled=True, warn_only=False, fill=False, cudnn=True, cudnn_benchmark=False)
 """Memory is not filled: that costs bandwidth, and nothing here reads what was not written."""
 
-OFF: Final = _State(enabled=False, warn_only=False, fill=True, cudnn=False, cudnn_benchmark=False)
+OFF: Final = _TorchSettings(enabled=False, warn_only=False, fill=True, cudnn=False, cudnn_benchmark=False)
 """PyTorch's defaults."""
 
 
@@ -85,7 +85,7 @@ def deterministic(mode: bool = True) -> AbstractContextManager[Any]:
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
     before = ExitStack()
-    before.callback(_State.now().put)
+    before.callback(_TorchSettings.now().put)
     (ON if mode else OFF).put()
     return before
 

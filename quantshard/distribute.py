@@ -45,7 +45,7 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
             f"{_named(mesh)} once, and before fully_shard"
         )
     start, chunk = _place(tuple(param.shape), mesh, dim, subject)
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     if dim is None:
         local = param.detach()
     elif quantized is None:
@@ -99,7 +99,7 @@ def empty_parameter(
 def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     """A parameter of a 1-D mesh as one of another mesh of the same ranks. Its memory is kept."""
     local = private_torch.local_tensor(param).detach()
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     if quantized is not None and quantized._storage.mesh is not None:
         quantized._storage.mesh = mesh
     placed = private_torch.dtensor_around(local, mesh, list(param.placements), param.shape)

@@ -198,7 +198,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class Fields:
+class FieldReader:
     """The fields of a mapping from a file, each read as what it has to be; one that is missing or null is None.
 
     Args:

@@ -394,9 +394,9 @@ def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> di
     """
     assert fmt.transposable, fmt.name
     codes = fmt.copies[Copy.ROWWISE].codes
-    turned = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}
+    transposed = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}
     unpacked = unpack(parts[codes.name], codes.encoding, shape[1])
-    return turned | {codes.name: pack(unpacked.t().contiguous(), codes.encoding)}
+    return transposed | {codes.name: pack(unpacked.t().contiguous(), codes.encoding)}
 
 
 # ------------------------------------------------------------------------------------------------------------ Hadamard
@@ -441,7 +441,7 @@ def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
     return torch.stack([torch.as_tensor(c, dtype=torch.int64) for c in (c0, c1, c2, c3)], dim=-1)
 
 
-class Words(NamedTuple):
+class RandomBits(NamedTuple):
     """Which random words: the arguments of `random_words`, for whoever makes them where they are used."""
 
     key: int

@@ -19,7 +19,7 @@ from quantshard import storage as storages
 from quantshard.amax import FlatMax, Group
 from quantshard.compute import RandomWords
 from quantshard.errors import ConfigurationError
-from quantshard.numerics import Words
+from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
 from quantshard.storage import QuantizedStorage, scale_names
@@ -27,12 +27,12 @@ from quantshard.storage import QuantizedStorage, scale_names
 Operand = Tensor | QuantizedStorage
 """A matrix of a GEMM: in high precision, or quantized."""
 
-WordsOf = Callable[[Shard], Words]
+WordsOf = Callable[[Shard], RandomBits]
 """Gives the random words of a rectangle, by its global shape and origin."""
 
 
 @dataclass(frozen=True)
-class Split:
+class OperandSplit:
     """A matrix that is cut along `dim`, 0 or 1, into equal pieces, one for each rank of `group` in the group's order.
 
     Without a group, or with a group of one rank, this rank has all of it, and nothing communicates.
@@ -52,9 +52,9 @@ class Split:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
-    def transposed(self) -> Split:
+    def transposed(self) -> OperandSplit:
         """How the transposed matrix is split."""
-        return Split(1 - self.dim, self.group)
+        return OperandSplit(1 - self.dim, self.group)
 
     def shard(self, shape: tuple[int, int]) -> Shard:
         """Where this rank's piece, of shape [R, C], lies in the whole."""
@@ -68,13 +68,13 @@ class Split:
 _MIXED = len(numerics.HADAMARD_SIGNS)  # elements of a row that the Hadamard transform mixes
 
 
-def quantize(
+def quantize_operand(
     values: Tensor,
     cell: Cell,
     *,
     amax: Tensor | None = None,
     words: RandomWords | None = None,
-    split: Split | None = None,
+    split: OperandSplit | None = None,
 ) -> QuantizedStorage:
     """Quantize an activation or gradient [R, C] along its last dim.
 
@@ -87,13 +87,13 @@ def quantize(
         amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
         words: random words for stochastic rounding, of [R, C] (padded likewise).
         split: `values` is this rank's piece of a matrix that is split so; of the same shape on every rank. The result
-            is the piece of the quantized whole, and `words` are those of the piece (see `shard_of`).
+            is the piece of the quantized whole, and `words` are those of the piece (see `operand_shard`).
 
     Raises:
         ConfigurationError: on every rank, if pieces of this shape cannot be quantized apart; see `gathers_codes`.
     """
     shape = (values.shape[0], values.shape[1])
-    shard = shard_of(shape, cell, split)
+    shard = operand_shard(shape, cell, split)
     if split is not None and not gathers_codes(cell, shape, split):
         raise ConfigurationError(_inseparable(cell, shape, split))
     if cell.scaling.random_hadamard:
@@ -108,7 +108,9 @@ def quantize(
     return storage
 
 
-def _amaxes(storage: QuantizedStorage, values: Tensor, amax: Tensor | None, split: Split | None) -> dict[str, Tensor]:
+def _amaxes(
+    storage: QuantizedStorage, values: Tensor, amax: Tensor | None, split: OperandSplit | None
+) -> dict[str, Tensor]:
     if amax is not None:
         (name,) = scale_names(storage.cell)
         return {name: amax.view(1, 1)}
@@ -122,13 +124,14 @@ def _amaxes(storage: QuantizedStorage, values: Tensor, amax: Tensor | None, spli
     return amaxes
 
 
-def shard_of(shape: tuple[int, int], cell: Cell, split: Split | None = None) -> Shard:
-    """The rectangle that `quantize` writes for values of `shape` [R, C]: C is padded where the cell transforms it."""
+def operand_shard(shape: tuple[int, int], cell: Cell, split: OperandSplit | None = None) -> Shard:
+    """The rectangle that `quantize_operand` writes for values of `shape` [R, C]: C is padded where the cell transforms
+    it."""
     padded = (shape[0], shape[1] + (-shape[1] % _MIXED if cell.scaling.random_hadamard else 0))
     return sharding.whole(padded) if split is None else split.shard(padded)
 
 
-def gathers_codes(cell: Cell, shape: tuple[int, int], split: Split) -> bool:
+def gathers_codes(cell: Cell, shape: tuple[int, int], split: OperandSplit) -> bool:
     """True if pieces of `shape` [R, C] can be quantized apart, and gathering their codes gives the quantized whole.
 
     They cannot where the cut crosses something finer than a scale block: 16 elements that a Hadamard transform mixes,
@@ -141,7 +144,7 @@ def gathers_codes(cell: Cell, shape: tuple[int, int], split: Split) -> bool:
     return not mixes and all(shard.gathers(copy.codes) for copy in cell.format.copies.values())
 
 
-def _inseparable(cell: Cell, shape: tuple[int, int], split: Split) -> str:
+def _inseparable(cell: Cell, shape: tuple[int, int], split: OperandSplit) -> str:
     together = _MIXED if cell.scaling.random_hadamard else 2
     why = "are transformed together" if cell.scaling.random_hadamard else "share a byte"
     return (
@@ -152,28 +155,29 @@ def _inseparable(cell: Cell, shape: tuple[int, int], split: Split) -> str:
 
 
 def quantize_and_gather(
-    values: Tensor, cell: Cell, split: Split, *, amax: Tensor | None = None, words: WordsOf | None = None
+    values: Tensor, cell: Cell, split: OperandSplit, *, amax: Tensor | None = None, words: WordsOf | None = None
 ) -> QuantizedStorage:
     """Quantize a matrix of which this rank has the piece `values` [R, C], and return the whole. A collective call.
 
     Codes are sent where that gives the same bits as sending values, else values (`gathers_codes`).
 
     Args:
-        values, amax, split: as in `quantize`.
+        values, amax, split: as in `quantize_operand`.
         words: gives the random words of the rectangle that is quantized here, the piece or the whole; asked only if
             the cell rounds stochastically.
     """
     rounds = words if cell.scaling.stochastic_rounding else None
-    here: Split | None = split
+    here: OperandSplit | None = split
     if not gathers_codes(cell, (values.shape[0], values.shape[1]), split):
         values, here = gather_values(values, split), None
-    drawn = None if rounds is None else rounds(shard_of((values.shape[0], values.shape[1]), cell, here))
-    storage = quantize(values, cell, amax=amax, words=drawn, split=here)
+    drawn = None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), cell, here))
+    storage = quantize_operand(values, cell, amax=amax, words=drawn, split=here)
     return storage if here is None else gather(storage, here)
 
 
-def gather(storage: QuantizedStorage, split: Split) -> QuantizedStorage:
-    """The whole of a matrix of which each rank has the piece that `quantize` gave for `split`. A collective call.
+def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
+    """The whole of a matrix of which each rank has the piece that `quantize_operand` gave for `split`. A collective
+    call.
 
     One all-gather carries the codes and those scales that the cut parts; the others are whole already.
     """
@@ -188,7 +192,7 @@ def gather(storage: QuantizedStorage, split: Split) -> QuantizedStorage:
     return QuantizedStorage(storage.cell, shard.before_cut(), components)
 
 
-def gather_values(values: Tensor, split: Split) -> Tensor:
+def gather_values(values: Tensor, split: OperandSplit) -> Tensor:
     """The whole of a matrix of which each rank has a piece [R, C] of any dtype. A collective call, not differentiable.
 
     It is contiguous, unless it is `values` itself, where that is the whole.
@@ -196,7 +200,7 @@ def gather_values(values: Tensor, split: Split) -> Tensor:
     return values if split.size == 1 else _all_gather([values], split)[0]
 
 
-def _all_gather(pieces: list[Tensor], split: Split) -> list[Tensor]:
+def _all_gather(pieces: list[Tensor], split: OperandSplit) -> list[Tensor]:
     """The wholes of several matrices, from one collective of their bytes; none if they have no bytes."""
     parts = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
     sent = torch.cat(parts) if len(parts) > 1 else parts[0]

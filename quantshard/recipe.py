@@ -27,7 +27,7 @@ import torch
 from quantshard import formats
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
-from quantshard.recipe_arguments import Predicates, check_fixed, fixed
+from quantshard.recipe_arguments import RecipePredicates, check_fixed, fixed
 
 
 class Gemm(str, Enum):
@@ -138,7 +138,7 @@ def _table(
 
 
 @dataclass(frozen=True)
-class Recipe(Predicates):
+class Recipe(RecipePredicates):
     """Base of all recipes. Subclasses are frozen dataclasses that derive `table` from their fields."""
 
     @property

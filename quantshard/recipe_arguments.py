@@ -76,7 +76,7 @@ def check_fixed(recipe: Any) -> None:
             )
 
 
-class Predicates:
+class RecipePredicates:
     """TransformerEngine's methods that tell which recipe one is."""
 
     def _is(self, *classes: str) -> bool:

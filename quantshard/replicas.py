@@ -63,7 +63,7 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
         dist.broadcast(sent.reshape(-1).view(torch.uint8), src, group=group)
         tensor.copy_(sent)
     for param in model.parameters():
-        quantized = components.quantized(param)
+        quantized = components.quantized_local(param)
         if quantized is not None:
             quantized._storage.mark_written()
 
@@ -78,7 +78,7 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"{name} is {where}, but replicas are compared whole; models under fully_shard need neither "
                 "check_replicas nor broadcast_: FusedAdam and reset_parameters compare their random keys"
             )
-        quantized = components.quantized(param)
+        quantized = components.quantized_local(param)
         kept = None if quantized is None else quantized.get_high_precision_init_val()
         if kept is not None:
             live[f"{name} as initialized"] = kept
@@ -90,7 +90,7 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _check_same_model(model: nn.Module, live: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     described = [f"{name} {tensor.dtype} {tuple(tensor.shape)};" for name, tensor in live.items()]
     described += [
-        f"{components.storage_of(p).cell};" for p in model.parameters() if components.quantized(p) is not None
+        f"{components.storage_of(p).cell};" for p in model.parameters() if components.quantized_local(p) is not None
     ]
     digest = _digest(text.encode() for text in described)
     amax.check_equal_on_ranks(

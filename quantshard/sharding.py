@@ -204,7 +204,7 @@ def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class GatherSlot:
     """One input of an all-gather: `rows` x `cols` entries of the component `name`, padded to `numel` entries.
 
     `name` is None where this pass has nothing to send in a slot that another pass fills.
@@ -218,7 +218,7 @@ class Slot:
 
 def gather_slots(
     fmt: Format, shard: Shard, this_pass: tuple[Copy, ...], passes: tuple[tuple[Copy, ...], ...]
-) -> list[Slot]:
+) -> list[GatherSlot]:
     """What one rank sends to the all-gather of a pass that needs the copies `this_pass`.
 
     FSDP2 allocates the outputs at the first gather and keeps their number and sizes, so where passes differ (`passes`
@@ -235,5 +235,5 @@ def gather_slots(
         numel = max(w[i][1] * w[i][2] for w in every if i < len(w))
         mine = wanted(this_pass)
         name, rows, cols = mine[i] if i < len(mine) else (None, 0, 0)
-        slots.append(Slot(name, rows, cols, numel))
+        slots.append(GatherSlot(name, rows, cols, numel))
     return slots

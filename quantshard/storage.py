@@ -19,7 +19,7 @@ from quantshard import compute, limits, numerics, private_torch
 from quantshard.compute import RandomWords
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Role
-from quantshard.numerics import Words
+from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard, ceil_div
 
@@ -182,7 +182,7 @@ class QuantizedStorage:
             self.components[copy.codes.name].copy_(codes)
 
     @torch.no_grad()
-    def write_whole(self, values: Tensor, words: Words | None = None) -> None:
+    def write_whole(self, values: Tensor, words: RandomBits | None = None) -> None:
         """`write` by the amaxes of the values themselves, a whole matrix, in one pass: where `compute.sees_blocks`."""
         self.mark_written()
         self.components.update(compute.quantize(values, self.cell.format, self.cell.scaling, words))
@@ -285,7 +285,7 @@ def next_draw(state: dict[str, Tensor]) -> int | Tensor:
     return number
 
 
-def rounding_words(storage: QuantizedStorage) -> Words:
+def rounding_words(storage: QuantizedStorage) -> RandomBits:
     """Random words for the stochastic rounding of a weight's new values, by global index.
 
     It is one draw of the weight's counter, so every rank that holds a piece must take it in the same step.
@@ -293,4 +293,4 @@ def rounding_words(storage: QuantizedStorage) -> Words:
     draw = next_draw(storage.state)
     shard = storage.shard
     key = int(storage.state[KEY])
-    return Words(key, draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)
+    return RandomBits(key, draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)

@@ -40,10 +40,10 @@ _COMPONENT, _STATE = "component_", "state_"  # attribute names that __tensor_fla
 class QuantizedTensor(Tensor):
     """A 2-D tensor stored as codes and scales of a number format.
 
-    Made by modules under `quantized_model_init`, by `quantize`, and by FSDP2 when it cuts or gathers one; not by its
-    constructor. `shape` and `dtype` are those of the values; `dtype` is nominal: it is what `dequantize` returns and
-    what gradients have, and changing it (`.to(torch.float32)`) changes no code. So `element_size()` and `nbytes` are
-    what the values would take as a plain tensor; `explain` tells the bytes that are held.
+    Made by modules under `quantized_model_init`, by `quantize_weight`, and by FSDP2 when it cuts or gathers one; not by
+    its constructor. `shape` and `dtype` are those of the values; `dtype` is nominal: it is what `dequantize` returns
+    and what gradients have, and changing it (`.to(torch.float32)`) changes no code. So `element_size()` and `nbytes`
+    are what the values would take as a plain tensor; `explain` tells the bytes that are held.
     """
 
     _storage: QuantizedStorage
@@ -234,7 +234,7 @@ class QuantizedTensor(Tensor):
 
     # FSDP2 -----------------------------------------------------------------------------------------------------------
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
         """What this rank sends: the components that other ranks lack, of the copies that the coming pass needs.
 
         The signature with the mesh alone: with the longer one FSDP2 wants inputs of the padded parameter's size.
@@ -245,19 +245,19 @@ class QuantizedTensor(Tensor):
             raise ConfigurationError(limits.refusal("reshard to fewer ranks", self))
         if mesh.size() == 1:
             # FSDP2 then copies the first input only and gathers nothing; the post hook uses the local components.
-            return (next(iter(storage.components.values())).reshape(-1)[:1],), Gathering(storage, (), mesh)
+            return (next(iter(storage.components.values())).reshape(-1)[:1],), GatherMetadata(storage, (), mesh)
         both = tuple(storage.cell.format.copies)
         passes: tuple[tuple[Copy, ...], ...] = (both,)
         if len(both) > 1 and plan.frees_between_passes:
             passes = tuple((which,) for which in both)
         this_pass = passes[-1] if private_torch.in_backward() else passes[0]
         slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
-        return tuple(_padded(storage, slot) for slot in slots), Gathering(storage, tuple(slots), mesh)
+        return tuple(_padded(storage, slot) for slot in slots), GatherMetadata(storage, tuple(slots), mesh)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: Gathering,
+        metadata: GatherMetadata,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -317,11 +317,11 @@ class Placeholder(QuantizedStorage):
         self.take(filled)
 
 
-class Gathering(NamedTuple):
+class GatherMetadata(NamedTuple):
     """What the pre hook tells the post hook: the live shard, what each input holds, and over which mesh it goes."""
 
     storage: QuantizedStorage
-    slots: tuple[sharding.Slot, ...]
+    slots: tuple[sharding.GatherSlot, ...]
     mesh: DeviceMesh
 
 
@@ -339,7 +339,7 @@ def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
     return plan
 
 
-def _padded(storage: QuantizedStorage, slot: sharding.Slot) -> Tensor:
+def _padded(storage: QuantizedStorage, slot: sharding.GatherSlot) -> Tensor:
     reference = next(iter(storage.components.values()))
     if slot.name is None:
         return reference.new_zeros(slot.numel)
@@ -351,7 +351,7 @@ def _padded(storage: QuantizedStorage, slot: sharding.Slot) -> Tensor:
     return padded
 
 
-def _assemble(gathering: Gathering, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
+def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
     local = gathering.storage
     shard = local.shard.before_cut()
     by_name = local.cell.format.by_name
@@ -393,7 +393,7 @@ def _gather_copy(
         part = _padded(storage, slot)
         outputs.append(part.new_empty(mesh.size() * slot.numel))
         private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
-    return _assemble(Gathering(storage, tuple(slots), mesh), tuple(outputs)).components
+    return _assemble(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs)).components
 
 
 class _Dequantize(torch.autograd.Function):
@@ -408,7 +408,7 @@ class _Dequantize(torch.autograd.Function):
         return grads[0], None
 
 
-def quantize(
+def quantize_weight(
     values: Tensor,
     cell: Cell,
     *,

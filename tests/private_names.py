@@ -69,7 +69,7 @@ def described() -> dict[str, str]:
 
 def _found(name: str) -> Any:
     try:
-        return lookup.found(name)
+        return lookup.resolve_name(name)
     except (AttributeError, ImportError):
         return MISSING
 

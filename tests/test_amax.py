@@ -19,7 +19,7 @@ from quantshard.amax import (
 )
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.storage import AMAX_HISTORY
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
 INF, NAN = float("inf"), float("nan")
@@ -367,7 +367,7 @@ def test_a_weight_takes_no_values_that_are_not_finite(name, special):
     for write in (
         lambda: tensor.quantize_(values),
         lambda: requantize_([(weight(MXFP8), random(48, 40)), (tensor, values)]),
-        lambda: quantize(values, tensor._storage.cell),
+        lambda: quantize_weight(values, tensor._storage.cell),
     ):
         with pytest.raises(ConfigurationError, match=rf"2 of 1920 values.*first, {special}, at \[5, 7\]"):
             write()

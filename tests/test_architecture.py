@@ -16,12 +16,12 @@ PACKAGE = ROOT / "quantshard"
 PAGE = ROOT / "ARCHITECTURE.md"
 
 ORDINARY = set(
-    "add arguments base bias change cli command common compat config configuration content context conversion convert "
-    "data demo device dict diff dir doctor engine environment error extra field file fit fitted flush from global "
-    "here input io item join like load loading lookup manager max member meshes missing multi name named needs no non "
-    "not on option other others output partial private progress pytorch quantshard reading recorder replaced report "
-    "restored running save saving schema screen shape sharding share size sum table timing told torch total totals "
-    "train version warning weights work writing".split()
+    "add arguments base batch bias class cli command common compat configuration content conversion convert copied "
+    "counts data demo device dict diff dir disk doctor encoded engine environment error extra field file fit fitted "
+    "flush from global input io join load loading lookup loop manager max member meshes missing multi name named "
+    "needs no non on option output partial private progress protocol pytorch quantshard reading reason reduction "
+    "registered report resolved restored running save saving schema screen sequence shape sharding share size "
+    "suffixes sum system table take terminal timing to torch total totals train type version warning writing".split()
 )
 """Words in their everyday sense, which no glossary need explain."""
 

@@ -141,7 +141,7 @@ SHAPES = [(1, 1, 1), (3, 5, 7), (17, 256, 16), (64, 48, 128), (130, 257, 200), (
 def quantized(rows: int, cols: int, name: str, seed: int) -> QuantizedStorage:
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     values *= torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed + 1)).exp()
-    return operands.quantize(values.bfloat16().to(DEVICE), Cell(FORMATS[name]))
+    return operands.quantize_operand(values.bfloat16().to(DEVICE), Cell(FORMATS[name]))
 
 
 def in_double(storage: QuantizedStorage) -> Tensor:
@@ -337,7 +337,9 @@ def test_small_products(name: str, capability: tuple[int, int]) -> None:
                 x, y = in_double(a).t() if turned_a else in_double(a), in_double(b).t() if turned_b else in_double(b)
                 exact, room = x @ y, sums * (x.abs() @ y.abs()) + 1e-30
                 for dtype, added in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
-                    swapped = (gemms.by_columns(a), b) if dtype is torch.float32 else (a, gemms.by_columns(b))
+                    swapped = (
+                        (gemms.with_column_scales(a), b) if dtype is torch.float32 else (a, gemms.with_column_scales(b))
+                    )
                     found = backend.matmul(
                         *swapped, dtype, transpose_a=turned_a, transpose_b=turned_b, bias=added
                     )  # fmt: skip

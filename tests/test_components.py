@@ -376,7 +376,7 @@ def test_the_whole_component_or_the_local_part_may_be_loaded(recipe):
         before = {name: part.clone() for name, part in piece._storage.components.items()}
         twin = next(p for p in torch.chunk(saved.weight.detach(), 3) if p._storage.shard == piece._storage.shard)
         values = {suffix: value.clone() for suffix, value in components.state_of(twin).items()}
-        components.load(piece, values, "weight")
+        components.load_components(piece, values, "weight")
         assert differing(before, piece._storage.components)
         assert not differing(contents(piece), contents(twin))
 
@@ -421,8 +421,8 @@ def test_placements_that_do_not_fit_the_cuts():
 
 def test_quantized_finds_quantized_tensors():
     layer = linear("mxfp8")
-    assert components.quantized(layer.weight) is layer.weight
-    assert all(components.quantized(other) is None for other in (layer.bias, None, 3, torch.ones(2)))
+    assert components.quantized_local(layer.weight) is layer.weight
+    assert all(components.quantized_local(other) is None for other in (layer.bias, None, 3, torch.ones(2)))
     assert not isinstance(components.storage_tensors(layer.weight._storage, layer.weight)["codes"], DTensor)
 
 

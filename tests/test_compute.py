@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import compute, kernels, numerics
 from quantshard.formats import FORMATS, Copy, Scaling
-from quantshard.numerics import Words
+from quantshard.numerics import RandomBits
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import TensorRole, resolve
 from quantshard.storage import AMAX_HISTORY
@@ -19,7 +19,7 @@ from tests.distributed.models import RECIPES
 
 pytest.importorskip("triton")
 
-from quantshard.sources import Way
+from quantshard.sources import QuantizeSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled kernels read no tensors of the CPU
@@ -40,7 +40,7 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
         monkeypatch.setattr(compute, "KERNEL_DEVICES", {DEVICE})
         for module, name in (
             (compute.amax_kernel, "block_amax"),
-            (compute.quantize_kernel, "quantize"),
+            (compute.quantize_kernel, "quantize_matrix"),
             (compute.dequantize_kernel, "dequantize"),
         ):
             real = getattr(module, name)
@@ -79,8 +79,8 @@ def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[
     recipe = resolve(RECIPES[name])
     inputs = [cell for (role, _), cell in recipe.table.items() if role is not TensorRole.WEIGHT]
     # a GPU's weights are measured by the kernels of FusedAdam, and born on the CPU
-    measured = DEVICE == "cpu" or any(Way(cell).measures and not cell.scaling.history for cell in inputs)
-    assert set(used) == {"quantize", "dequantize"} | ({"block_amax"} if measured else set())
+    measured = DEVICE == "cpu" or any(QuantizeSpec(cell).measures and not cell.scaling.history for cell in inputs)
+    assert set(used) == {"quantize_matrix", "dequantize"} | ({"block_amax"} if measured else set())
     assert found.keys() == expected.keys() and any(AMAX_HISTORY in key for key in found) == (name == "delayed")
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []
 
@@ -88,7 +88,7 @@ def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[
 def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str]]) -> None:
     """16-bit codes, float64, words as a tensor, and tensors of other devices."""
     x, row, wide = torch.randn(5, 7).to(DEVICE), FORMATS["mxfp8_1x32"].copies[Copy.ROWWISE], FORMATS["fp16_1x128"]
-    words = Words(5, 1, 2, (5, 7))
+    words = RandomBits(5, 1, 2, (5, 7))
     grids = numerics.encode_scales(numerics.amaxes(x, FORMATS["mxfp8_1x32"]), FORMATS["mxfp8_1x32"], Scaling())
     expected = numerics.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE))
     assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
@@ -99,7 +99,7 @@ def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str
     assert not compute.sees_blocks(x, wide, None) and not compute.sees_blocks(x, FORMATS["fp8_e4m3"], None)
     assert used == []
     assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
-    assert used == ["quantize"]
+    assert used == ["quantize_matrix"]
     assert compute.sees_blocks(x, FORMATS["mxfp8_1x32"], words) and kernels.USABLE
 
 

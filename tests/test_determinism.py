@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import quantshard as qs
 from quantshard import determinism
-from quantshard.determinism import CUBLAS, NCCL, OFF, ON, _State
+from quantshard.determinism import CUBLAS, NCCL, OFF, ON, _TorchSettings
 from quantshard.errors import ConfigurationError
 from quantshard.modules.attention_backends import AUTO, order
 
@@ -20,7 +20,7 @@ from quantshard.modules.attention_backends import AUTO, order
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """Settings of the process are put back, whatever a test does; it begins without the variables."""
-    before = _State.now()
+    before = _TorchSettings.now()
     for name in (CUBLAS, NCCL):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -37,25 +37,25 @@ def gpu(monkeypatch):
 def test_plain_call_stays():
     OFF.put()
     qs.deterministic()
-    assert _State.now() == ON
+    assert _TorchSettings.now() == ON
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory and not torch.backends.cudnn.benchmark
     assert (os.environ[CUBLAS], os.environ[NCCL]) == (":4096:8", "Ring")
     qs.deterministic(False)
-    assert _State.now() == OFF
+    assert _TorchSettings.now() == OFF
 
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_context_puts_back_what_was(mode):
-    own = _State(enabled=True, warn_only=True, fill=True, cudnn=False, cudnn_benchmark=True)
+    own = _TorchSettings(enabled=True, warn_only=True, fill=True, cudnn=False, cudnn_benchmark=True)
     own.put()
     with pytest.raises(KeyError), qs.deterministic(mode):
-        assert _State.now() == (ON if mode else OFF)
+        assert _TorchSettings.now() == (ON if mode else OFF)
         with qs.deterministic(not mode):
-            assert _State.now() == (OFF if mode else ON)
-        assert _State.now() == (ON if mode else OFF)
+            assert _TorchSettings.now() == (OFF if mode else ON)
+        assert _TorchSettings.now() == (ON if mode else OFF)
         raise KeyError
-    assert _State.now() == own
+    assert _TorchSettings.now() == own
 
 
 def test_variables_that_are_set_stay(gpu, monkeypatch):
@@ -81,7 +81,7 @@ def test_variables_that_are_not_deterministic(name, value, fine, gpu, monkeypatc
     OFF.put()
     with pytest.raises(ConfigurationError, match=name):
         qs.deterministic()
-    assert _State.now() == OFF
+    assert _TorchSettings.now() == OFF
     qs.deterministic(False)  # asks for nothing
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     qs.deterministic()  # on a CPU the variable decides nothing

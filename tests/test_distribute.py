@@ -17,7 +17,7 @@ from quantshard.distribute import empty_parameter, shard_parameter
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.storage import DRAWS, KEY
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 from tests.observe.fake import fake_rank
 from tests.test_tensor import NVFP4, RECIPES, differing, every_cell, random
 
@@ -28,7 +28,9 @@ SHAPE = (140, 152)
 def parameter(cell, shape=SHAPE, device="cpu"):
     torch.manual_seed(0)
     values = random(*shape).to(device)
-    return nn.Parameter(quantize(values, cell, dtype=torch.bfloat16, keep_high_precision=True), requires_grad=False)
+    return nn.Parameter(
+        quantize_weight(values, cell, dtype=torch.bfloat16, keep_high_precision=True), requires_grad=False
+    )
 
 
 def is_alone(tensor, others):

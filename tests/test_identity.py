@@ -159,7 +159,7 @@ WRITES = {
     "requantize_": lambda t: requantize_([(t, torch.ones(48, 40))]),
     "copy_": lambda t: t.copy_(weight(t._storage.cell, seed=1)),
     "itself": lambda t: t.copy_(t.clone()),
-    "load": lambda t: components.load(t, components.state_of(weight(t._storage.cell, seed=1)), "weight"),
+    "load": lambda t: components.load_components(t, components.state_of(weight(t._storage.cell, seed=1)), "weight"),
     "arithmetic": lambda t: t.mul_(0.5),
     "in place": lambda t: codes(t).zero_(),
 }

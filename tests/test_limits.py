@@ -101,7 +101,7 @@ def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
     cells = [Cell(fmt) for fmt in FORMATS.values() if not fmt.transposable and len(fmt.copies) == 1]
     assert cells
     for cell in cells:
-        storage = operands.quantize(torch.ones(32, 96), cell)
+        storage = operands.quantize_operand(torch.ones(32, 96), cell)
         assert "turned" in backend.fallbacks(storage, None, torch.device("cpu"))
 
 

@@ -47,7 +47,7 @@ class Without:
             found = module.private_name
             module.private_name = lambda name, feature, instead="": (
                 found(name, feature, instead) if name not in self.names else
-                module.NAMES.update({name: feature}) or module.Missing(name, feature, instead))
+                module.NAMES.update({name: feature}) or module.MissingName(name, feature, instead))
 
         spec.loader.exec_module = changed
         return spec

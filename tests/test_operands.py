@@ -9,7 +9,7 @@ import torch
 from quantshard import formats, numerics, operands
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy, Scaling
-from quantshard.operands import Split
+from quantshard.operands import OperandSplit
 from quantshard.recipe import Cell
 from tests.distributed.models import RECIPES
 from tests.distributed.parallel import CELLS
@@ -45,32 +45,32 @@ def test_quantize_is_that_of_the_oracle(cell, dtype, shape):
     values = torch.randn(shape).to(dtype)
     words = None
     if cell.scaling.stochastic_rounding:
-        words = numerics.random_words(5, 0, 1, operands.shard_of(shape, cell).shape)
+        words = numerics.random_words(5, 0, 1, operands.operand_shard(shape, cell).shape)
     copies = None if words is None else dict.fromkeys(Copy, words)
     expected = numerics.quantize(values, cell.format, cell.scaling, words=copies)
-    found = operands.quantize(values, cell, words=words)
+    found = operands.quantize_operand(values, cell, words=words)
     assert found.components.keys() == expected.keys() and found.cell is cell
     assert all(torch.equal(found.components[name], part) for name, part in expected.items())
-    assert found.shard == operands.shard_of(shape, cell) and found.shard.cut is None
+    assert found.shard == operands.operand_shard(shape, cell) and found.shard.cut is None
     assert found.components[cell.format.components[0].name].is_contiguous()
 
 
 def test_a_given_amax_scales_instead_of_the_tensors_own():
     values = torch.tensor([[1.0, -2.0]])
-    found = operands.quantize(values, TENSOR, amax=torch.tensor(448.0))
+    found = operands.quantize_operand(values, TENSOR, amax=torch.tensor(448.0))
     assert found.components["scale_inv"].tolist() == [[1.0]] and found.dequantize().tolist() == [[1.0, -2.0]]
 
 
 def test_one_rank_has_all_and_needs_no_group(ranks):
     """Nor is torch.distributed initialized here: a collective would raise."""
     values = torch.randn(7, 33)
-    for split in (Split(0, None), Split(1, None), Split(0, ranks(1)), Split(1, ranks(1))):
+    for split in (OperandSplit(0, None), OperandSplit(1, None), OperandSplit(0, ranks(1)), OperandSplit(1, ranks(1))):
         assert split.size == 1 and split.rank == 0
         assert operands.gather_values(values, split) is values
         for cell in (NVFP4, RHT, MX, BLOCK, TENSOR):
             assert operands.gathers_codes(cell, (7, 33), split)
-            found = operands.quantize(values, cell, split=split)
-            whole = operands.quantize(values, cell)
+            found = operands.quantize_operand(values, cell, split=split)
+            whole = operands.quantize_operand(values, cell)
             assert found.shard == whole.shard and operands.gather(found, split) is found
             assert all(torch.equal(found.components[name], part) for name, part in whole.components.items())
             assert operands.quantize_and_gather(values, cell, split).shard == whole.shard
@@ -78,13 +78,18 @@ def test_one_rank_has_all_and_needs_no_group(ranks):
 
 def test_where_a_piece_lies(ranks):
     group = ranks(3)
-    assert Split(0, group).shard((7, 5)).extents == ((14, 21), (0, 5))
-    assert Split(1, group).shard((7, 5)).extents == ((0, 7), (10, 15))
-    assert Split(1, group).shard((7, 5)).global_shape == (7, 15)
-    assert Split(1, group).transposed == Split(0, group)
-    assert operands.shard_of((7, 5), RHT, Split(0, group)).global_shape == (21, 16), "padded for the transform"
-    assert operands.shard_of((7, 5), RHT).shape == (7, 16) and operands.shard_of((7, 5), NVFP4).shape == (7, 5)
-    assert operands.shard_of((7, 32), RHT, Split(1, group)).origin == (0, 64)
+    assert OperandSplit(0, group).shard((7, 5)).extents == ((14, 21), (0, 5))
+    assert OperandSplit(1, group).shard((7, 5)).extents == ((0, 7), (10, 15))
+    assert OperandSplit(1, group).shard((7, 5)).global_shape == (7, 15)
+    assert OperandSplit(1, group).transposed == OperandSplit(0, group)
+    assert operands.operand_shard((7, 5), RHT, OperandSplit(0, group)).global_shape == (21, 16), (
+        "padded for the transform"
+    )
+    assert operands.operand_shard((7, 5), RHT).shape == (7, 16) and operands.operand_shard((7, 5), NVFP4).shape == (
+        7,
+        5,
+    )
+    assert operands.operand_shard((7, 32), RHT, OperandSplit(1, group)).origin == (0, 64)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +110,10 @@ def test_where_a_piece_lies(ranks):
     ],
 )
 def test_what_can_be_quantized_apart(ranks, cell, shape, dim, apart):
-    split = Split(dim, ranks(2))
+    split = OperandSplit(dim, ranks(2))
     assert operands.gathers_codes(cell, shape, split) == apart
     if not apart:
         together = 16 if cell is RHT else 2
         said = rf"pieces \[7, {shape[1]}\] .* 2 ranks .*nvfp4_1x16.*multiple of {together}, or gather"
         with pytest.raises(ConfigurationError, match=said):
-            operands.quantize(torch.zeros(shape), cell, split=split)
+            operands.quantize_operand(torch.zeros(shape), cell, split=split)

@@ -19,7 +19,7 @@ from quantshard.formats import FORMATS, FP8_E4M3, Copy, Scaling
 from quantshard.recipe import NAMES, Cell
 from quantshard.sharding import ceil_div, pieces_outermost_first, whole
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 
 RECIPES = {
     **{kind().name: kind() for kind in NAMES.values() if kind().weight is not None},
@@ -48,7 +48,7 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 def weight(cell, rows=48, cols=40, seed=0, dtype=torch.float32, **options):
     torch.manual_seed(seed)
-    return quantize(random(rows, cols, seed=seed), cell, dtype=dtype, **options)
+    return quantize_weight(random(rows, cols, seed=seed), cell, dtype=dtype, **options)
 
 
 def raw(tensor):
@@ -83,7 +83,7 @@ def oracle(values, cell):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantize_and_dequantize_are_the_oracle(cell, shape, dtype):
     values = random(*shape, dtype=dtype)
-    tensor = quantize(values, cell)
+    tensor = quantize_weight(values, cell)
     parts = oracle(values, cell)
     assert tensor.shape == shape and tensor.dtype == dtype
     assert not differing(tensor._storage.components, parts)
@@ -97,7 +97,7 @@ def test_quantize_and_dequantize_are_the_oracle(cell, shape, dtype):
 @every_cell
 def test_dtype_is_nominal(cell):
     values = random(48, 40)
-    tensor = quantize(values, cell, dtype=torch.bfloat16)
+    tensor = quantize_weight(values, cell, dtype=torch.bfloat16)
     assert tensor.dtype == tensor.dequantize().dtype == torch.bfloat16
     assert not differing(tensor._storage.components, oracle(values, cell))
     assert same(tensor.dequantize(dtype=torch.float32).bfloat16(), tensor.dequantize())
@@ -105,7 +105,7 @@ def test_dtype_is_nominal(cell):
 
 def test_delayed_scales_are_those_of_past_amaxes():
     cell = recipe.DelayedScaling(amax_history_len=2, margin=1).weight
-    tensor = quantize(torch.tensor([[1.0, -4.0]]), cell)
+    tensor = quantize_weight(torch.tensor([[1.0, -4.0]]), cell)
     history, scale = tensor._storage.state[AMAX_HISTORY], tensor._storage.components["scale_inv"]
     scales, histories = [scale.item()], [history.tolist()]
     for amax in (2.0, 1.0, 0.0, float("inf"), 8.0, 0.5):
@@ -118,7 +118,7 @@ def test_delayed_scales_are_those_of_past_amaxes():
 
 
 def test_delayed_scale_of_the_newest_amax():
-    tensor = quantize(torch.full((2, 2), 4.0), RECIPES["delayed newest"].weight)
+    tensor = quantize_weight(torch.full((2, 2), 4.0), RECIPES["delayed newest"].weight)
     for amax in (2.0, 1.0):
         tensor.quantize_(torch.full((2, 2), amax))
     assert tensor._storage.components["scale_inv"].item() == pytest.approx(2.0 / 224, rel=1e-6)
@@ -168,11 +168,11 @@ def test_quantize_in_place_of_another_shape(cell, shape):
 @pytest.mark.parametrize("values", [torch.ones(4), torch.ones(4, 4, dtype=torch.int64), torch.ones(2, 2).bool()])
 def test_what_is_no_matrix_of_floats_is_refused(values):
     with pytest.raises(UnsupportedOperationError, match="quantize needs a matrix of a floating dtype, got torch"):
-        quantize(values, recipe.resolve("block").weight)
+        quantize_weight(values, recipe.resolve("block").weight)
     with pytest.raises(UnsupportedOperationError, match="a floating dtype, got torch"):
-        quantize(torch.ones(values.shape if values.ndim == 2 else (2, 2)), recipe.resolve("block").weight).quantize_(
-            values
-        )
+        quantize_weight(
+            torch.ones(values.shape if values.ndim == 2 else (2, 2)), recipe.resolve("block").weight
+        ).quantize_(values)
 
 
 def test_quantize_in_place_through_the_flat_handle():
@@ -324,7 +324,7 @@ def problems(draw):
 @example(problem=(torch.full((33, 64), float("nan")).neg(), [(0, 2)]))
 def test_cut_then_requantize_is_requantize_then_cut(cell, problem):
     values, axes = problem
-    tensor = quantize(torch.zeros(values.shape), cell, dtype=values.dtype)
+    tensor = quantize_weight(torch.zeros(values.shape), cell, dtype=values.dtype)
     shards = cut(tensor, axes)
     requantize_([(tensor, values)], judged=True)  # as they are, finite or not
     requantize_on_ranks(shards, values)
@@ -419,7 +419,7 @@ def test_a_gather_sends_codes_and_scales_that_others_lack(cell):
 @every_cell
 def test_kept_initial_values(cell):
     values = random(48, 40)
-    tensor = quantize(values, cell, dtype=torch.bfloat16, keep_high_precision=True)
+    tensor = quantize_weight(values, cell, dtype=torch.bfloat16, keep_high_precision=True)
     values.mul_(2)  # what is kept is a copy
     assert same(tensor.get_high_precision_init_val(), random(48, 40))
     assert same(tensor.detach().get_high_precision_init_val(), random(48, 40))
@@ -431,7 +431,7 @@ def test_kept_initial_values(cell):
 @pytest.mark.parametrize("world", [1, 2, 5, 50])
 def test_kept_initial_values_are_cut_with_the_weight(world):
     values = random(48, 40)
-    tensor = quantize(values, MXFP8, keep_high_precision=True)
+    tensor = quantize_weight(values, MXFP8, keep_high_precision=True)
     chunks = torch.chunk(tensor, world)
     kept = [chunk.get_high_precision_init_val() for chunk in chunks]
     assert [k.shape for k in kept] == [chunk.shape for chunk in chunks]
@@ -444,7 +444,7 @@ def test_kept_initial_values_are_cut_with_the_weight(world):
 
 def test_new_values_replace_the_kept_ones():
     """Else an optimizer built later would seed its master from values that the weight no longer has."""
-    tensor = quantize(random(48, 40), MXFP8, keep_high_precision=True)
+    tensor = quantize_weight(random(48, 40), MXFP8, keep_high_precision=True)
     tensor.quantize_(random(48, 40, seed=1))
     kept = tensor.get_high_precision_init_val()
     assert kept is None or same(kept, random(48, 40, seed=1))
@@ -504,9 +504,9 @@ def test_repr(cell):
 def test_meta(cell):
     """Described only: shapes, dtypes and a key, which is that of the same tensor made on the CPU."""
     torch.manual_seed(5)
-    tensor = quantize(torch.empty(48, 40, dtype=torch.bfloat16, device="meta"), cell)
+    tensor = quantize_weight(torch.empty(48, 40, dtype=torch.bfloat16, device="meta"), cell)
     torch.manual_seed(5)
-    real = quantize(random(48, 40, dtype=torch.bfloat16), cell)
+    real = quantize_weight(random(48, 40, dtype=torch.bfloat16), cell)
     assert tensor.is_meta and tensor.dtype == torch.bfloat16 and tensor.shape == (48, 40)
     described = {n: (t.shape, t.dtype, t.device.type) for n, t in tensor._storage.components.items()}
     assert described == {n: (t.shape, t.dtype, "meta") for n, t in real._storage.components.items()}
@@ -518,7 +518,12 @@ def test_meta(cell):
 
 
 def test_keys_come_from_torchs_seed():
-    tensors = [weight(MXFP8, seed=1), weight(MXFP8, seed=2), weight(MXFP8, seed=1), quantize(random(2, 2), MXFP8)]
+    tensors = [
+        weight(MXFP8, seed=1),
+        weight(MXFP8, seed=2),
+        weight(MXFP8, seed=1),
+        quantize_weight(random(2, 2), MXFP8),
+    ]
     keys = [t._storage.state[KEY] for t in tensors]
     assert all(key.dtype == torch.int64 and key.shape == (1,) for key in keys)
     assert same(keys[0], keys[2])

@@ -22,7 +22,7 @@ class NoManifestWarning(UserWarning):
     """A checkpoint without a manifest is loaded: whether its files are those of one save cannot be told."""
 
 
-def check(path: Path_, described: Manifest | None, own: Collection[str]) -> None:
+def check_files(path: Path_, described: Manifest | None, own: Collection[str]) -> None:
     """Compare the files that ranks are about to read with the manifest. A collective call.
 
     Each file is read by one of the ranks that will read it again, which then find it in memory if there is room.
@@ -44,10 +44,10 @@ def check(path: Path_, described: Manifest | None, own: Collection[str]) -> None
         )
     sizes = {name: entry.bytes for name, entry in described.files.items()}
     mine = shares([files for files in by_rank if files is not None], sizes)[ranks.rank()]
-    ranks.alike(lambda: compare(path, described, mine))
+    ranks.alike(lambda: compare_files(path, described, mine))
 
 
-def compare(path: Path_, described: Manifest, names: Iterable[str]) -> None:
+def compare_files(path: Path_, described: Manifest, names: Iterable[str]) -> None:
     """Compare files with the manifest.
 
     Raises:

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from quantshard.checkpoints import manifest, ranks
-from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
+from quantshard.checkpoints.manifest import MANIFEST, FileEntry, Manifest
 from quantshard.checkpoints.metadata import METADATA_FILE
-from quantshard.checkpoints.ownership import Proof
+from quantshard.checkpoints.ownership import OwnershipToken
 from quantshard.checkpoints.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError
 
@@ -44,7 +44,7 @@ _OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST
 
 
 @dataclass(frozen=True)
-class Target:
+class SaveTarget:
     """Where a checkpoint is to stand, and the token that names this attempt on all ranks.
 
     `replace`: whether one that is complete may be replaced by it. `owner`: what shows that the run which saves has the
@@ -54,7 +54,7 @@ class Target:
     path: str
     token: str
     replace: bool = False
-    owner: Proof | None = None
+    owner: OwnershipToken | None = None
 
     @property
     def store(self) -> Store:
@@ -86,16 +86,16 @@ def is_complete(path: Path_) -> bool:
         raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
 
 
-def begin(path: Path_, replace: bool = False) -> Target:
+def begin(path: Path_, replace: bool = False) -> SaveTarget:
     """See that a checkpoint can be written here, and remove what a killed attempt left. A collective call.
 
     Raises:
         CheckpointError: there is a complete one already, or other files; the same on every rank.
     """
-    return ranks.from_rank0(lambda: prepare(path, replace))
+    return ranks.from_rank0(lambda: prepare_target(path, replace))
 
 
-def prepare(path: Path_, replace: bool = False) -> Target:
+def prepare_target(path: Path_, replace: bool = False) -> SaveTarget:
     """What `begin` does, on the one rank that looks."""
     try:
         return _prepared(path, replace)
@@ -103,7 +103,7 @@ def prepare(path: Path_, replace: bool = False) -> Target:
         raise CheckpointError(said_of(path, error)) from error
 
 
-def _prepared(path: Path_, replace: bool) -> Target:
+def _prepared(path: Path_, replace: bool) -> SaveTarget:
     store, place = locate(path)
     if is_complete(path) and not replace:
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
@@ -120,7 +120,7 @@ def _prepared(path: Path_, replace: bool) -> Target:
     if isinstance(store, LocalStore):
         store.make(store.parent(place))
     clean(store.parent(place), os.path.basename(place.rstrip("/")))
-    return Target(place, secrets.token_hex(8), replace)
+    return SaveTarget(place, secrets.token_hex(8), replace)
 
 
 def _check_link(path: Path_, replace: bool) -> None:
@@ -168,7 +168,7 @@ def remove(path: Path_) -> None:
     store, place = locate(path)
     try:
         if isinstance(store, LocalStore):
-            aside = Target(place, secrets.token_hex(8)).hidden("old")
+            aside = SaveTarget(place, secrets.token_hex(8)).hidden("old")
             os.rename(place.rstrip("/"), aside)
             store.remove(aside)
             return
@@ -184,7 +184,7 @@ def remove(path: Path_) -> None:
 
 
 @contextmanager
-def abandoned_if_it_fails(target: Target) -> Iterator[None]:
+def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
     """Rank 0 removes what a failed save wrote; no rank writes any more when all have learned of it."""
     try:
         yield
@@ -194,7 +194,7 @@ def abandoned_if_it_fails(target: Target) -> Iterator[None]:
         raise
 
 
-def abandon(target: Target) -> None:
+def abandon(target: SaveTarget) -> None:
     """Remove what a failed attempt wrote; if that fails, warn of what is left. On the coordinator.
 
     Without renames the next run writes in the same place: a run that has lost the directory leaves it alone.
@@ -218,7 +218,7 @@ def abandon(target: Target) -> None:
 
 def _is_committed(path: str) -> bool:
     try:
-        return manifest.read(path) is not None
+        return manifest.read_manifest(path) is not None
     except CheckpointError:
         return False
 
@@ -252,11 +252,11 @@ class CommitWriter(FileSystemWriter):
     `facts`: `step`, `mesh` and `recipe` of the manifest. All ranks are given one target.
     """
 
-    def __init__(self, target: Target, facts: Mapping[str, Any]) -> None:
+    def __init__(self, target: SaveTarget, facts: Mapping[str, Any]) -> None:
         store = target.store
         super().__init__(target.written_in, sync_files=store.renames)
         self.target, self.facts = target, dict(facts)
-        self.recorder = _Recorder(store)
+        self.recorder = _DigestingFileSystem(store)
         self.fs = cast(FileSystem, self.recorder)
         self.path = cast(Path, store.init_path(target.written_in))
 
@@ -269,7 +269,7 @@ class CommitWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and the manifest, and commit. On the coordinator."""
-        files: dict[str, Entry] = {}
+        files: dict[str, FileEntry] = {}
         for of_rank in results:
             files.update(of_rank[-1].storage_data)
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
@@ -284,7 +284,7 @@ class CommitWriter(FileSystemWriter):
         )
         commit(self.target, described)
 
-    def _check(self, files: Mapping[str, Entry]) -> None:
+    def _check(self, files: Mapping[str, FileEntry]) -> None:
         """All that the ranks say they wrote is to be seen from here."""
         store = self.target.store
         for name, entry in files.items():
@@ -297,7 +297,7 @@ class CommitWriter(FileSystemWriter):
                 )
 
 
-def commit(target: Target, described: Manifest) -> None:
+def commit(target: SaveTarget, described: Manifest) -> None:
     """Write the manifest, and make the checkpoint appear."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
@@ -313,7 +313,7 @@ def commit(target: Target, described: Manifest) -> None:
         put_in_place(store, target)
 
 
-def put_in_place(store: LocalStore, target: Target) -> None:
+def put_in_place(store: LocalStore, target: SaveTarget) -> None:
     """Rename the folder to its name. What stands there is moved aside first, and removed."""
     _check_link(target.path, target.replace)
     old, parent = target.hidden("old"), store.parent(target.path)
@@ -332,20 +332,20 @@ def put_in_place(store: LocalStore, target: Target) -> None:
             store.remove(old)
 
 
-class _Recorder(FileSystemBase):
+class _DigestingFileSystem(FileSystemBase):
     """A store that notes the digest of each file written through it, by name."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.digests: dict[str, Entry] = {}
+        self.digests: dict[str, FileEntry] = {}
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
         """A file, open while the context lasts."""
-        written: _Written | None = None
+        written: _DigestStream | None = None
         try:
             with self.store.create_stream(path, mode) as stream:
-                written = _Written(stream) if mode == "wb" else None
+                written = _DigestStream(stream) if mode == "wb" else None
                 yield written or stream
         except Exception as error:  # torch.save makes another of what a stream raises
             cause = error if isinstance(error, OSError) else None if written is None else written.failure
@@ -386,7 +386,7 @@ class _Recorder(FileSystemBase):
         return True
 
 
-class _Written(io.IOBase):
+class _DigestStream(io.IOBase):
     """A stream that digests what goes through it."""
 
     def __init__(self, stream: Any) -> None:
@@ -406,9 +406,9 @@ class _Written(io.IOBase):
         self.length += size
         return size
 
-    def entry(self) -> Entry:
+    def entry(self) -> FileEntry:
         """What was written so far."""
-        return Entry(self.length, self.digest.hexdigest())
+        return FileEntry(self.length, self.digest.hexdigest())
 
     def tell(self) -> int:
         """Bytes so far."""

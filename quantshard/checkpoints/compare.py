@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.pickles import NeedsCodeError
-from quantshard.checkpoints.reading import Reader, why_unread
+from quantshard.checkpoints.reading import CheckpointReader, why_unread
 from quantshard.checkpoints.store import Path_
 
 _SLICE_ELEMENTS = 1 << 24
@@ -75,7 +75,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     Raises:
         CheckpointError: one of them is missing, incomplete or damaged.
     """
-    a, b = Reader(path_a), Reader(path_b)
+    a, b = CheckpointReader(path_a), CheckpointReader(path_b)
     differences: list[Difference] = []
     tensors = others = compared = 0
     for key in _compared(a.entries, b.entries):
@@ -148,7 +148,7 @@ def _element(flat: Tensor, at: int) -> str:
     return f"{value.item()!r} (0x{bits})"
 
 
-def _objects(key: str, a: Reader, b: Reader) -> Difference | None:
+def _objects(key: str, a: CheckpointReader, b: CheckpointReader) -> Difference | None:
     contents = [reader.content(key) for reader in (a, b)]
     if contents[0] == contents[1]:
         return None

@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """The entries of one tensor: `tag` names its format, or its dtype; `format` is the row, None for a plain tensor.
 
     `shape`: of the tensor, None where its components do not say one. `parts`: key of each component by its name (of a
@@ -49,7 +49,7 @@ class Group:
 
 
 @dataclass
-class Figures:
+class TensorStatistics:
     """What the data of one tensor say: of its codes how many are zero, and how many of the largest magnitude; the
     smallest and largest scale (times the second scale, where there is one); and whether a scale is not finite."""
 
@@ -60,14 +60,14 @@ class Figures:
     wrong: list[str] = field(default_factory=list)
 
 
-def groups(reader: SafeReader) -> list[Group]:
+def groups(reader: SafeReader) -> list[TensorGroup]:
     """The tensors of a checkpoint, in the order of their names.
 
     Raises:
         CheckpointError: a tag cannot be read from its file.
     """
     entries = reader.read_metadata().state_dict_metadata
-    found: dict[str, Group] = {}
+    found: dict[str, TensorGroup] = {}
     for key, entry in entries.items():
         weight = key.removesuffix(FORMAT_SUFFIX)
         if key.endswith(FORMAT_SUFFIX) and _is_tag(entry) and weight in entries:
@@ -82,7 +82,7 @@ def groups(reader: SafeReader) -> list[Group]:
     for key, entry in entries.items():
         if key not in taken and isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
-            found[key] = Group(key, dtype, None, tuple(entry.size), {"codes": key})
+            found[key] = TensorGroup(key, dtype, None, tuple(entry.size), {"codes": key})
     return [found[name] for name in sorted(found)]
 
 
@@ -90,25 +90,25 @@ def _is_tag(entry: STORAGE_TYPES) -> bool:
     return isinstance(entry, TensorStorageMetadata) and entry.size == (FORMAT_TAG_BYTES,)
 
 
-def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> Group:
+def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> TensorGroup:
     others = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (KEY, DRAWS, AMAX_HISTORY))]
     there = tuple(key for key in others if isinstance(entries.get(key), TensorStorageMetadata))
     try:
         text = read_format_tag(tag)
     except CheckpointError as error:
         what = f"version {int(tag[0])}" if tag.dtype == torch.uint8 else str(tag.dtype)
-        return Group(name, what, None, None, _codes_alone(name, entries), there, (str(error),))
+        return TensorGroup(name, what, None, None, _codes_alone(name, entries), there, (str(error),))
     fmt, keeps_amaxes = format_of_tag(text)
     if fmt is None:
         unknown = f"its format {text!r:.40} is none that this quantshard knows"
-        return Group(name, repr(text)[:40], None, None, _codes_alone(name, entries), there, (unknown,))
+        return TensorGroup(name, repr(text)[:40], None, None, _codes_alone(name, entries), there, (unknown,))
     lacking = [key for key in others[: 4 if keeps_amaxes else 3] if key not in there]
     codes = entries[name]
     size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])
     packed, padding = fmt.by_name["codes"].covers[1], int(tag[-1])
     if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
         line = f"its codes have the shape {list(size)}, and its format tag says {padding} of padding"
-        return Group(name, text, None, None, _codes_alone(name, entries), there, (line,))
+        return TensorGroup(name, text, None, None, _codes_alone(name, entries), there, (line,))
     shape = (size[0], size[1] * packed - padding)
     wrong = tuple(f"{key} is missing" for key in lacking)
     return _with_parts(name, text, fmt, shape, entries, there, wrong)
@@ -127,7 +127,7 @@ def _with_parts(
     entries: Mapping[str, STORAGE_TYPES],
     others: tuple[str, ...],
     wrong: tuple[str, ...] = (),
-) -> Group:
+) -> TensorGroup:
     """A group with those components that are there, and a line for each that is missing or does not fit."""
     parts, lines = {}, list(wrong)
     for component in fmt.components:
@@ -148,19 +148,19 @@ def _with_parts(
                 f"{key} is {dtype} {list(found)}, and {tag} of {list(shape)} has {component.encoding.storage} "
                 f"{list(wanted)} there"
             )
-    return Group(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
+    return TensorGroup(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
 
 
 # Data
 
 
-def figures(reader: SafeReader, group: Group) -> Figures:
+def figures(reader: SafeReader, group: TensorGroup) -> TensorStatistics:
     """What the data of a tensor say; of a plain one only that they can be read.
 
     Raises:
         CheckpointError: naming the entry that cannot be read.
     """
-    found = Figures()
+    found = TensorStatistics()
     for key in group.others:
         for _ in reader.pieces(key):
             pass
@@ -182,20 +182,20 @@ def figures(reader: SafeReader, group: Group) -> Figures:
     return found
 
 
-def _components(group: Group) -> Iterator[tuple[Component | None, str]]:
+def _components(group: TensorGroup) -> Iterator[tuple[Component | None, str]]:
     for name, key in group.parts.items():
         yield (None if group.format is None else group.format.by_name[name]), key
 
 
-def _count(found: Figures, component: Component, reader: SafeReader, key: str) -> None:
+def _count(found: TensorStatistics, component: Component, reader: SafeReader, key: str) -> None:
     for _, codes in reader.pieces(key):
         if codes.dtype == component.encoding.storage:
-            elements, zeros, saturated = count(codes, component.encoding)
+            elements, zeros, saturated = count_codes(codes, component.encoding)
             found.elements, found.zeros = found.elements + elements, found.zeros + zeros
             found.saturated += saturated
 
 
-def count(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
+def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
     """How many codes there are, how many of them are zero, and how many have the largest magnitude or more."""
     per_byte = max(1, 8 // encoding.bits)
     elements = zeros = saturated = 0
@@ -214,7 +214,7 @@ def count(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
     return elements, zeros, saturated
 
 
-def _measure(found: Figures, component: Component, reader: SafeReader, key: str) -> float:
+def _measure(found: TensorStatistics, component: Component, reader: SafeReader, key: str) -> float:
     """Note the range of a scale, or give the factor of a second one."""
     factor = 1.0
     for _, stored in reader.pieces(key):
@@ -240,7 +240,7 @@ def _second_divisor(component: Component) -> float:
     return copy.scale.encoding.max * copy.codes.encoding.max
 
 
-def stored_bytes(reader: SafeReader, group: Group) -> int:
+def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
     """Bytes of the values of a group's entries."""
     entries, total = reader.read_metadata().state_dict_metadata, 0
     for key in (*group.parts.values(), *group.others):
@@ -250,7 +250,7 @@ def stored_bytes(reader: SafeReader, group: Group) -> int:
     return total
 
 
-def chunks(reader: SafeReader, group: Group) -> int:
+def chunks(reader: SafeReader, group: TensorGroup) -> int:
     """In how many pieces the codes, or the values, are stored."""
     entry = reader.read_metadata().state_dict_metadata[group.parts.get("codes", group.name)]
     return len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quantshard.checkpoints import pickles
-from quantshard.checkpoints.pickles import PERSISTENT, Record
+from quantshard.checkpoints.pickles import PERSISTENT, PickleRecord
 from quantshard.checkpoints.store import why
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -62,7 +62,7 @@ other many times, and of one text that is made bytes many times."""
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RecordedCall:
     """What a file would have called: the `name`, the arguments, and the state it would set. Nothing was called."""
 
     name: str
@@ -70,11 +70,12 @@ class Call:
     state: Any
 
 
-def read(file: BinaryIO, offset: int, length: int, calls: Collection[str] = ()) -> Any:
+def read_entry(file: BinaryIO, offset: int, length: int, calls: Collection[str] = ()) -> Any:
     """The tensor or object in `length` bytes of a file.
 
     None, numbers, strings, bytes, lists, tuples, sets, dicts, `torch.Size`, dtypes, devices, and tensors on the CPU.
-    `calls`: names, as "module.name", of classes and functions of other libraries; a `Call` stands for what they made.
+    `calls`: names, as "module.name", of classes and functions of other libraries; a `RecordedCall` stands for what they
+    made.
 
     Raises:
         NeedsCodeError: it holds anything else.
@@ -83,11 +84,11 @@ def read(file: BinaryIO, offset: int, length: int, calls: Collection[str] = ()) 
     """
     archive = _Archive(file, offset, length)
     content = archive.record("data.pkl")
-    return _Values(archive, len(content), calls).value(pickles.load(content, {*_NAMES, *calls}))
+    return _ValueDecoder(archive, len(content), calls).value(pickles.load_pickle(content, {*_NAMES, *calls}))
 
 
-def checked(what: str, value: Any) -> tuple[bytes, Any]:
-    """The bytes of an entry that is to be written, and what `read` makes of them.
+def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
+    """The bytes of an entry that is to be written, and what `read_entry` makes of them.
 
     Raises:
         ConfigurationError: it would not be read again; `what` it is is said, down to the part that cannot be.
@@ -106,7 +107,7 @@ def checked(what: str, value: Any) -> tuple[bytes, Any]:
 def _written_and_read(value: Any) -> tuple[bytes, Any]:
     file = io.BytesIO()
     torch.save(value, file)
-    return file.getvalue(), read(file, 0, file.tell())
+    return file.getvalue(), read_entry(file, 0, file.tell())
 
 
 def _culprit(what: str, value: Any, error: Exception, depth: int = 0) -> tuple[str, Any, Exception]:
@@ -121,7 +122,7 @@ def _culprit(what: str, value: Any, error: Exception, depth: int = 0) -> tuple[s
     return what, value, error
 
 
-class _Slice(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """Some bytes of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
@@ -156,7 +157,7 @@ class _Archive:
     """The records of one entry, each found, checked to be what it says, and read when it is asked for."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self.slice, self.length = _Slice(file, offset, length), length
+        self.slice, self.length = _FileSlice(file, offset, length), length
         try:
             listed = zipfile.ZipFile(self.slice).infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OverflowError) as error:
@@ -198,7 +199,7 @@ class _Archive:
         return found
 
 
-class _Values:
+class _ValueDecoder:
     """Plain values and tensors from the records of a pickle."""
 
     def __init__(self, archive: _Archive, size: int, calls: Collection[str]) -> None:
@@ -239,7 +240,7 @@ class _Values:
                 raise CheckpointError(f"it holds {raw.name}, which is no value")
             return DTYPES[raw.name]
         if raw.name in self.calls:
-            return Call(raw.name, tuple(map(self.value, raw.args)), self.value(raw.state))
+            return RecordedCall(raw.name, tuple(map(self.value, raw.args)), self.value(raw.state))
         maker = _MAKERS.get(raw.name)
         if maker is None:
             raise CheckpointError(f"it calls {raw.name}")
@@ -250,12 +251,12 @@ class _Values:
                 raise
             raise CheckpointError(f"its {raw.name.rpartition('.')[2]} is damaged ({type(error).__name__})") from error
 
-    def ordered(self, raw: Record) -> OrderedDict[Any, Any]:
+    def ordered(self, raw: PickleRecord) -> OrderedDict[Any, Any]:
         if raw.args:
             raise ValueError
         return OrderedDict(self.value(raw.items or {}))  # without attributes, such as a module puts on its state dict
 
-    def tensor(self, raw: Record) -> Tensor:
+    def tensor(self, raw: PickleRecord) -> Tensor:
         pid, offset, size, stride = raw.args[:4]
         typed = raw.name == _TENSOR
         rest = raw.args[6:] if typed else raw.args[7:]
@@ -270,8 +271,8 @@ class _Values:
         whole = storage[: storage.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return whole.as_strided(size, stride, offset if math.prod(size) else 0)
 
-    def _storage(self, pid: Record, dtype: torch.dtype | None) -> tuple[torch.dtype, Tensor]:
-        if type(pid) is not Record or pid.name != PERSISTENT:
+    def _storage(self, pid: PickleRecord, dtype: torch.dtype | None) -> tuple[torch.dtype, Tensor]:
+        if type(pid) is not PickleRecord or pid.name != PERSISTENT:
             raise ValueError
         kind, storage, key, _, _ = pid.args[0]
         if kind != "storage" or type(key) is not str:
@@ -284,29 +285,29 @@ class _Values:
             self.storages[key] = self.archive.storage(f"data/{key}")
         return dtype, self.storages[key]
 
-    def parameter(self, raw: Record) -> Tensor:
+    def parameter(self, raw: PickleRecord) -> Tensor:
         found = self.value(raw.args[0])
         if not isinstance(found, Tensor):
             raise ValueError
         return found
 
-    def set(self, raw: Record) -> set[Any]:
+    def set(self, raw: PickleRecord) -> set[Any]:
         (values,) = raw.args
         if type(values) is not list:
             raise ValueError
         return set(self.keys(values))
 
-    def bytes(self, raw: Record) -> bytes:
+    def bytes(self, raw: PickleRecord) -> bytes:
         text, encoding = raw.args
         if type(text) is not str or encoding != "latin1":
             raise ValueError
         self.spend(len(text))
         return text.encode("latin1")
 
-    def size(self, raw: Record) -> torch.Size:
+    def size(self, raw: PickleRecord) -> torch.Size:
         return size_of(raw)
 
-    def device(self, raw: Record) -> torch.device:
+    def device(self, raw: PickleRecord) -> torch.device:
         if not all(type(arg) is str or _is_count(arg) for arg in raw.args):
             raise ValueError
         return torch.device(*raw.args)
@@ -318,7 +319,7 @@ def size_of(raw: object) -> torch.Size:
     Raises:
         ValueError: it stands for none.
     """
-    if type(raw) is not Record or raw.name != "torch.Size" or raw.args is None or raw.state is not None:
+    if type(raw) is not PickleRecord or raw.name != "torch.Size" or raw.args is None or raw.state is not None:
         raise ValueError("no torch.Size")
     (dims,) = raw.args or ((),)
     if not _are_counts(dims):
@@ -337,7 +338,7 @@ def is_shape(value: object) -> bool:
 
 def _name(raw: object) -> str:
     """The name of what stands for itself."""
-    if type(raw) is not Record or raw.args is not None:
+    if type(raw) is not PickleRecord or raw.args is not None:
         raise ValueError
     return raw.name
 
@@ -350,15 +351,15 @@ def _are_counts(values: object) -> bool:
     return isinstance(values, tuple) and len(values) <= _DIMS and all(map(_is_count, values))
 
 
-_MAKERS: dict[str, Callable[[_Values, Record], Any]] = {
-    _TENSOR: _Values.tensor,
-    _TENSOR_OF_DTYPE: _Values.tensor,
-    _PARAMETER: _Values.parameter,
-    _ORDERED: _Values.ordered,
-    "torch.Size": _Values.size,
-    "torch.device": _Values.device,
-    "_codecs.encode": _Values.bytes,
-    "builtins.set": _Values.set,
-    "__builtin__.set": _Values.set,
+_MAKERS: dict[str, Callable[[_ValueDecoder, PickleRecord], Any]] = {
+    _TENSOR: _ValueDecoder.tensor,
+    _TENSOR_OF_DTYPE: _ValueDecoder.tensor,
+    _PARAMETER: _ValueDecoder.parameter,
+    _ORDERED: _ValueDecoder.ordered,
+    "torch.Size": _ValueDecoder.size,
+    "torch.device": _ValueDecoder.device,
+    "_codecs.encode": _ValueDecoder.bytes,
+    "builtins.set": _ValueDecoder.set,
+    "__builtin__.set": _ValueDecoder.set,
 }
 _NAMES = {*_MAKERS, *DTYPES, *_TYPED_STORAGES, _UNTYPED}

@@ -23,7 +23,7 @@ from quantshard.errors import ConfigurationError, RankMismatchError
 EXTRA = "extra"
 
 
-def checked(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """The entries as they will be read: tensors the live ones, of anything else a copy. A collective call.
 
     Raises:
@@ -51,9 +51,9 @@ def _read_again(key: object, value: Any) -> Any:
     if type(key) is not str:
         raise ConfigurationError(f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings")
     if isinstance(value, Tensor):  # whether it can be read depends on its kind, for which an empty one stands
-        entries.checked(f"extra[{key!r}]", private_torch.local_tensor(value).new_empty(0))
+        entries.checked_entry(f"extra[{key!r}]", private_torch.local_tensor(value).new_empty(0))
         return value if isinstance(value, DTensor) else value.resolve_conj().resolve_neg()
-    return entries.checked(f"extra[{key!r}]", value)[1]
+    return entries.checked_entry(f"extra[{key!r}]", value)[1]
 
 
 def _digest(value: Any) -> bytes:
@@ -73,7 +73,7 @@ def _digest(value: Any) -> bytes:
     return xxhash.xxh3_128(b"".join([type(value).__name__.encode(), *parts])).digest()
 
 
-class Planner(DefaultSavePlanner):
+class ExtraSavePlanner(DefaultSavePlanner):
     """DCP's own, but for `extra`, whose entries it takes whole."""
 
     def set_up_planner(

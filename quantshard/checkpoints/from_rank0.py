@@ -143,11 +143,11 @@ def _check_weights(
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
     for name, param in components.named_parameters(model).items():
         tag = tags.get(name + FORMAT_SUFFIX)
-        if components.quantized(param) is not None:
+        if components.quantized_local(param) is not None:
             values = {s: described[name + s] for s in components.suffixes(param) if name + s in described}
             if tag is None:
                 values.pop(FORMAT_SUFFIX, None)
-            components.fitting(param, values, name)
+            components.fitting_pairs(param, values, name)
             components.check_scales(param, {s: sent[name + s] for s in values if name + s in sent}, name)
         elif tag is not None and name + FORMAT_SUFFIX not in live:
             raise CheckpointError(

@@ -49,7 +49,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         quantized: list[tuple[Tensor, Tensor]] = []
         kept: dict[str, Tensor] = {}
         for name, param in params.items():
-            local = components.quantized(param)
+            local = components.quantized_local(param)
             if local is None:
                 private_torch.local_tensor(param).copy_(parts[name])
                 continue
@@ -71,7 +71,7 @@ def _fitting(
     others = _other_entries(model, params, given)
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():
-        local = components.quantized(params[name])
+        local = components.quantized_local(params[name])
         told = "" if local is None else amax.non_finite(part, local._storage.shard.origin)
         if told:
             raise CheckpointError(f"load_high_precision: {name}: {told}; codes saturate, which would hide it")
@@ -116,7 +116,7 @@ def _local_part(name: str, param: Tensor, given: Tensor) -> Tensor:
     value = _value(name, given, param)
     if isinstance(value, DTensor):
         return private_torch.local_tensor(value)
-    local, quantized = private_torch.local_tensor(param), components.quantized(param)
+    local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
     first = private_torch.global_offset(param) if quantized is None else quantized._storage.shard.origin
     return value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from quantshard.checkpoints import contents, manifest
-from quantshard.checkpoints.contents import STATE_MARK, Figures, Group
+from quantshard.checkpoints.contents import STATE_MARK, TensorGroup, TensorStatistics
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.checkpoints.store import Path_
@@ -20,7 +20,7 @@ WEIGHT, STATE = "weight", "state"
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorSummary:
     """One tensor. `bytes`: of all its entries. `chunks`: pieces that its codes, or values, are stored in.
 
     Of codes: how many (`codes`), how many of them are zero, how many have the largest magnitude. `scales`: the smallest
@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Total:
+class FormatTotal:
     """The tensors of one kind and format: weights, or states of one name."""
 
     kind: str
@@ -67,20 +67,20 @@ class Inspection:
     """What was found. `others`: keys of entries that are no tensors; `run`: what the manifest says, if there is one."""
 
     path: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorSummary, ...]
     others: tuple[str, ...]
     run: dict[str, Any] | None
 
     @property
-    def totals(self) -> tuple[Total, ...]:
+    def totals(self) -> tuple[FormatTotal, ...]:
         """Weights by format, then states by name and format."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        found: dict[tuple[str, str], list[TensorSummary]] = {}
         for row in self.rows:
             kind = row.name.rpartition(".")[2] if row.kind == STATE else row.kind
             found.setdefault((kind, row.format), []).append(row)
         order = sorted(found, key=lambda key: (key[0] != WEIGHT, key))
         return tuple(
-            Total(*key, len(found[key]), sum(r.numel for r in found[key]), sum(r.bytes for r in found[key]))
+            FormatTotal(*key, len(found[key]), sum(r.numel for r in found[key]), sum(r.bytes for r in found[key]))
             for key in order
         )
 
@@ -92,8 +92,8 @@ class Inspection:
         return json.dumps(whole, indent=1)
 
 
-def inspect(path: Path_, data: bool = True) -> Inspection:
-    """Look into a checkpoint directory; `layouts.inspection.inspect` looks into safetensors files, too.
+def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
+    """Look into a checkpoint directory; `layouts.inspection.inspect_files` looks into safetensors files, too.
 
     Not a collective call; nothing in the files is run, and one chunk is in memory at a time.
 
@@ -111,7 +111,7 @@ def inspect(path: Path_, data: bool = True) -> Inspection:
 
 
 def _run(path: Path_) -> dict[str, Any] | None:
-    found = manifest.read(path)
+    found = manifest.read_manifest(path)
     if found is None:
         return None
     names = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")
@@ -124,22 +124,22 @@ def _kind(name: str) -> str:
     return STATE if STATE_MARK in name else WEIGHT
 
 
-def _row(reader: SafeReader, group: Group, data: bool) -> Row:
+def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
     figures = contents.figures(reader, group) if data and group.format is not None else None
-    return Row(
+    return TensorSummary(
         group.name,
         _kind(group.name),
         group.tag,
         group.format is not None,
         group.shape,
-        contents.stored_bytes(reader, group),
+        contents.group_bytes(reader, group),
         contents.chunks(reader, group),
         **counted(figures, group.wrong),
     )
 
 
-def counted(figures: Figures | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The entries of a `Row` that come from its data."""
+def counted(figures: TensorStatistics | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The entries of a `TensorSummary` that come from its data."""
     if figures is None or not figures.elements:
         return {"wrong": wrong}
     return {

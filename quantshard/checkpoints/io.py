@@ -28,7 +28,7 @@ from quantshard.checkpoints.manifest import Manifest
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.reader import DamagedError, files_of, read_into
-from quantshard.checkpoints.requantize import HIGH_PRECISION, Change
+from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError, UnsupportedOperationError
 
@@ -55,14 +55,14 @@ def save(
         RankMismatchError: an entry of `extra` is not equal on all ranks.
         UnsupportedOperationError: experts are spread over ranks.
     """
-    state = state_of(model, optimizer, extra)
+    state = checkpoint_state(model, optimizer, extra)
     target = commit.begin(path)
     writer = CommitWriter(target, facts_of(model, extra or {}))
     with commit.abandoned_if_it_fails(target):
-        write(state, writer)
+        write_checkpoint(state, writer)
 
 
-def state_of(
+def checkpoint_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What is saved: two trees and the caller's entries; tensors of the trees are the live ones. A collective call.
@@ -72,7 +72,7 @@ def state_of(
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    state = {"model": ranks.alike(model.state_dict), EXTRA: extras.checked(extra)}
+    state = {"model": ranks.alike(model.state_dict), EXTRA: extras.checked_extra(extra)}
     return state if optimizer is None else state | {"optimizer": ranks.alike(lambda: optimizer_states.saved(optimizer))}
 
 
@@ -89,7 +89,7 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup | None = None) -> None:
+def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup | None = None) -> None:
     """Write and commit a checkpoint now. A collective call of the group, or of all ranks.
 
     Raises:
@@ -101,7 +101,7 @@ def write(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup 
         private_torch.save_checkpoint(
             state,
             storage_writer=writer,
-            planner=extras.Planner(),
+            planner=extras.ExtraSavePlanner(),
             process_group=group,
             no_dist=alone,
         )
@@ -167,7 +167,7 @@ def load_and_tell(
             lambda: _planned(path, metadata, state, formats, model, optimizer, lossy if requantize else None)
         )
         if verify:
-            checksums.check(path, described, ranks.alike(lambda: _files(plan)))
+            checksums.check_files(path, described, ranks.alike(lambda: _files(plan)))
         objects = {} if optimizer is None else ranks.alike(lambda: _settings(path, plan, optimizer))
         reading = {key: value for key, value in plan.reading.items() if key not in objects}
         load.writes = True
@@ -184,7 +184,7 @@ def load_and_tell(
     return extra, requantization.tell(path, plan.changes)
 
 
-def _files(plan: _Plan) -> set[str]:
+def _files(plan: _LoadPlan) -> set[str]:
     """The files that this rank will read; where weights are made anew, all."""
     if plan.changes:
         return {info.relative_path for info in plan.metadata.storage_data.values()}
@@ -196,7 +196,7 @@ def _load_states(
     state: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    masters: list[tuple[Change, Tensor]],
+    masters: list[tuple[ParameterConversion, Tensor]],
 ) -> None:
     """Hand what was read to the model and the optimizer, which may refuse it on one rank alone."""
     try:
@@ -204,12 +204,12 @@ def _load_states(
     except RuntimeError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if optimizer is not None:
-        optimizer_states.load(optimizer, state["optimizer"])
+        optimizer_states.load_optimizer(optimizer, state["optimizer"])
         requantization.set_masters(optimizer, masters)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LoadPlan:
     """What a load will do: `state` is the model's and the optimizer's, `reading` what of it is read as it is stored.
 
     `reading` is flat, as a checkpoint is; `places`: the path of each of its entries in `state`.
@@ -219,7 +219,7 @@ class _Plan:
     state: dict[str, Any]
     reading: dict[str, Any]
     places: Mapping[str, Sequence[str | int]]
-    changes: list[Change]
+    changes: list[ParameterConversion]
 
 
 def _metadata(path: Path_) -> tuple[Metadata, Manifest | None]:
@@ -228,7 +228,7 @@ def _metadata(path: Path_) -> tuple[Metadata, Manifest | None]:
     Raises:
         CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
     """
-    described = manifest.read(path)
+    described = manifest.read_manifest(path)
     try:
         return read_metadata(path), described
     except CheckpointError as error:
@@ -250,7 +250,7 @@ def _planned(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     lossy: bool | None,
-) -> _Plan:
+) -> _LoadPlan:
     """Compare a checkpoint with what is loaded, as each rank does for itself. `lossy`: None if it must be of this
     model's recipe.
 
@@ -275,10 +275,10 @@ def _planned(
         for key, stored in metadata.state_dict_metadata.items()
         if key.startswith(f"{EXTRA}.")
     }
-    return _Plan(metadata, state, {**wanted, EXTRA: extra}, places, changes)
+    return _LoadPlan(metadata, state, {**wanted, EXTRA: extra}, places, changes)
 
 
-def _settings(path: Path_, plan: _Plan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _settings(path: Path_, plan: _LoadPlan, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the checkpoint has of an optimizer besides tensors, compared before anything is written, as each rank does
     for itself; whose the groups are is left as it is here.
 
@@ -303,7 +303,7 @@ def _changes(
     optimizer: torch.optim.Optimizer | None,
     formats: Mapping[str, tuple[str, str]],
     lossy: bool | None,
-) -> list[Change]:
+) -> list[ParameterConversion]:
     """The weights that are made anew; `lossy`: None if there must be none."""
     if lossy is None:
         _check_formats(path, formats)
@@ -393,7 +393,7 @@ def _of_other_scales(
     }
     float32 = [key for key in wanted if key in stored and _dtype(stored[key]) == torch.float32]
     every = sorted({key for keys in ranks.gathered(float32) for key in keys})
-    mine = every[ranks.rank() :: ranks.count()]
+    mine = every[ranks.rank() :: ranks.rank_count()]
     read = ranks.alike(lambda: read_tensors(path, metadata, mine))
     others = [key for key, scale in read.items() if not numerics.are_powers_of_two(scale)]
     found = [wanted[key] for keys in ranks.gathered(others) for key in keys if key in wanted]

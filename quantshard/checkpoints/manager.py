@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from quantshard import private_torch
 from quantshard.amax import world
 from quantshard.checkpoints import commit, extras, io, manifest, rank_state, ranks
-from quantshard.checkpoints.commit import CommitWriter, Target
+from quantshard.checkpoints.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.reader import DamagedError
-from quantshard.checkpoints.staging import Staged, Stager
+from quantshard.checkpoints.staging import CopiedStateStager, Stager
 from quantshard.checkpoints.store import Path_, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -74,11 +74,11 @@ class Restored:
 
 
 @dataclass
-class _Pending:
+class _PendingSave:
     """A save in the background. Until it is done its future holds it, and so the `owner`, whatever the Manager does."""
 
     report: SaveReport
-    target: Target
+    target: SaveTarget
     future: Future[Any]
     owner: Ownership | None
     began: float
@@ -131,7 +131,7 @@ class Manager:
         self.state = rank_state.with_generators(state or {})
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._closed = False
         self._left_behind: set[int] = set()  # later steps than the restored one, which are saved anew
         self._damaged: set[int] = set()  # of the checksums that `restore` has compared
@@ -200,20 +200,20 @@ class Manager:
         began = time.perf_counter()
         ranks.alike(lambda: self._check_save(step))
         self.wait()
-        state = io.state_of(model, optimizer, extra)
+        state = io.checkpoint_state(model, optimizer, extra)
         state[rank_state.RANKS] = ranks.alike(lambda: rank_state.entries(self.state))
         target = ranks.from_rank0(lambda: self._prepare(step))
         writer = CommitWriter(target, {**io.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
         if self.async_ is None:
             with commit.abandoned_if_it_fails(target):
-                io.write(state, writer)
+                io.write_checkpoint(state, writer)
             ranks.from_rank0(lambda: self._retire(step))
             return replace(report, held_seconds=time.perf_counter() - began)
         future = self._start(state, writer)
         now = time.perf_counter()
         report = replace(report, held_seconds=now - began, background_seconds=None)
-        pending = self._pending = _Pending(report, target, future, self._owner, now)
+        pending = self._pending = _PendingSave(report, target, future, self._owner, now)
         future.add_done_callback(pending.end)
         return report
 
@@ -225,7 +225,7 @@ class Manager:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")
 
-    def _prepare(self, step: int) -> Target:
+    def _prepare(self, step: int) -> SaveTarget:
         assert self._owner is not None
         self._owner.proof.check()
         try:
@@ -234,7 +234,7 @@ class Manager:
         except OSError as error:
             raise CheckpointError(commit.said_of(self.path(step), error)) from error
         replaced = step in self._left_behind or (not self._store.renames and not self._is_complete(step))
-        return replace(commit.prepare(self.path(step), replaced), owner=self._owner.proof)
+        return replace(commit.prepare_target(self.path(step), replaced), owner=self._owner.proof)
 
     def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
         """Copy the state, and begin to write the copy."""
@@ -242,13 +242,13 @@ class Manager:
         stager = self._stager
         copy = ranks.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
         if self._thread is not None:
-            return self._thread.submit(io.write, copy, writer, self._group)
+            return self._thread.submit(io.write_checkpoint, copy, writer, self._group)
         wait_for(Manager._by_process)
         saving = dcp.async_save(
             copy,
             storage_writer=writer,
-            planner=extras.Planner(),
-            async_stager=Staged(),
+            planner=extras.ExtraSavePlanner(),
+            async_stager=CopiedStateStager(),
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
@@ -364,9 +364,9 @@ class Manager:
     def _problems(self, step: int, contents: bool) -> list[str]:
         """What is wrong with this rank's part of a checkpoint's files; without `contents`, with the length of any."""
         path = self.path(step)
-        part = slice(ranks.rank(), None, ranks.count()) if contents else slice(None)
+        part = slice(ranks.rank(), None, ranks.rank_count()) if contents else slice(None)
         try:
-            described = manifest.read(path)
+            described = manifest.read_manifest(path)
             if described is None:  # nothing else is known of it
                 read_metadata(path)
                 return []
@@ -389,8 +389,8 @@ class Manager:
     def _load_own(self, path: str) -> list[str]:
         """Load what this rank has for itself; the names that were left alone."""
         metadata = read_metadata(path)
-        values = io.read_tensors(path, metadata, rank_state.wanted(metadata.state_dict_metadata))
-        return rank_state.load(self.state, values, rank_state.writers(metadata.state_dict_metadata))
+        values = io.read_tensors(path, metadata, rank_state.wanted_keys(metadata.state_dict_metadata))
+        return rank_state.load_rank_state(self.state, values, rank_state.writers(metadata.state_dict_metadata))
 
     # The end ---------------------------------------------------------------------------------------------------------
 

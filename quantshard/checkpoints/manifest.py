@@ -32,7 +32,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """One file: its length, and XXH3 of its content as 32 hexadecimal digits."""
 
     bytes: int
@@ -47,7 +47,7 @@ class Manifest:
     `step`, `mesh` (sizes by axis), `recipe`: of the run, where they were known. `saved_at`: ISO 8601, in UTC.
     """
 
-    files: Mapping[str, Entry]
+    files: Mapping[str, FileEntry]
     world_size: int
     torch: str
     saved_at: str
@@ -82,7 +82,7 @@ class Manifest:
             )
         if wrong := _wrong_field(content):
             raise CheckpointError(f"{where} is damaged: {wrong}; choose another checkpoint")
-        files = {name: Entry(entry["bytes"], entry["xxh3_128"]) for name, entry in content["files"].items()}
+        files = {name: FileEntry(entry["bytes"], entry["xxh3_128"]) for name, entry in content["files"].items()}
         rest: dict[str, Any] = {name: content.get(name) for name in _FIELDS}
         return cls(files, **rest)
 
@@ -151,7 +151,7 @@ def digest_of(path: Path_) -> tuple[int, str]:
     return length, digest.hexdigest()
 
 
-def read(path: Path_) -> Manifest | None:
+def read_manifest(path: Path_) -> Manifest | None:
     """The manifest of the checkpoint in directory `path`; None if it has none.
 
     Raises:
@@ -175,7 +175,7 @@ def problems(path: Path_) -> list[str]:
     read. Empty for a checkpoint without a manifest, of which nothing can be said.
     """
     try:
-        manifest = read(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
     if manifest is None:
@@ -189,7 +189,7 @@ def problems(path: Path_) -> list[str]:
     return found + [f"{store.join(folder, name)} is not named in {MANIFEST}" for name in unnamed]
 
 
-def wrong_file(path: Path_, name: str, entry: Entry, contents: bool = True) -> str | None:
+def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) -> str | None:
     """What is wrong with one file of the checkpoint in `path`; None if nothing is. `contents`: whether it is read."""
     store, folder = locate(path)
     file = store.join(folder, name)

@@ -30,7 +30,7 @@ from quantshard import private_torch
 from quantshard.checkpoints import manifest, pickles
 from quantshard.checkpoints.entries import DTYPES, NO_TENSORS, is_shape, size_of
 from quantshard.checkpoints.manifest import Manifest
-from quantshard.checkpoints.pickles import Record
+from quantshard.checkpoints.pickles import PickleRecord
 from quantshard.checkpoints.store import Path_, Store, is_inside, locate, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import LIMITS
@@ -58,11 +58,11 @@ _PATH_PARTS = 64  # of a nested state dict
 _PRIME = (1 << 127) - 1
 
 
-class _Wrong(ValueError):
+class _MetadataError(ValueError):
     """What is wrong, in words that follow ".metadata is damaged: "."""
 
 
-class _WrongFile(_Wrong):
+class _MetadataFileError(_MetadataError):
     """What is wrong with a file that the metadata name."""
 
     def __init__(self, name: str, what: str) -> None:
@@ -81,19 +81,19 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
             itself, or a manifest beside it; or the files are missing, shorter than it says, or out of the directory.
     """
     store, place = locate(path)
-    whole, found = manifest.read(path), None
+    whole, found = manifest.read_manifest(path), None
     try:
         content = _content(store, place)
         if content is not None:
             _check_content(content, whole)
-            found = _metadata(pickles.load(content, _NAMES))
+            found = _metadata(pickles.load_pickle(content, _NAMES))
             _check_stored(found, file_sizes(path, found, whole), packed)
-    except _WrongFile as error:
+    except _MetadataFileError as error:
         assert found is not None
         raise CheckpointError(
             f"{path}: {error}; {_described(whole, found, error.name)}; restore that file, or choose another checkpoint"
         ) from error
-    except (CheckpointError, _Wrong, OSError) as error:
+    except (CheckpointError, _MetadataError, OSError) as error:
         said = why(error) if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: its {METADATA_FILE} cannot be read: {said}; choose another checkpoint") from (
             error
@@ -116,7 +116,7 @@ def _check_content(content: bytes, whole: Manifest | None) -> None:
         return
     entry = whole.files.get(METADATA_FILE)
     if entry is None or (entry.bytes, entry.xxh3_128) != manifest.digest(content):
-        raise _Wrong(f"it is damaged: it is not the file that {manifest.MANIFEST} describes")
+        raise _MetadataError(f"it is damaged: it is not the file that {manifest.MANIFEST} describes")
 
 
 def _why_none(store: Store, place: str) -> str:
@@ -153,19 +153,19 @@ def file_sizes(path: Path_, metadata: Metadata, whole: Manifest | None = None) -
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         file = store.join(place, name)
         if store.leads_out(file, place):
-            raise _WrongFile(name, "is a link out of the directory")
+            raise _MetadataFileError(name, "is a link out of the directory")
         try:
             sizes[name] = store.size(file)
         except OSError as error:
             said = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {why(error)}"
-            raise _WrongFile(name, said) from error
+            raise _MetadataFileError(name, said) from error
         entry = None if whole is None else whole.files.get(name)
         if whole is not None and entry is None:
-            raise _WrongFile(name, f"has {sizes[name]} bytes, and {manifest.MANIFEST} does not name it")
+            raise _MetadataFileError(name, f"has {sizes[name]} bytes, and {manifest.MANIFEST} does not name it")
         if entry is not None and sizes[name] < entry.bytes:
-            raise _WrongFile(name, f"is cut short: {sizes[name]} bytes of {entry.bytes}")
+            raise _MetadataFileError(name, f"is cut short: {sizes[name]} bytes of {entry.bytes}")
         if entry is not None and sizes[name] > entry.bytes:
-            raise _WrongFile(name, f"has {sizes[name]} bytes, and {manifest.MANIFEST} says {entry.bytes}")
+            raise _MetadataFileError(name, f"has {sizes[name]} bytes, and {manifest.MANIFEST} says {entry.bytes}")
     return sizes
 
 
@@ -176,16 +176,16 @@ def _metadata(raw: object) -> Metadata:
     fields = _fields(raw, _METADATA, "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
     entries, stored = fields["state_dict_metadata"], fields["storage_data"]
     if type(entries) is not dict or type(stored) is not dict or not all(type(key) is str for key in entries):
-        raise _Wrong("it has no entries, or does not say where they are")
+        raise _MetadataError("it has no entries, or does not say where they are")
     if sum(_chunk_count(entry) for entry in entries.values()) != len(stored):
-        raise _Wrong("it has more or fewer pieces of entries than it says where they are")
+        raise _MetadataError("it has more or fewer pieces of entries than it says where they are")
     described = {key: _entry(key, entry) for key, entry in entries.items()}
     pieces = [(_index(key), _info(value)) for key, value in stored.items()]
     if pickles.has_many_equal(hash(index) for index, _ in pieces):  # by numbers alone, which a file can choose
-        raise _Wrong("it has pieces at places made to have one hash, which would take hours to look up")
+        raise _MetadataError("it has pieces at places made to have one hash, which would take hours to look up")
     where = dict(pieces)
     if len(where) != len(stored):
-        raise _Wrong("it says twice where one piece is")
+        raise _MetadataError("it says twice where one piece is")
     version = fields["version"]
     return Metadata(
         described,
@@ -198,62 +198,62 @@ def _metadata(raw: object) -> Metadata:
 
 def _chunk_count(entry: object) -> int:
     """Pieces of an entry; looked at first, since many entries may have one long list."""
-    state = entry.state if isinstance(entry, Record) and entry.name == _TENSOR else None
+    state = entry.state if isinstance(entry, PickleRecord) and entry.name == _TENSOR else None
     chunks = state.get("chunks") if isinstance(state, dict) else None
     return len(chunks) if isinstance(chunks, list) else 1
 
 
 def _fields(raw: object, name: str, *fields: str) -> Mapping[str, Any]:
     """The fields of a record of a dataclass, of which those that it lacks are None."""
-    if type(raw) is not Record or raw.name != name or raw.args != ():
-        raise _Wrong(f"{_kind(raw)} stands where a {name.rpartition('.')[2]} should")
+    if type(raw) is not PickleRecord or raw.name != name or raw.args != ():
+        raise _MetadataError(f"{_kind(raw)} stands where a {name.rpartition('.')[2]} should")
     state: Any = {} if raw.state is None else raw.state
     if type(state) is not dict or not set(state) <= set(fields):
-        raise _Wrong(f"a {name.rpartition('.')[2]} has other fields")
+        raise _MetadataError(f"a {name.rpartition('.')[2]} has other fields")
     return dict.fromkeys(fields) | state
 
 
 def _kind(raw: object) -> str:
-    return raw.name if isinstance(raw, Record) else f"a {type(raw).__name__}"
+    return raw.name if isinstance(raw, PickleRecord) else f"a {type(raw).__name__}"
 
 
 def _size(raw: object) -> torch.Size:
     try:
         return size_of(raw)
     except ValueError as error:
-        raise _Wrong(f"a size is {error}") from None
+        raise _MetadataError(f"a size is {error}") from None
 
 
 def _entry(key: str, raw: object) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(raw) is Record and raw.name == _BYTES:
+    if type(raw) is PickleRecord and raw.name == _BYTES:
         _fields(raw, _BYTES)
         return BytesStorageMetadata()
     fields = _fields(raw, _TENSOR, "properties", "size", "chunks")
     size, chunks = _size(fields["size"]), []
     if not is_shape(size):
-        raise _Wrong(f"{_shown(key)} has the shape {list(size)}, which no tensor has")
+        raise _MetadataError(f"{_shown(key)} has the shape {list(size)}, which no tensor has")
     if type(fields["chunks"]) is not list:
-        raise _Wrong(f"{_shown(key)} has no list of chunks")
+        raise _MetadataError(f"{_shown(key)} has no list of chunks")
     for chunk in fields["chunks"]:
         held = _fields(chunk, _CHUNK, "offsets", "sizes")
         chunks.append(ChunkStorageMetadata(_size(held["offsets"]), _size(held["sizes"])))
     properties = _properties(fields["properties"])
     if properties.dtype in NO_TENSORS:
-        raise _Wrong(f"{_shown(key)} is of {properties.dtype}, which is not read here")
+        raise _MetadataError(f"{_shown(key)} is of {properties.dtype}, which is not read here")
     if wrong := uncovered(size, chunks):
-        raise _Wrong(f"{_shown(key)} {list(size)}: {wrong}")
+        raise _MetadataError(f"{_shown(key)} {list(size)}: {wrong}")
     return TensorStorageMetadata(properties, size, chunks)
 
 
 def _properties(raw: object) -> TensorProperties:
     """The dtype; torch 2.15 saves strides too, of the piece as it lay in memory, which say nothing about the files."""
-    state: Any = raw.state if isinstance(raw, Record) and raw.name == _PROPERTIES and raw.args == () else None
+    state: Any = raw.state if isinstance(raw, PickleRecord) and raw.name == _PROPERTIES and raw.args == () else None
     known = isinstance(state, tuple) and (len(state) == 5 or (len(state) == 6 and _are_strides(state[5])))
-    if not known or type(state[0]) is not Record or state[0].name not in DTYPES:
-        raise _Wrong(f"{_kind(raw)} stands where a tensor's dtype should")
+    if not known or type(state[0]) is not PickleRecord or state[0].name not in DTYPES:
+        raise _MetadataError(f"{_kind(raw)} stands where a tensor's dtype should")
     layout = state[1]
-    if type(layout) is not Record or layout.name != _LAYOUT or layout.args != ("torch.strided",):
-        raise _Wrong("a tensor is sparse")
+    if type(layout) is not PickleRecord or layout.name != _LAYOUT or layout.args != ("torch.strided",):
+        raise _MetadataError("a tensor is sparse")
     return TensorProperties(dtype=DTYPES[state[0].name])
 
 
@@ -265,7 +265,7 @@ def _index(raw: object) -> MetadataIndex:
     fields = _fields(raw, _INDEX, "fqn", "offset", "index")
     index, offset = fields["index"], fields["offset"]
     if type(fields["fqn"]) is not str or type(index) not in (int, type(None)):
-        raise _Wrong("a piece has no name")
+        raise _MetadataError("a piece has no name")
     return MetadataIndex(fields["fqn"], None if offset is None else _size(offset), index)
 
 
@@ -273,11 +273,11 @@ def _info(raw: object) -> Any:
     fields = _fields(raw, _INFO, "relative_path", "offset", "length", "transform_descriptors")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if not is_inside(name):
-        raise _Wrong(f"it names the file {_shown(name)}, which is not inside the directory")
+        raise _MetadataError(f"it names the file {_shown(name)}, which is not inside the directory")
     if not all(type(value) is int and 0 <= value < 1 << 62 for value in (offset, length)):
-        raise _Wrong("a piece has no place in its file")
+        raise _MetadataError("a piece has no place in its file")
     if fields["transform_descriptors"]:
-        raise _Wrong("its files are compressed by an extension of DCP, which is not supported here")
+        raise _MetadataError("its files are compressed by an extension of DCP, which is not supported here")
     return private_torch.storage_info(name, offset, length)
 
 
@@ -286,12 +286,12 @@ def _planner_data(raw: object) -> dict[str, tuple[str | int, ...]] | None:
     if raw is None:
         return None
     if type(raw) is not dict:
-        raise _Wrong("its planner data are no dict")
+        raise _MetadataError("its planner data are no dict")
     for key, at in raw.items():
         if type(key) is not str or type(at) is not tuple or len(at) > _PATH_PARTS:
-            raise _Wrong("its planner data do not say where entries stand")
+            raise _MetadataError("its planner data do not say where entries stand")
         if not all(type(part) in (str, int) for part in at):
-            raise _Wrong(f"its planner data do not say where {_shown(key)} stands")
+            raise _MetadataError(f"its planner data do not say where {_shown(key)} stands")
     return raw
 
 
@@ -350,23 +350,23 @@ def _check_stored(metadata: Metadata, sizes: Mapping[str, int], packed: bool) ->
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             if MetadataIndex(key) not in where:
-                raise _Wrong(f"it does not say where {_shown(key)} is")
+                raise _MetadataError(f"it does not say where {_shown(key)} is")
             continue
         for chunk in entry.chunks:
             info = where.get(MetadataIndex(key, chunk.offsets))
             elements = math.prod(chunk.sizes)
             needed = elements // 2 if packed else elements * entry.properties.dtype.itemsize
             if info is None:
-                raise _Wrong(f"it does not say where the chunk of {_shown(key)} at {list(chunk.offsets)} is")
+                raise _MetadataError(f"it does not say where the chunk of {_shown(key)} at {list(chunk.offsets)} is")
             if info.length < needed:
-                raise _Wrong(
+                raise _MetadataError(
                     f"{_shown(key)}: a chunk of {list(chunk.sizes)} takes {needed} bytes, and {info.length} are stored"
                 )
     for info in sorted(where.values(), key=lambda info: (info.relative_path, info.offset, info.length)):
         name = info.relative_path
         if info.offset < ends[name] and info.length:
-            raise _Wrong(f"two pieces lie in the same bytes of {_shown(name)}")
+            raise _MetadataError(f"two pieces lie in the same bytes of {_shown(name)}")
         ends[name] = max(ends[name], info.offset + info.length)
     for name, end in ends.items():
         if end > sizes[name]:
-            raise _WrongFile(name, f"is cut short: {sizes[name]} bytes of {end}")
+            raise _MetadataFileError(name, f"is cut short: {sizes[name]} bytes of {end}")

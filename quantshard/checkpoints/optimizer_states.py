@@ -122,7 +122,7 @@ def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dic
 
 
 @torch.no_grad()
-def load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state dict of `to_load`, without casting any state.
 
     Stock `load_state_dict` casts states to the dtype of their parameter, which loses bits of float32 states of 16-bit

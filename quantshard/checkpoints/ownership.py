@@ -35,7 +35,7 @@ LOCK_SECONDS = 5.0
 """How long a run that is ending is waited for."""
 
 
-class Handle:
+class LockHandle:
     """An open file of this process, for locks.
 
     A lock belongs to the file as it was opened, which a forked child has too: a DataLoader's worker, which outlives a
@@ -66,7 +66,7 @@ class Handle:
             os.close(self.number)
 
 
-_handles: set[Handle] = set()
+_handles: set[LockHandle] = set()
 
 
 def _close_all() -> None:
@@ -79,7 +79,7 @@ if sys.platform != "win32":
 
 
 @dataclass(frozen=True)
-class Proof:
+class OwnershipToken:
     """What shows, in any process of a run, that a directory is still the run's.
 
     `file`: device and number of the file that is locked; None where there are no locks.
@@ -151,7 +151,7 @@ class Ownership:
         else:
             store.mkdir(folder)
         handle = _locked(folder) if isinstance(store, LocalStore) else None
-        self.proof = Proof(folder, token, None if handle is None else handle.file())
+        self.proof = OwnershipToken(folder, token, None if handle is None else handle.file())
         self._close = None if handle is None else weakref.finalize(self, handle.close)
         if not store.renames:
             owner = {"token": self.proof.token, "host": socket.gethostname(), "pid": os.getpid()}
@@ -163,7 +163,7 @@ class Ownership:
             self._close()
 
 
-def _locked(folder: str) -> Handle | None:
+def _locked(folder: str) -> LockHandle | None:
     try:
         return lock(folder)
     except BlockingIOError:
@@ -184,7 +184,7 @@ def holder(folder: Path_) -> str:
     return f"another run (process {pid} on {host}, since {since}), which may have ended but for its last save"
 
 
-def lock(folder: Path_) -> Handle | None:
+def lock(folder: Path_) -> LockHandle | None:
     """Lock a folder of this machine: the handle that holds it, until that is closed or this process ends, however it
     ends; the caller need not keep it. None, with a warning that names the folder, where there are no locks.
 
@@ -195,7 +195,7 @@ def lock(folder: Path_) -> Handle | None:
     if sys.platform == "win32":
         _warn_of(folder, "on this system")
         return None
-    handle = Handle(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    handle = LockHandle(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -227,7 +227,7 @@ def being_read(store: Store, file: str) -> Iterator[None]:
     if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
         yield
         return
-    with closing(Handle(file, os.O_RDONLY)) as handle:
+    with closing(LockHandle(file, os.O_RDONLY)) as handle:
         with suppress(OSError):
             fcntl.flock(handle.number, fcntl.LOCK_SH)
         yield
@@ -237,7 +237,7 @@ def is_being_read(store: Store, file: str) -> bool:
     """True if some process on this file system reads the checkpoint that `file` is of; False where nobody can tell."""
     if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
         return False
-    with closing(Handle(file, os.O_RDONLY)) as handle:
+    with closing(LockHandle(file, os.O_RDONLY)) as handle:
         try:
             fcntl.flock(handle.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -29,7 +29,7 @@ _hooks: WeakKeyDictionary[nn.Module | Optimizer, list[Any]] = WeakKeyDictionary(
 
 
 @dataclass
-class Load:
+class LoadGuard:
     """A load that is under way.
 
     `writes`: whether it has begun to write, so that a failure leaves a mixture. `mends`: whether it writes all that an
@@ -42,7 +42,7 @@ class Load:
 
 
 @contextmanager
-def loading(call: str, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[Load]:
+def loading(call: str, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[LoadGuard]:
     """A load into a model and an optimizer, while the context lasts; set `writes` before the first byte is written.
 
     If it fails after that, all modules and the optimizer refuse to be used until another load has written all of them;
@@ -50,7 +50,7 @@ def loading(call: str, model: nn.Module, optimizer: Optimizer | None = None) -> 
     """
     marked: list[nn.Module | Optimizer] = [*model.modules(), *(() if optimizer is None else (optimizer,))]
     earlier = {each: mark for each in marked if (mark := _unmark(each)) is not None}
-    load = Load(bool(earlier))
+    load = LoadGuard(bool(earlier))
     try:
         yield load
     except BaseException as error:
@@ -73,7 +73,7 @@ def covers_buffers(model: nn.Module, given: Collection[str] = ()) -> bool:
     return {name for name, _ in model.named_buffers()} & model.state_dict().keys() <= set(given)
 
 
-def check(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def refuse_partial(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Raise if a load into one of them failed half way, and none has succeeded since.
 
     Raises:
@@ -132,7 +132,7 @@ def _unmark(marked: nn.Module | Optimizer) -> str | None:
 def _count_as_written(model: nn.Module) -> None:
     """Let optimizers that the load was not given notice it: their masters are of other weights."""
     for param in model.parameters():
-        quantized = components.quantized(param)
+        quantized = components.quantized_local(param)
         if quantized is not None:
             quantized._storage.mark_written()
 

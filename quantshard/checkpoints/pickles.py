@@ -1,9 +1,10 @@
 """Reading pickles that anybody may have written: a stack machine that makes records of what it is told to call.
 
 `pickle.load` calls whatever a file names. Here nothing that a file names is imported or called: a name must be in a
-list that the caller gives, and a call of it becomes a `Record` of the name, the arguments and the state, which the
-caller then checks and makes something of. The operations are those that Python's pickler and torch's write for plain
-values, dataclasses and tensors (protocols 2 to 5); any other is an error, and so is a name that is not in the list.
+list that the caller gives, and a call of it becomes a `PickleRecord` of the name, the arguments and the state, which
+the caller then checks and makes something of. The operations are those that Python's pickler and torch's write for
+plain values, dataclasses and tensors (protocols 2 to 5); any other is an error, and so is a name that is not in the
+list.
 
 Time and memory are linear in the length of the pickle. What it gives may be shared, or contain itself; who walks it
 counts. Dicts and sets take only keys that cannot be made to collide (`check_keys`), and the memo is a list.
@@ -40,7 +41,7 @@ class NeedsCodeError(CheckpointError):
     """It names what only running code could make. That is no damage: what was saved is no plain value."""
 
 
-class Record:
+class PickleRecord:
     """What a pickle wants made: `name`, as "module.name", of what it would call; its `args`; the `state` it would set.
 
     A name that stands for itself, as a dtype does, has `args` None. `items`: what it would put into a dict's subclass.
@@ -55,8 +56,8 @@ class Record:
         self.state: Any = None
 
 
-def load(data: bytes | memoryview, allowed: Container[str]) -> Any:
-    """What a pickle holds, with a `Record` in place of each object that is no plain value.
+def load_pickle(data: bytes | memoryview, allowed: Container[str]) -> Any:
+    """What a pickle holds, with a `PickleRecord` in place of each object that is no plain value.
 
     Args:
         allowed: the names, as "module.name", that may stand in it.
@@ -66,12 +67,12 @@ def load(data: bytes | memoryview, allowed: Container[str]) -> Any:
         CheckpointError: it is damaged, cut short or no pickle.
     """
     try:
-        return _Machine(bytes(data), allowed).run()
+        return _PickleMachine(bytes(data), allowed).run()
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"it is no whole pickle ({type(error).__name__})") from error
 
 
-class _Machine:
+class _PickleMachine:
     """The stack, the marks on it and the memo of one pickle. A lookup that fails says that the pickle is damaged."""
 
     def __init__(self, data: bytes, allowed: Container[str]) -> None:
@@ -138,18 +139,18 @@ class _Machine:
         if full not in self.allowed:
             shown = "".join(c if c.isprintable() else "?" for c in full[:120])
             raise NeedsCodeError(f"it names {shown}, which no checkpoint needs, so that nothing of it was read or run")
-        self.push(Record(full))
+        self.push(PickleRecord(full))
 
     def call(self) -> None:
         function, args = self.pop(2)
-        if type(function) is not Record or function.args is not None or type(args) is not tuple:
+        if type(function) is not PickleRecord or function.args is not None or type(args) is not tuple:
             raise TypeError
-        self.push(Record(function.name, args))
+        self.push(PickleRecord(function.name, args))
 
     def build(self) -> None:
         (state,) = self.pop(1)
         made = self.stack[-1]
-        if type(made) is not Record or made.args is None or made.state is not None:
+        if type(made) is not PickleRecord or made.args is None or made.state is not None:
             raise TypeError
         made.state = state
 
@@ -169,7 +170,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is Record:  # an OrderedDict, a dict's subclass
+        if type(target) is PickleRecord:  # an OrderedDict, a dict's subclass
             target.items = {} if target.items is None else target.items
             target = target.items
         keys, values = items[::2], items[1::2]
@@ -209,40 +210,40 @@ class _Machine:
         self.push(int.from_bytes(self.take(count), "little", signed=True))
 
 
-def _constant(make: Callable[[], Any]) -> Callable[[_Machine], None]:
+def _constant(make: Callable[[], Any]) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.push(make())
 
 
-def _number(count: int) -> Callable[[_Machine], None]:
+def _number(count: int) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.stack.append(machine.unsigned(count))
 
 
-def _text(count: int) -> Callable[[_Machine], None]:
+def _text(count: int) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.push(machine.take(machine.unsigned(count)).decode("utf-8", "surrogatepass"))
 
 
-def _bytes(count: int) -> Callable[[_Machine], None]:
+def _bytes(count: int) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.push(machine.take(machine.unsigned(count)))
 
 
-def _remember(count: int) -> Callable[[_Machine], None]:
+def _remember(count: int) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.remember(machine.unsigned(count))
 
 
-def _recall(count: int) -> Callable[[_Machine], None]:
+def _recall(count: int) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.stack.append(machine.memo[machine.unsigned(count)])
 
 
-def _tuple(count: int) -> Callable[[_Machine], None]:
+def _tuple(count: int) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.stack.append(tuple(machine.pop(count)))
 
 
 PERSISTENT = "persistent"
 """Name of the record of a storage that lies beside the pickle; its argument is what the pickle says of it."""
 
-_OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
+_OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
     pickle.PROTO: lambda m: None if m.unsigned(1) <= 5 else m.named("pickle protocol", "6 or later"),
-    pickle.FRAME: _Machine.frame,
+    pickle.FRAME: _PickleMachine.frame,
     pickle.MARK: lambda m: m.marks.append(len(m.stack)),
     pickle.NONE: _constant(lambda: None),
     pickle.NEWTRUE: _constant(lambda: True),
@@ -254,7 +255,7 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.BININT: lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
     pickle.BININT1: _number(1),
     pickle.BININT2: _number(2),
-    pickle.LONG1: _Machine.long,
+    pickle.LONG1: _PickleMachine.long,
     pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
     pickle.SHORT_BINUNICODE: _text(1),
     pickle.BINUNICODE: _text(4),
@@ -266,20 +267,20 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.TUPLE3: _tuple(3),
     pickle.APPEND: lambda m: m.append(m.pop(1)),
     pickle.APPENDS: lambda m: m.append(m.pop_mark()),
-    pickle.ADDITEMS: _Machine.add,
+    pickle.ADDITEMS: _PickleMachine.add,
     pickle.SETITEM: lambda m: m.set_items(m.pop(2)),
     pickle.SETITEMS: lambda m: m.set_items(m.pop_mark()),
-    pickle.MEMOIZE: _Machine.memoize,
+    pickle.MEMOIZE: _PickleMachine.memoize,
     pickle.BINPUT: _remember(1),
     pickle.LONG_BINPUT: _remember(4),
     pickle.BINGET: _recall(1),
     pickle.LONG_BINGET: _recall(4),
     pickle.GLOBAL: lambda m: m.named(m.line(), m.line()),
     pickle.STACK_GLOBAL: lambda m: m.named(*m.pop(2)),
-    pickle.REDUCE: _Machine.call,
-    pickle.NEWOBJ: _Machine.call,
-    pickle.BUILD: _Machine.build,
-    pickle.BINPERSID: lambda m: m.push(Record(PERSISTENT, tuple(m.pop(1)))),
+    pickle.REDUCE: _PickleMachine.call,
+    pickle.NEWOBJ: _PickleMachine.call,
+    pickle.BUILD: _PickleMachine.build,
+    pickle.BINPERSID: lambda m: m.push(PickleRecord(PERSISTENT, tuple(m.pop(1)))),
 }
 _BY_CODE = {code[0]: operation for code, operation in _OPERATIONS.items()}
 
@@ -288,7 +289,7 @@ def _is_key(value: Any) -> bool:
     """What may be a key of a dict. No tuple: the hash of a deeply nested one overflows the interpreter's stack."""
     if type(value) is int:
         return -_KEY_LIMIT < value < _KEY_LIMIT
-    return type(value) in _SECRET or type(value) is Record
+    return type(value) in _SECRET or type(value) is PickleRecord
 
 
 _SECRET = (str, bytes, bool, type(None))

@@ -26,7 +26,7 @@ RANKS = "ranks"
 RANDOM = "random"
 
 
-class Generators:
+class RandomGenerators:
     """The random generators of this process: torch's on the CPU and on its GPU, Python's and NumPy's."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
             raise ConfigurationError(f"state: {name!r} cannot be the name of an entry; take an identifier that is free")
         if not isinstance(value, Stateful):
             raise ConfigurationError(f"state: {name!r} is a {type(value).__name__}, which has no state_dict to save")
-    return {RANDOM: Generators(), **objects}
+    return {RANDOM: RandomGenerators(), **objects}
 
 
 def entries(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
@@ -79,16 +79,16 @@ def writers(stored: Iterable[str]) -> int:
     return len(_by_rank(stored))
 
 
-def wanted(stored: Iterable[str]) -> list[str]:
+def wanted_keys(stored: Iterable[str]) -> list[str]:
     """Of the keys of a checkpoint, those that this rank needs: its own, or, if as many ranks did not write it, all."""
     found = _by_rank(stored)
-    if len(found) == ranks.count():
+    if len(found) == ranks.rank_count():
         return list(found.get(str(ranks.rank()), {}).values())
     return [key for keys in found.values() for key in keys.values()]
 
 
-def load(objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_by: int) -> list[str]:
-    """Load what was `wanted`; the names of the objects that were left as they are.
+def load_rank_state(objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_by: int) -> list[str]:
+    """Load what was `wanted_keys`; the names of the objects that were left as they are.
 
     Where another number of ranks wrote it, what was equal on all of them is loaded on all; the rest belongs to nobody.
     Nor do the generators of a single rank, which would make all alike.
@@ -101,7 +101,7 @@ def load(objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_
             what = f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
             raise CheckpointError(f"{key} is {what}, not the bytes of a state; choose another checkpoint")
     found, left = _by_rank(values), []
-    nobodys = {RANDOM} if written_by == 1 and ranks.count() > 1 else set()
+    nobodys = {RANDOM} if written_by == 1 and ranks.rank_count() > 1 else set()
     for name, value in objects.items():
         held = [keys[name] for keys in found.values() if name in keys and name not in nobodys]
         if not held or not all(torch.equal(values[held[0]], values[key]) for key in held):
@@ -127,5 +127,5 @@ def _by_rank(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _packed(name: str, state: Any) -> Tensor:
-    content, _ = entries_.checked(f"the state of {name!r}", state)
+    content, _ = entries_.checked_entry(f"the state of {name!r}", state)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

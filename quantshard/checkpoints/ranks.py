@@ -21,14 +21,14 @@ def rank() -> int:
     return 0 if amax.world() is None else dist.get_rank()
 
 
-def count() -> int:
+def rank_count() -> int:
     """How many ranks there are; 1 where there is no process group."""
     return 1 if amax.world() is None else dist.get_world_size()
 
 
 def gathered(value: T) -> list[T]:
     """Every rank's value, by rank. A collective call."""
-    found = [value] * count()
+    found = [value] * rank_count()
     if amax.world() is not None:
         with _told():
             dist.all_gather_object(found, value)

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from quantshard import amax, private_torch
 from quantshard.checkpoints import entries, ranks
-from quantshard.checkpoints.entries import Call
+from quantshard.checkpoints.entries import RecordedCall
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.pickles import NeedsCodeError
@@ -87,8 +87,10 @@ class SafeReader(FileSystemReader):
             assert isinstance(found, Tensor)
             yield chunk, found
 
-    def stored(self, key: str, calls: Collection[str] = ()) -> Iterator[tuple[ChunkStorageMetadata, Tensor | Call]]:
-        """`pieces`, of which some may be what the `calls` of another library would make; see `entries.read`."""
+    def stored(
+        self, key: str, calls: Collection[str] = ()
+    ) -> Iterator[tuple[ChunkStorageMetadata, Tensor | RecordedCall]]:
+        """`pieces`, of which some may be what the `calls` of another library would make; see `entries.read_entry`."""
         metadata = self.read_metadata()
         entry = metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
@@ -166,14 +168,14 @@ class SafeReader(FileSystemReader):
 
     def _tensor(
         self, file: BinaryIO, key: str, size: torch.Size, info: Any, calls: Collection[str] = ()
-    ) -> Tensor | Call:
+    ) -> Tensor | RecordedCall:
         """A chunk, shown to be the tensor that the metadata describe: DCP would cast or cut another."""
         entry = self.read_metadata().state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         dtype = entry.properties.dtype
         try:
-            found = entries.read(file, info.offset, info.length, calls)
-            if isinstance(found, Call):
+            found = entries.read_entry(file, info.offset, info.length, calls)
+            if isinstance(found, RecordedCall):
                 return found
             if not isinstance(found, Tensor) or found.dtype != dtype or found.shape != size:
                 what = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', ()))}"
@@ -221,7 +223,7 @@ def decoded(key: str, content: bytes) -> Any:
         CheckpointError: naming the entry; it is damaged.
     """
     try:
-        return entries.read(io.BytesIO(content), 0, len(content))
+        return entries.read_entry(io.BytesIO(content), 0, len(content))
     except CheckpointError as error:
         raise type(error)(f"{key} cannot be read: {error}") from error
 

@@ -14,7 +14,7 @@ from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
 
 
-class Reader:
+class CheckpointReader:
     """One checkpoint, read entry by entry."""
 
     def __init__(self, path: Path_) -> None:

@@ -50,7 +50,7 @@ class RequantizedWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Change:
+class ParameterConversion:
     """A parameter that is not loaded as it is stored: its formats there and here, and what its values are read from.
 
     `index`: its number in the optimizer. `source`: "master", "split master" or "codes" (or plain values).
@@ -77,7 +77,7 @@ def changes(
     optimizer: Optimizer | None,
     formats: Mapping[str, tuple[str, str]],
     lossy: bool,
-) -> list[Change]:
+) -> list[ParameterConversion]:
     """What must be made anew. The same on every rank.
 
     Args:
@@ -105,7 +105,7 @@ def changes(
                 f"the master of {name} is of another kind in the checkpoint, and a {type(optimizer).__name__} cannot "
                 "take it; use FusedAdam, or what it was saved with"
             )
-        found.append(Change(name, param, index, saved, own, source, sets_master))
+        found.append(ParameterConversion(name, param, index, saved, own, source, sets_master))
     if without:
         why = "no optimizer was given to tell which masters are whose" if optimizer is None else "it has no masters"
         raise CheckpointError(
@@ -150,7 +150,7 @@ def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES], saved: str) 
     return "codes"
 
 
-def left_out(found: list[Change], key: str, there: bool, here: bool) -> bool:
+def left_out(found: list[ParameterConversion], key: str, there: bool, here: bool) -> bool:
     """Whether an entry, under its key in the checkpoint, is made anew or kept, and so not read.
 
     `there`, `here`: whether the checkpoint and this model have it. Random keys and draws are read where both have them;
@@ -168,7 +168,9 @@ def left_out(found: list[Change], key: str, there: bool, here: bool) -> bool:
 
 
 @torch.no_grad()
-def write_weights(path: Path_, metadata: Metadata, found: list[Change]) -> Iterator[tuple[Change, Tensor]]:
+def write_weights(
+    path: Path_, metadata: Metadata, found: list[ParameterConversion]
+) -> Iterator[tuple[ParameterConversion, Tensor]]:
     """Read the values of the changed parameters, batch by batch, and quantize them; gives those of new masters.
 
     A collective call of every rank, once it is run to its end.
@@ -183,7 +185,7 @@ def write_weights(path: Path_, metadata: Metadata, found: list[Change]) -> Itera
         for change, value in zip(batch, values, strict=True):
             if not change.requantizes:
                 continue
-            local = components.quantized(change.param)
+            local = components.quantized_local(change.param)
             if local is None:
                 private_torch.local_tensor(change.param).copy_(value)
                 continue
@@ -194,9 +196,9 @@ def write_weights(path: Path_, metadata: Metadata, found: list[Change]) -> Itera
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
 
 
-def _check_finite(path: Path_, batch: list[Change], values: list[Tensor]) -> None:
+def _check_finite(path: Path_, batch: list[ParameterConversion], values: list[Tensor]) -> None:
     for change, value in zip(batch, values, strict=True):
-        local = components.quantized(change.param)
+        local = components.quantized_local(change.param)
         told = "" if local is None or not change.requantizes else amax.non_finite(value, local._storage.shard.origin)
         if told:
             raise CheckpointError(
@@ -205,8 +207,8 @@ def _check_finite(path: Path_, batch: list[Change], values: list[Tensor]) -> Non
             )
 
 
-def _batches(found: list[Change]) -> Iterator[list[Change]]:
-    batch: list[Change] = []
+def _batches(found: list[ParameterConversion]) -> Iterator[list[ParameterConversion]]:
+    batch: list[ParameterConversion] = []
     for change in found:
         if batch and sum(c.param.numel() for c in batch) + change.param.numel() > BATCH_ELEMENTS:
             yield batch
@@ -216,7 +218,9 @@ def _batches(found: list[Change]) -> Iterator[list[Change]]:
         yield batch
 
 
-def _reading(change: Change, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]) -> Callable[[], Tensor]:
+def _reading(
+    change: ParameterConversion, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]
+) -> Callable[[], Tensor]:
     """Add to `tensors` what must be read, by key; the function then gives the local float32 values."""
     weight, state = f"model.{change.name}", f"optimizer.state.{change.index}."
     if change.source == "split master":
@@ -243,7 +247,7 @@ def _reading(change: Change, stored: Mapping[str, STORAGE_TYPES], tensors: dict[
     return storage.dequantize
 
 
-def set_masters(optimizer: Optimizer | None, values: list[tuple[Change, Tensor]]) -> None:
+def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConversion, Tensor]]) -> None:
     """Write values into masters of another kind than the stored ones."""
     write: Any = getattr(optimizer, "set_scaled_state", None)
     for change, value in values:
@@ -253,7 +257,7 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[Change, Tensor]]
         write(param, _MASTER, whole)
 
 
-def tell(path: Path_, found: list[Change]) -> str:
+def tell(path: Path_, found: list[ParameterConversion]) -> str:
     """Warn of what was quantized anew: how many weights, from what to what, by which values. "" if nothing was."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
     if not counts:

@@ -36,7 +36,7 @@ class Stager(AsyncStager):
         self._copier.close()
 
 
-class Staged(AsyncStager):
+class CopiedStateStager(AsyncStager):
     """For a state that is a copy already."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _checked(
 
 
 def _check_master(name: str, param: Tensor, optimizer: Optimizer) -> None:
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     if quantized is None or not param.requires_grad:
         return
     if not _has_master(param, optimizer):
@@ -127,7 +127,7 @@ def _has_master(param: Tensor, optimizer: Optimizer) -> bool:
 
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
     """Whether a parameter was given other values since the optimizer last wrote or read it, as a step would find."""
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     now = private_torch.in_place_changes(param) if quantized is None else quantized._storage.seen_version()
     return bool(getattr(optimizer, "_versions", {}).get(param, now) != now)
 
@@ -136,14 +136,16 @@ def _entries_of_weights(params: dict[str, Tensor], keys: Any) -> set[str]:
     """The keys of what a state dict has of weights besides their values."""
     found = set()
     for name, param in params.items():
-        suffixes = _STATES if components.quantized(param) is None else [s for s in components.suffixes(param) if s]
+        suffixes = (
+            _STATES if components.quantized_local(param) is None else [s for s in components.suffixes(param) if s]
+        )
         found |= {name + suffix for suffix in suffixes}
     return (found & set(keys)) - params.keys()
 
 
 def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | None) -> Tensor:
     """A new tensor; a DTensor where the parameter is one."""
-    quantized, local = components.quantized(param), private_torch.local_tensor(param).detach()
+    quantized, local = components.quantized_local(param), private_torch.local_tensor(param).detach()
     wanted = dtype if dtype is not None and param.dtype.is_floating_point else param.dtype
     master = None
     if optimizer is not None and _has_master(param, optimizer) and not _is_behind(param, optimizer):

@@ -48,7 +48,7 @@ def verify(path: Path_) -> Verification:
     """
     problems = manifest.problems(path)
     try:
-        checksums = manifest.read(path) is not None
+        checksums = manifest.read_manifest(path) is not None
     except CheckpointError:
         checksums = True  # and said among the problems
     try:
@@ -78,7 +78,7 @@ def verify(path: Path_) -> Verification:
         tensors=len(found),
         quantized=sum(group.format is not None for group in found),
         others=len(others),
-        bytes=sum(contents.stored_bytes(reader, group) for group in found),
+        bytes=sum(contents.group_bytes(reader, group) for group in found),
         problems=tuple(problems),
         notes=tuple(notes),
     )

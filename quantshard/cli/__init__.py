@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from quantshard.cli import commands, convert, demo, diff, doctor, exchange, inspect, launch, verify
-from quantshard.cli.screen import complain, prepare, say
+from quantshard.cli.screen import complain, prepare_output, say
 from quantshard.errors import QuantshardError
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
@@ -58,7 +58,7 @@ def app() -> typer.Typer:
 def main() -> None:
     """Run the command of `sys.argv`; a mistake of the user's ends in one line and exit code 2 (usage) or 1."""
     code: object = 0
-    prepare()
+    prepare_output()
     try:
         code = app()(prog_name="quantshard", standalone_mode=False)
     except QuantshardError as error:

@@ -19,7 +19,7 @@ import typer
 from quantshard.cli import launch, worker
 from quantshard.cli.config import TYPES, merge, setting_fields
 from quantshard.cli.run_dir import RunDir
-from quantshard.cli.worker import Order
+from quantshard.cli.worker import WorkerJob
 from quantshard.errors import ConfigurationError
 
 _ANNOTATIONS: dict[type, Any] = {
@@ -64,11 +64,11 @@ def train(
     settings.check()
     settings = settings.resolved()
     if launch.is_worker():
-        worker.main(run, Order(resume=False, launched=False, new=asdict(settings)))
+        worker.main(run, WorkerJob(resume=False, launched=False, new=asdict(settings)))
     processes = nproc_per_node or worker.of_mesh(settings) or launch.default_processes()
     launch.check_processes(processes)
-    worker.create(RunDir(run), settings, processes)
-    _launch(processes, run, Order(resume=False, launched=True))
+    worker.create_run(RunDir(run), settings, processes)
+    _launch(processes, run, WorkerJob(resume=False, launched=True))
 
 
 def resume(
@@ -111,7 +111,7 @@ def resume(
     if data_:
         given["data"] = [str(Path(path).absolute()) for path in data_]
     overrides = {name: value for name, value in given.items() if value is not None}
-    order = Order(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
+    order = WorkerJob(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
     if launch.is_worker():
         worker.main(run, order)
     folder.check_ours()
@@ -129,10 +129,10 @@ def resume(
 
 def work(run: Path, order: str) -> None:
     """One process of a run, as `train` and `resume` start it."""
-    worker.main(run, Order(**json.loads(order)))
+    worker.main(run, WorkerJob(**json.loads(order)))
 
 
-def _launch(processes: int, run: Path, order: Order) -> None:
+def _launch(processes: int, run: Path, order: WorkerJob) -> None:
     try:
         launch.launch(processes, ["-m", "quantshard", "worker", str(run), json.dumps(asdict(order))])
     except launch.LaunchError as error:

@@ -1,8 +1,8 @@
 """The settings of a training run: one frozen dataclass, which is also the flags of `train` and the keys of its TOML.
 
 A setting comes from its flag if it was given, else from `--config FILE`, else from the default below; `resolved` then
-fills in what follows from other settings, and `check` refuses what cannot be trained, one line a mistake. The result
-is written to `config.toml` in the run's folder: `--config` of another run can read it, and `resume` does.
+fills in what follows from other settings, and `check_value` refuses what cannot be trained, one line a mistake. The
+result is written to `config.toml` in the run's folder: `--config` of another run can read it, and `resume` does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import tomli_w
 import torch
 
 from quantshard import foreign, recipe
-from quantshard.cli.mesh import Axes
-from quantshard.cli.schema import Kind, check, read
+from quantshard.cli.mesh import MeshSpec
+from quantshard.cli.schema import SettingType, check_value, read_table
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 
@@ -49,13 +49,13 @@ _COUNT, _SIZE, _STEPS = 1 << 20, 1 << 24, 10**9
 
 
 def _setting(default: Any, panel: str, help: str, least: float = 0, most: float = 4096, **bounds: Any) -> Any:
-    """A setting; `least`, `most` and `bounds` are those of its `Kind`."""
-    kind = partial(Kind, least=least, most=most, **bounds)
+    """A setting; `least`, `most` and `bounds` are those of its `SettingType`."""
+    kind = partial(SettingType, least=least, most=most, **bounds)
     return field(default=default, metadata={"panel": panel, "help": help, "kind": kind})
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """Everything that determines a run but the number of its processes and the bytes of its data."""
 
     architecture: str = _setting("llama", "Model", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)")
@@ -144,11 +144,11 @@ class Settings:
         """`exp_avg_dtype` and `exp_avg_sq_dtype` as `FusedAdam` takes them."""
         return _STATE_DTYPES[self.exp_avg_dtype], _STATE_DTYPES[self.exp_avg_sq_dtype]
 
-    def resolved(self) -> Settings:
+    def resolved(self) -> TrainSettings:
         """These settings with what follows from others filled in, and with absolute paths."""
         factor = 8 / 3 if self.architecture == "llama" else 4.0
         ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
-        axes = Axes.parse(self.mesh) if self.mesh else None
+        axes = MeshSpec.parse(self.mesh) if self.mesh else None
         return replace(
             self,
             mesh=str(axes) if axes else "",
@@ -172,7 +172,7 @@ class Settings:
 
     def _check(self) -> None:
         for name, kind in KINDS.items():
-            check(name, getattr(self, name), kind)
+            check_value(name, getattr(self, name), kind)
         recipe.resolve(self.recipe)
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise ConfigurationError(
@@ -181,9 +181,9 @@ class Settings:
         if self.kv_heads and self.heads % self.kv_heads:
             raise ConfigurationError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
         if self.mesh:
-            self._check_mesh(Axes.parse(self.mesh))
+            self._check_mesh(MeshSpec.parse(self.mesh))
 
-    def _check_mesh(self, axes: Axes) -> None:
+    def _check_mesh(self, axes: MeshSpec) -> None:
         if self.dp_replicate not in (1, axes.dp_replicate):
             raise ConfigurationError(
                 f"dp_replicate = {self.dp_replicate}, but mesh = {axes} has dp_replicate = {axes.dp_replicate}; give "
@@ -213,15 +213,15 @@ class Settings:
                 f"{self.recipe!r} stores {packed} elements in a byte; make ffn a multiple of {tp * packed}"
             )
 
-    def axes(self, processes: int) -> Axes:
+    def axes(self, processes: int) -> MeshSpec:
         """How that many processes are arranged; `check_ranks` says if they cannot be."""
-        return Axes.parse(self.mesh) if self.mesh else Axes(self.dp_replicate, processes // self.dp_replicate)
+        return MeshSpec.parse(self.mesh) if self.mesh else MeshSpec(self.dp_replicate, processes // self.dp_replicate)
 
-    def sequences_at_once(self, axes: Axes) -> int:
+    def sequences_at_once(self, axes: MeshSpec) -> int:
         """Sequences of a micro-batch of one process."""
         return self.global_batch // (axes.data_parallel * self.micro_batches)
 
-    def divides_sequences(self, axes: Axes) -> bool:
+    def divides_sequences(self, axes: MeshSpec) -> bool:
         """Whether a micro-batch is divided over tp between the GEMMs (sequence parallelism)."""
         return axes.tp > 1 and self.sequence_parallel != "off" and self.sequences_at_once(axes) % axes.tp == 0
 
@@ -254,33 +254,37 @@ class Settings:
             )
 
 
-TYPES: dict[str, type] = {f.name: tuple if f.name == "data" else type(f.default) for f in fields(Settings)}
+TYPES: dict[str, type] = {f.name: tuple if f.name == "data" else type(f.default) for f in fields(TrainSettings)}
 """The type of each setting."""
 
-KINDS: dict[str, Kind] = {
-    f.name: f.metadata["kind"](TYPES[f.name], choices=CHOICES.get(f.name, ())) for f in fields(Settings)
+KINDS: dict[str, SettingType] = {
+    f.name: f.metadata["kind"](TYPES[f.name], choices=CHOICES.get(f.name, ())) for f in fields(TrainSettings)
 }
 """What each setting may be."""
 
 _LAUNCH = {
-    "processes": Kind(int, 1, _COUNT),
+    "processes": SettingType(int, 1, _COUNT),
     "mesh": KINDS["mesh"],
-    "threads": Kind(int, 1, 4096),
-    "python": Kind(str, most=200),
-    "torch": Kind(str, most=200),
+    "threads": SettingType(int, 1, 4096),
+    "python": SettingType(str, most=200),
+    "torch": SettingType(str, most=200),
 }
-_CORPUS = {"sha256": Kind(str, 64, 64), "bytes": Kind(int, 0, (1 << 63) - 1), "files": Kind(list, 68, 4200)}
+_CORPUS = {
+    "sha256": SettingType(str, 64, 64),
+    "bytes": SettingType(int, 0, (1 << 63) - 1),
+    "files": SettingType(list, 68, 4200),
+}
 _NEEDED = {"launch": ("processes",), "corpus": tuple(_CORPUS)}
 
 
 def setting_fields() -> tuple[Field[Any], ...]:
-    """The fields of `Settings`, each with `panel` and `help` in its metadata."""
-    return fields(Settings)
+    """The fields of `TrainSettings`, each with `panel` and `help` in its metadata."""
+    return fields(TrainSettings)
 
 
 def defaults() -> dict[str, Any]:
     """The default of each setting."""
-    return {f.name: f.default for f in fields(Settings) if f.default is not MISSING}
+    return {f.name: f.default for f in fields(TrainSettings) if f.default is not MISSING}
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -290,7 +294,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         ConfigurationError: naming the key.
     """
     settings = {name: value for name, value in values.items() if name not in TABLES}
-    return read(settings, KINDS, where, "`quantshard train --help` lists them")
+    return read_table(settings, KINDS, where, "`quantshard train --help` lists them")
 
 
 def launch_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -311,17 +315,17 @@ def corpus_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     return _table("corpus", _CORPUS, content, where)
 
 
-def _table(name: str, kinds: Mapping[str, Kind], content: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, Any], where: str) -> dict[str, Any]:
     table = content.get(name)
     if not isinstance(table, dict):
         raise ConfigurationError(f"{where} is not the configuration of a run: it lacks [launch] or [corpus]")
     for key in _NEEDED[name]:
         if key not in table:
             raise ConfigurationError(f"{where} is not the configuration of a run: [{name}] lacks {key}")
-    return read(table, kinds, f"{where}: [{name}]", f"it has {', '.join(kinds)}")
+    return read_table(table, kinds, f"{where}: [{name}]", f"it has {', '.join(kinds)}")
 
 
-def read_toml(path: Path, *, follow: bool = False) -> dict[str, Any]:
+def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
     """A TOML file as a mapping. `follow`: whether it may be a link, as one that the user has named.
 
     Raises:
@@ -330,14 +334,14 @@ def read_toml(path: Path, *, follow: bool = False) -> dict[str, Any]:
     return foreign.read_toml(path, MOST_BYTES, follow=follow)
 
 
-def merge(flags: Mapping[str, Any], config: Path | None) -> Settings:
+def merge(flags: Mapping[str, Any], config: Path | None) -> TrainSettings:
     """Settings from the flags that were given, over the file, over the defaults."""
-    values = from_mapping(read_toml(config, follow=True), str(config)) if config is not None else {}
+    values = from_mapping(read_settings_file(config, follow=True), str(config)) if config is not None else {}
     given = {name: value for name, value in flags.items() if value is not None}
-    return Settings(**(values | given))
+    return TrainSettings(**(values | given))
 
 
-def to_toml(settings: Settings, tables: Mapping[str, Any]) -> str:
+def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
     """The text of `config.toml`: the settings, then the tables."""
     values = asdict(settings)
     values["data"] = list(settings.data)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.cli.schema import shown
+from quantshard.cli.schema import shown_value
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
 
@@ -95,7 +95,9 @@ def from_table(recorded: Mapping[str, Any]) -> Corpus:
     for entry in recorded["files"]:
         found = _ENTRY.fullmatch(entry)
         if found is None:
-            raise ConfigurationError(f"config.toml: {shown(entry)} in [corpus] is not a SHA-256, a length and a path")
+            raise ConfigurationError(
+                f"config.toml: {shown_value(entry)} in [corpus] is not a SHA-256, a length and a path"
+            )
         documents.append(Document(Path(found[3]), int(found[2]), found[1]))
     corpus = Corpus(tuple(documents))
     if not documents or corpus.sha256 != recorded["sha256"]:

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from quantshard import checkpoints, recipe
 from quantshard.cli import outputs
-from quantshard.cli.config import TABLES, Settings, from_mapping, read_toml
+from quantshard.cli.config import TABLES, TrainSettings, from_mapping, read_settings_file
 from quantshard.cli.model import LanguageModel
 from quantshard.cli.run_dir import RunDir
 from quantshard.cli.screen import Screen, say
@@ -83,7 +83,7 @@ class DemoError(QuantshardError):
 
 
 @dataclass
-class Outcome:
+class DemoOutcome:
     """What the chapters found, for the summary."""
 
     lines: list[tuple[str, str, bool | None]] = field(default_factory=list)
@@ -116,7 +116,7 @@ def demo(
     settings = _settings(config)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `started` cleans up
     _prepare(out, settings)
-    story = Story(out, settings)
+    story = DemoRun(out, settings)
     began = time.monotonic()
     story.tell()
     story.summary(time.monotonic() - began)
@@ -128,8 +128,8 @@ def _settings(config: Path | None) -> dict[str, Any]:
     """What all runs have in common, as TOML has it."""
     if config is None:
         return SETTINGS
-    given = {name: value for name, value in read_toml(config, follow=True).items() if name not in TABLES}
-    Settings(**(SETTINGS | from_mapping(given, str(config)))).check(str(config))
+    given = {name: value for name, value in read_settings_file(config, follow=True).items() if name not in TABLES}
+    TrainSettings(**(SETTINGS | from_mapping(given, str(config)))).check(str(config))
     return SETTINGS | given
 
 
@@ -142,17 +142,17 @@ def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
         say(f"(removing the earlier demo in {out})")
         shutil.rmtree(out)
     outputs.make_folder(out)
-    outputs.write(out / MARK, tomli_w.dumps(dict(settings)), within=out)
+    outputs.write_file(out / MARK, tomli_w.dumps(dict(settings)), within=out)
 
 
-class Story:
+class DemoRun:
     """The chapters, and what they share: the folder, the settings and the screen."""
 
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         self.out, self.steps = out, int(settings["steps"])
         self.save_every = int(settings["save_every"])
         self.console = Screen(soft_wrap=True)
-        self.outcome = Outcome()
+        self.outcome = DemoOutcome()
         self.resumed = self.parameters = 0
         self.whole, self.killed, self.single, self.bf16 = (
             RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process", "bf16")
@@ -402,7 +402,7 @@ class Story:
 @contextmanager
 def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A quantshard command in a process group of its own, which does not outlive the block."""
-    with outputs.create(log, within=log.parent) as output:
+    with outputs.create_file(log, within=log.parent) as output:
         process = subprocess.Popen(
             _command(arguments), env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -493,4 +493,4 @@ def draw(file: Path, losses: Sequence[Mapping[int, float]], resumed: int, bounds
     below.legend(fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, dpi=120)
-    outputs.write(file, content.getvalue(), within=file.parent)
+    outputs.write_file(file, content.getvalue(), within=file.parent)

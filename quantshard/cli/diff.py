@@ -34,12 +34,12 @@ def diff(
     except CheckpointError as error:
         complain(str(error))
         raise typer.Exit(UNREADABLE) from None
-    say(*report(comparison))
+    say(*comparison_lines(comparison))
     if not comparison.equal:
         raise typer.Exit(UNEQUAL)
 
 
-def report(comparison: Comparison) -> list[str]:
+def comparison_lines(comparison: Comparison) -> list[str]:
     """What a comparison found, as lines."""
     also = f", {comparison.others} other entries" if comparison.others else ""
     size = f"{comparison.tensors} tensors, {comparison.bytes} bytes{also}"

@@ -19,7 +19,7 @@ WRONG = 1
 """Exit code where anything is wrong."""
 
 
-class _Told(Watch):
+class _ProgressWatch(Watch):
     """Says what runs on standard error: on a terminal in a line that changes, else in a line each, written at once."""
 
     def __init__(self, status: Status) -> None:
@@ -66,12 +66,12 @@ def doctor(
         outputs.check_writable(file)
     folder = None if quick else directory or Path(tempfile.gettempdir())
     with Screen(stderr=True, soft_wrap=True).status("looking at this machine") as status:
-        report = diagnose(folder, _Told(status))
+        report = diagnose(folder, _ProgressWatch(status))
     if json_ and file is None:
         say(report.to_json())
     else:
         Screen().print(report)
     if file is not None:
-        outputs.write(file, report.to_json() + "\n")
+        outputs.write_file(file, report.to_json() + "\n")
     if not report.ok:
         raise typer.Exit(WRONG)

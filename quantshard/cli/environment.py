@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from quantshard.cli.config import Settings
-from quantshard.cli.schema import shown
+from quantshard.cli.config import TrainSettings
+from quantshard.cli.schema import shown_value
 from quantshard.modules import attention_backends
 
 Environment = dict[str, Any]
@@ -26,7 +26,7 @@ _NO_MATTER = ("CUBLAS_LOGDEST_DBG", "CUBLAS_LOGINFO_DBG", "NCCL_DEBUG", "NCCL_DE
 """Variables by which libraries choose between ways of computing, and others with such a beginning."""
 
 
-def found(settings: Settings, device: torch.device) -> Environment:
+def current_environment(settings: TrainSettings, device: torch.device) -> Environment:
     """What is in force in this process, which computes on `device`."""
     head_size = settings.hidden // settings.heads
     on_gpu = _of_gpu(device) if device.type == "cuda" else {"device": f"CPU {_cpu()}"}
@@ -68,7 +68,8 @@ def _matters(name: str) -> bool:
 
 
 def differences(before: object, now: Environment) -> list[str]:
-    """Each entry that was added, went or changed, in words; before and now are as `found` gives them, or a file."""
+    """Each entry that was added, went or changed, in words; before and now are as `current_environment` gives them, or
+    a file."""
     flat = [{**side, **_table(side.get("variables"))} for side in map(_table, (before, now))]
     names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if name != "variables"]
     return [
@@ -86,4 +87,4 @@ def _table(value: object) -> dict[str, Any]:
 def _said(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "not set" if value is None else value if isinstance(value, str) and len(value) < 200 else shown(value)
+    return "not set" if value is None else value if isinstance(value, str) and len(value) < 200 else shown_value(value)

@@ -12,14 +12,14 @@ import typer
 
 from quantshard import checkpoints, components, layouts, recipe
 from quantshard.checkpoints.store import is_taken, local
-from quantshard.cli.config import Settings, from_mapping, read_toml
+from quantshard.cli.config import TrainSettings, from_mapping, read_settings_file
 from quantshard.cli.data import VOCABULARY
 from quantshard.cli.model import LanguageModel
 from quantshard.cli.screen import say
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import Fields, shown
+from quantshard.foreign import FieldReader, shown
 from quantshard.layouts import LLAMA, Names, names
-from quantshard.layouts.files import Files, read_json
+from quantshard.layouts.files import SafetensorsFiles, read_layout_json
 from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
 from quantshard.modules.base import QuantizedModule
@@ -83,7 +83,7 @@ def import_(
     if is_taken(out):
         raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
     folder = local(folder, "safetensors files")
-    config = read_json(folder / "config.json")
+    config = read_layout_json(folder / "config.json")
     settings = settings_of(config, str(folder))
     chosen = recipe.resolve(recipe_name)
     model = _described(folder, settings, chosen, config["vocab_size"])
@@ -91,7 +91,7 @@ def import_(
         if isinstance(module, QuantizedModule):
             module.reset_parameters()
             for param in module.parameters(recurse=False):
-                quantized = components.quantized(param)
+                quantized = components.quantized_local(param)
                 if quantized is not None:
                     quantized.clear_high_precision_init_val()  # four times the weight
     done = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
@@ -100,13 +100,13 @@ def import_(
     say(f"wrote {out}, the model's weights by recipe {recipe_name!r}")
 
 
-def _described(folder: Path, settings: Settings, chosen: Recipe, vocabulary: int) -> LanguageModel:
+def _described(folder: Path, settings: TrainSettings, chosen: Recipe, vocabulary: int) -> LanguageModel:
     """The model on the meta device, which is no larger than what the files hold: else a line could ask for all memory.
 
     Raises:
         CheckpointError: it is larger.
     """
-    tensors = Files(folder).tensors
+    tensors = SafetensorsFiles(folder).tensors
     held = 2 * sum(math.prod(shape) for _, shape in tensors.values())  # codes of four bits are two to a byte
     if settings.layers <= len(tensors):
         model = LanguageModel(settings, chosen, "meta", vocabulary=vocabulary)
@@ -131,7 +131,7 @@ def size(text: str) -> int:
     return max(1, int(float(found[1]) * _UNITS[unit + "b" if unit else ""]))
 
 
-def hf_config(settings: Settings) -> dict[str, Any]:
+def hf_config(settings: TrainSettings) -> dict[str, Any]:
     """The Hugging Face configuration of a run's model."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -157,13 +157,13 @@ _LIKE = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_a
          "ffn": "intermediate_size", "seq_length": "max_position_embeddings"}  # fmt: skip
 
 
-def settings_of(config: Mapping[str, Any], where: str) -> Settings:
+def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
     """The sizes of a Llama from its Hugging Face configuration.
 
     Raises:
         ConfigurationError: it is of another architecture, or lacks a size.
     """
-    fields = Fields(config, f"{where}: config.json")
+    fields = FieldReader(config, f"{where}: config.json")
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
     instead = "build your model and load into it by quantshard.layouts.load"
     if kind != "llama" or fields.flag("attention_bias") or fields.flag("mlp_bias"):
@@ -181,7 +181,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> Settings:
     width = fields.integer("head_dim", 1, MOST) or found["hidden"] // found["heads"]
     if width * found["heads"] != found["hidden"]:
         raise ConfigurationError(f"{where}: heads of {width} features do not make up {found['hidden']}: {instead}")
-    settings = Settings(
+    settings = TrainSettings(
         **found,
         kv_heads=fields.integer("num_key_value_heads", 1, MOST_HEADS) or 0,
         tied=is_tied(config),
@@ -192,7 +192,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> Settings:
 
 
 def _names(path: Path | None) -> Names:
-    return LLAMA if path is None else names.read(path)
+    return LLAMA if path is None else names.read_names(path)
 
 
 def _config_of_run(checkpoint: str) -> dict[str, Any] | None:
@@ -200,5 +200,5 @@ def _config_of_run(checkpoint: str) -> dict[str, Any] | None:
     file = Path(checkpoint).absolute().parent.parent / "config.toml"
     if "://" in checkpoint or not file.is_file():
         return None
-    settings = Settings(**from_mapping(read_toml(file), str(file)))
+    settings = TrainSettings(**from_mapping(read_settings_file(file), str(file)))
     return hf_config(settings) if settings.architecture == "llama" else None

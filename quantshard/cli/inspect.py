@@ -10,10 +10,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from quantshard.checkpoints.inspection import Inspection, Row
+from quantshard.checkpoints.inspection import Inspection, TensorSummary
 from quantshard.cli.screen import Screen, say
 from quantshard.errors import printable
-from quantshard.layouts.inspection import inspect as inspect_path
+from quantshard.layouts.inspection import inspect_files as inspect_path
 from quantshard.observe.table import FittedTable, human_bytes
 
 
@@ -37,10 +37,10 @@ def inspect(
     if json_:
         say(found.to_json())
     else:
-        Screen(table=True).print(report(found))
+        Screen(table=True).print(inspection_tables(found))
 
 
-def report(found: Inspection) -> Group:
+def inspection_tables(found: Inspection) -> Group:
     """What was found, as tables."""
     parts: list[Any] = [_rows(found), _totals(found)]
     if found.run is not None:
@@ -77,7 +77,7 @@ def _rows(found: Inspection) -> FittedTable:
     return FittedTable(_COLUMNS, rows, _SPARED)
 
 
-def _share(count: int | None, row: Row) -> str:
+def _share(count: int | None, row: TensorSummary) -> str:
     return "-" if count is None or not row.codes else f"{count} ({count / row.codes:.2%})"
 
 

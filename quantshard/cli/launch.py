@@ -63,7 +63,7 @@ class LaunchError(QuantshardError):
         self.crashed = crashed
 
 
-class Stopped(QuantshardError):
+class RunStoppedError(QuantshardError):
     """The run was told to stop when it could not save. `exit_code`: of the command."""
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -134,10 +134,10 @@ def launch(processes: int, arguments: list[str]) -> None:
 def _raise_what_failed(failures: Mapping[int, ProcessFailure], received: list[int]) -> None:
     code = INTERRUPTED if received[:1] == [signal.SIGINT] else 0
     if failures and len(received) > 1:
-        raise Stopped("stopped at once by a second signal; steps since the last checkpoint are lost", code or 1)
+        raise RunStoppedError("stopped at once by a second signal; steps since the last checkpoint are lost", code or 1)
     error = _explain(failures) if failures else None
     if error and error.crashed and any(f.exitcode == -signal.SIGTERM for f in failures.values()):
-        raise Stopped("stopped before training began; nothing was saved", code or 1)
+        raise RunStoppedError("stopped before training began; nothing was saved", code or 1)
     if error:
         raise error
     if code:
@@ -180,11 +180,11 @@ def _explain(failures: Mapping[int, ProcessFailure]) -> LaunchError:
         data: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
         extra = data.get("extraInfo", {})
         if message := str(data.get("message", "")):
-            told = _Told(extra.get("kind", _CRASHED), float(extra.get("time", 0)), rank, f": {message}")
+            told = _FailureReason(extra.get("kind", _CRASHED), float(extra.get("time", 0)), rank, f": {message}")
         elif failure.exitcode < 0:
-            told = _Told(_CRASHED, 0.0, rank, f" was killed by {failure.signal_name()}")
+            told = _FailureReason(_CRASHED, 0.0, rank, f" was killed by {failure.signal_name()}")
         else:
-            told = _Told(_CRASHED, 0.0, rank, f" ended with exit code {failure.exitcode}")
+            told = _FailureReason(_CRASHED, 0.0, rank, f" ended with exit code {failure.exitcode}")
         found.append(told)
     first = min(found)
     if first.kind == _ON_PURPOSE and all(told.what == first.what for told in found):
@@ -192,7 +192,7 @@ def _explain(failures: Mapping[int, ProcessFailure]) -> LaunchError:
     return LaunchError(f"process {first.rank}{first.what}", crashed=first.kind != _ON_PURPOSE)
 
 
-class _Told(NamedTuple):
+class _FailureReason(NamedTuple):
     """Why a process failed; in the order in which such reasons come first."""
 
     kind: int
@@ -221,13 +221,13 @@ def report_failure(error: BaseException, logs: Path) -> str:
         message = f"{type(error).__name__}: {lines[0]} (traceback: {file})"
         try:
             content = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
-            outputs.write(file, content, within=logs.parent)
+            outputs.write_file(file, content, within=logs.parent)
         except ConfigurationError:
             message = f"{type(error).__name__}: {lines[0]}"
     if target := os.environ.get(_ERROR_FILE):
         now = time.time()
         extra: dict[str, Any] = {"timestamp": str(int(now)), "time": now, "kind": kind, "py_callstack": ""}
-        outputs.write(Path(target), json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        outputs.write_file(Path(target), json.dumps({"message": {"message": message, "extraInfo": extra}}))
     return "" if kind == _FOLLOWS else message
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quantshard.cli.schema import shown
+from quantshard.cli.schema import shown_value
 from quantshard.errors import ConfigurationError
 
 TP = "tp"
@@ -25,7 +25,7 @@ _DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Axes:
+class MeshSpec:
     """The axes of a mesh and the number of processes along each."""
 
     dp_replicate: int = 1
@@ -33,7 +33,7 @@ class Axes:
     tp: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Axes:
+    def parse(cls, text: str) -> MeshSpec:
         """The axes of a text such as "dp_shard=2,tp=2", in any order.
 
         Raises:
@@ -44,18 +44,19 @@ class Axes:
             name, _, size = (part.strip() for part in entry.partition("="))
             if name and name not in known:
                 raise ConfigurationError(
-                    f"mesh = {shown(text)}: there is no axis {shown(name)}; use {', '.join(known)}"
+                    f"mesh = {shown_value(text)}: there is no axis {shown_value(name)}; use {', '.join(known)}"
                 )
             if not name or not (size.isascii() and size.isdigit()):
                 raise ConfigurationError(
-                    f"mesh = {shown(text)}: {shown(entry.strip())} does not give an axis its number of processes; "
-                    "write it as in dp_shard=2,tp=2"
+                    f"mesh = {shown_value(text)}: {shown_value(entry.strip())} does not give an axis its number of "
+                    "processes; write it as in dp_shard=2,tp=2"
                 )
             if name in sizes:
-                raise ConfigurationError(f"mesh = {shown(text)}: the axis {name} is named twice; name it once")
+                raise ConfigurationError(f"mesh = {shown_value(text)}: the axis {name} is named twice; name it once")
             if len(size) > _DIGITS or int(size) < 1:
                 raise ConfigurationError(
-                    f"mesh = {shown(text)}: {name} = {size:.20} must be 1 or more, and of at most {_DIGITS} digits"
+                    f"mesh = {shown_value(text)}: {name} = {size:.20} must be 1 or more, and of at most "
+                    f"{_DIGITS} digits"
                 )
             sizes[name] = int(size)
         return cls(**sizes)
@@ -92,7 +93,7 @@ def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 @dataclass(frozen=True)
-class Share:
+class SequenceShare:
     """Which part of the sequences a process computes with: part `index` of `count`.
 
     `counts`: whether figures of this part are to be counted here; the processes of one tensor-parallel group have the
@@ -104,7 +105,7 @@ class Share:
     counts: bool
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Share:
+    def of(cls, mesh: DeviceMesh) -> SequenceShare:
         """The share of this process."""
         index, counts = 0, True
         for axis, name in enumerate(mesh.mesh_dim_names or ()):

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from quantshard import distributions, numerics
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.data import END_OF_DOCUMENT, VOCABULARY
-from quantshard.cli.mesh import Axes, split
+from quantshard.cli.mesh import MeshSpec, split
 from quantshard.modules import (
     LayerNorm,
     Linear,
@@ -38,7 +38,7 @@ from quantshard.modules import (
     quantized_model_init,
 )
 from quantshard.modules.base import QuantizedModule, WeightSpec
-from quantshard.modules.meshes import Parallelism
+from quantshard.modules.meshes import TensorParallelConfig
 from quantshard.modules.parallel import TensorParallel
 from quantshard.recipe import Recipe
 
@@ -58,7 +58,7 @@ class Embedding(QuantizedModule):
         tp_mesh: DeviceMesh | None = None,
     ) -> None:
         with quantized_model_init(enabled=False):
-            super().__init__(device, params_dtype, Parallelism(tp_mesh=tp_mesh))
+            super().__init__(device, params_dtype, TensorParallelConfig(tp_mesh=tp_mesh))
             self._add_weight("weight", WeightSpec((entries, size), std=_EMBEDDING_STD))
 
     def forward(self, index: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: TrainSettings,
         recipe: Recipe,
         device: torch.device | str,
         tp_mesh: DeviceMesh | None = None,
@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
         return logits.float()
 
 
-def _layer(settings: Settings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:
+def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:
     llama = settings.architecture == "llama"
     return TransformerLayer(
         settings.hidden,
@@ -162,17 +162,17 @@ def _layer(settings: Settings, number: int, device: torch.device | str, cut: dic
     )
 
 
-def build(settings: Settings, recipe: Recipe, mesh: DeviceMesh) -> LanguageModel:
+def build(settings: TrainSettings, recipe: Recipe, mesh: DeviceMesh) -> LanguageModel:
     """The model, sharded over the mesh and filled with its initial weights. A collective call.
 
-    The mesh has the axes of `mesh.Axes`, by name; that of tensor parallelism cuts the layers, `fully_shard` gets the
-    others. The model is described on the meta device and filled shard by shard, so that no process ever holds all of
-    it. The random keys of the weights come from torch's generator, seeded here.
+    The mesh has the axes of `mesh.MeshSpec`, by name; that of tensor parallelism cuts the layers, `fully_shard` gets
+    the others. The model is described on the meta device and filled shard by shard, so that no process ever holds all
+    of it. The random keys of the weights come from torch's generator, seeded here.
     """
     torch.manual_seed(settings.seed)
     data_mesh, tp_mesh = split(mesh)
     tp_size = 1 if tp_mesh is None else tp_mesh.size()
-    axes = Axes(dp_shard=data_mesh.size(), tp=tp_size)
+    axes = MeshSpec(dp_shard=data_mesh.size(), tp=tp_size)
     model = LanguageModel(settings, recipe, "meta", tp_mesh, settings.divides_sequences(axes))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # sums of gradients over processes and micro-batches
     for layer in model.layers:

@@ -3,9 +3,9 @@
 Somebody else may have prepared the folder that is written into: a run that was sent, an archive, a checkout. A link in
 it with the name of a file of ours could lead to any file of the user's. So
 
-- a new file is made under a name that nobody can guess, and moved to its own (`write`), or must not be there yet
-  (`create`); only a regular file is replaced;
-- only a regular file that has no second name is continued (`append`);
+- a new file is made under a name that nobody can guess, and moved to its own (`write_file`), or must not be there yet
+  (`create_file`); only a regular file is replaced;
+- only a regular file that has no second name is continued (`append_text`);
 - a folder is opened once, and its files are opened relative to what was opened;
 - below a run's folder no link is followed, and the folder must be this user's (`within`).
 
@@ -37,7 +37,7 @@ _KINDS = {
 }
 
 
-def write(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
+def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
     """Write a file, or replace a regular one, in one move.
 
     `within`: the folder of a run that the file is in; folders below it are made where they are missing.
@@ -64,7 +64,7 @@ def write(path: Path, content: str | bytes, *, within: Path | None = None) -> No
             raise
 
 
-def create(path: Path, *, within: Path | None = None) -> BinaryIO:
+def create_file(path: Path, *, within: Path | None = None) -> BinaryIO:
     """Open a file for writing that is not there yet.
 
     Raises:
@@ -75,7 +75,7 @@ def create(path: Path, *, within: Path | None = None) -> BinaryIO:
 
 
 def check_writable(path: Path) -> None:
-    """See that `write` would make a file or replace one, before what is to be written there is computed.
+    """See that `write_file` would make a file or replace one, before what is to be written there is computed.
 
     Raises:
         ConfigurationError: something else has the name, or its folder cannot be opened.
@@ -84,7 +84,7 @@ def check_writable(path: Path) -> None:
         _replaceable(path, folder)
 
 
-def append(path: Path, text: str, *, within: Path | None = None) -> None:
+def append_text(path: Path, text: str, *, within: Path | None = None) -> None:
     """Write a text after what a file has, or into a new one.
 
     Raises:

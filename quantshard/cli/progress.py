@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.screen import Screen
 from quantshard.observe.table import Report
 
@@ -17,7 +17,7 @@ from quantshard.observe.table import Report
 class Progress:
     """Prints steps and notes. `shown`: whether this process prints at all."""
 
-    def __init__(self, settings: Settings, shown: bool) -> None:
+    def __init__(self, settings: TrainSettings, shown: bool) -> None:
         self.settings, self.shown = settings, shown
         self.console = Screen(soft_wrap=True)
         self._bar: Bar | None = None

@@ -27,7 +27,15 @@ from quantshard import checkpoints
 from quantshard.checkpoints import ownership
 from quantshard.checkpoints.store import local
 from quantshard.cli import outputs
-from quantshard.cli.config import MOST_BYTES, Settings, corpus_table, from_mapping, launch_table, read_toml, to_toml
+from quantshard.cli.config import (
+    MOST_BYTES,
+    TrainSettings,
+    corpus_table,
+    from_mapping,
+    launch_table,
+    read_settings_file,
+    to_toml,
+)
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import read_regular
 
@@ -68,7 +76,7 @@ class RunDir:
             instead = "it holds no checkpoint to go on from, so remove it if you want its place"
         raise ConfigurationError(f"{self.path} exists: {instead}, or name another --run")
 
-    def create(self, settings: Settings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
+    def create(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
         """Make the folder of a new run and write its configuration."""
         self.check_new()
         text = _config(settings, launch, corpus)
@@ -80,11 +88,11 @@ class RunDir:
         outputs.make_folder(self.path)
         self.write(self.config, text)
 
-    def write_config(self, settings: Settings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
+    def write_config(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
         """Write or replace `config.toml`."""
         self.write(self.config, _config(settings, launch, corpus))
 
-    def read_config(self) -> tuple[Settings, dict[str, Any], dict[str, Any]]:
+    def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
         """The settings, and the tables [launch] and [corpus].
 
         Raises:
@@ -92,8 +100,8 @@ class RunDir:
         """
         if not os.path.lexists(self.config):
             raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml")
-        content, where = read_toml(self.config), str(self.config)
-        settings = Settings(**from_mapping(content, where))
+        content, where = read_settings_file(self.config), str(self.config)
+        settings = TrainSettings(**from_mapping(content, where))
         settings.check(where)
         return settings, launch_table(content, where), corpus_table(content, where)
 
@@ -147,7 +155,7 @@ class RunDir:
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        outputs.append(file, json.dumps(plain) + "\n", within=self.path)
+        outputs.append_text(file, json.dumps(plain) + "\n", within=self.path)
 
     def last_start(self) -> dict[str, Any]:
         """The last record of `starts`, of which `forget_after` has dropped what was cut off; empty if there is none."""
@@ -179,7 +187,7 @@ class RunDir:
 
     def write(self, file: Path, content: str | bytes) -> None:
         """Write or replace a file of the run."""
-        outputs.write(file, content, within=self.path)
+        outputs.write_file(file, content, within=self.path)
 
     # Lock ------------------------------------------------------------------------------------------------------------
 
@@ -198,7 +206,7 @@ class RunDir:
             raise ConfigurationError(f"{self.path} cannot be locked: {error.strerror or error}") from None
 
 
-def _config(settings: Settings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:
+def _config(settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:
     """The content of `config.toml`.
 
     Raises:

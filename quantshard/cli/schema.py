@@ -17,7 +17,7 @@ _TYPES: dict[type, str] = {tuple: "a list of paths", dict: "a table", list: "a l
 
 
 @dataclass(frozen=True)
-class Kind:
+class SettingType:
     """What a value may be.
 
     `type`: a tuple or list is one of strings. `least`, `most`: of a number, or of the characters of a string, each
@@ -76,12 +76,12 @@ class Kind:
         return low and (value < self.most if self.less else value <= self.most)
 
 
-def shown(value: object) -> str:
+def shown_value(value: object) -> str:
     """A value as a message says it, shortened."""
     return _short.repr(value)
 
 
-def check(name: str, value: object, kind: Kind) -> None:
+def check_value(name: str, value: object, kind: SettingType) -> None:
     """Refuse a value out of range.
 
     Raises:
@@ -90,10 +90,10 @@ def check(name: str, value: object, kind: Kind) -> None:
     if kind.holds(value):
         return
     wanted = f"choose {kind}" if kind.choices else f"must be {kind}"
-    raise ConfigurationError(f"{name} = {shown(value)}: {wanted}")
+    raise ConfigurationError(f"{name} = {shown_value(value)}: {wanted}")
 
 
-def read(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str, way_out: str) -> dict[str, Any]:
+def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], where: str, way_out: str) -> dict[str, Any]:
     """The values of a table of a file.
 
     Raises:
@@ -106,14 +106,14 @@ def read(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: str, way_o
         if kind is None:
             near = get_close_matches(name[:80], kinds, 1)
             hint = f"did you mean {near[0]!r}? {way_out}" if near else way_out
-            raise ConfigurationError(f"{where}: there is no setting {shown(name)}; {hint}")
+            raise ConfigurationError(f"{where}: there is no setting {shown_value(name)}; {hint}")
         try:
             found[name] = kind.read(value)
         except (TypeError, OverflowError):
-            said = f"{where}: {name} = {shown(value)} must be {kind.type_name}"
+            said = f"{where}: {name} = {shown_value(value)} must be {kind.type_name}"
             raise ConfigurationError(said if kind.type_name == str(kind) else f"{said}: {kind}") from None
         try:
-            check(name, found[name], kind)
+            check_value(name, found[name], kind)
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from None
     return found

@@ -54,7 +54,7 @@ def complain(message: str) -> None:
     print(f"quantshard: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
-def prepare() -> None:
+def prepare_output() -> None:
     """See that nothing shown raises, whatever the encoding of the terminal or pipe is, and that a warning is a line."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor
 from quantshard import checkpoints, components, recipe
 from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.cli import model as models
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.data import Corpus, Windows, text
-from quantshard.cli.mesh import TP, Share
+from quantshard.cli.mesh import TP, SequenceShare
 from quantshard.cli.progress import Progress
 from quantshard.cli.run_dir import RunDir
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 
 
-def learning_rate(settings: Settings, step: int) -> float:
+def learning_rate(settings: TrainSettings, step: int) -> float:
     """The learning rate of a step, from its number alone: a linear rise, then a constant or a cosine."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
@@ -49,7 +49,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Where this process stands: its rank, how many there are, and its device."""
 
     rank: int
@@ -75,13 +75,15 @@ class Trainer:
         ConfigurationError: the settings do not fit the number of processes or the data.
     """
 
-    def __init__(self, settings: Settings, corpus: Corpus, run: RunDir, place: Place, stop: StopFlag) -> None:
+    def __init__(
+        self, settings: TrainSettings, corpus: Corpus, run: RunDir, place: ProcessInfo, stop: StopFlag
+    ) -> None:
         settings.check_ranks(place.ranks)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
         self.windows = Windows(corpus, settings.seq_length, settings.heldout)
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
-        self.share = Share.of(mesh)
+        self.share = SequenceShare.of(mesh)
         self.model = models.build(settings, recipe.resolve(settings.recipe), mesh)
         self.optimizer = make_optimizer(self.model, settings)
         self.progress = Progress(settings, shown=place.rank == 0)
@@ -254,7 +256,7 @@ class Trainer:
             self.progress.note(f"--- generated after {step} steps ---\n{text(tokens)}\n---")
 
 
-def make_optimizer(model: models.LanguageModel, settings: Settings) -> FusedAdam:
+def make_optimizer(model: models.LanguageModel, settings: TrainSettings) -> FusedAdam:
     """FusedAdam, with weight decay of matrices only."""
     exp_avg_dtype, exp_avg_sq_dtype = settings.torch_moment_dtypes
     named = list(model.named_parameters())
@@ -273,7 +275,7 @@ def make_optimizer(model: models.LanguageModel, settings: Settings) -> FusedAdam
         exp_avg_sq_dtype=exp_avg_sq_dtype,
     )
     for _, param in named:  # the masters have them now
-        weight = components.quantized(param)
+        weight = components.quantized_local(param)
         if weight is not None:
             weight.clear_high_precision_init_val()
     return optimizer
@@ -299,7 +301,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def describe(settings: Settings, corpus: Mapping[str, Any], place: Place) -> str:
+def describe_run(settings: TrainSettings, corpus: Mapping[str, Any], place: ProcessInfo) -> str:
     """One line on what is about to be trained, on what and where."""
     axes = settings.axes(place.ranks)
     divided = ""

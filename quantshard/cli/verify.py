@@ -33,12 +33,12 @@ def verify(
     It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
     """
     found = verify_checkpoint(checkpoint)
-    say(json.dumps({**asdict(found), "ok": found.ok}, indent=1) if json_ else "\n".join(report(found)))
+    say(json.dumps({**asdict(found), "ok": found.ok}, indent=1) if json_ else "\n".join(verification_lines(found)))
     if not found.ok:
         raise typer.Exit(WRONG)
 
 
-def report(found: Verification) -> list[str]:
+def verification_lines(found: Verification) -> list[str]:
     """What was found, as lines."""
     lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
     lines += [f"note: {' '.join(line.split())}; a load leaves this entry out" for line in found.notes]

@@ -1,7 +1,7 @@
 """One process of a run: `python -m quantshard worker RUN ORDER`, as `launch` starts it, or what torchrun started.
 
-ORDER is the JSON of an `Order`. Rank 0 reads the run's folder (or, under torchrun, makes it) and tells the others, so
-that all of them train the same thing, or fail with the same line.
+ORDER is the JSON of a `WorkerJob`. Rank 0 reads the run's folder (or, under torchrun, makes it) and tells the others,
+so that all of them train the same thing, or fail with the same line.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from quantshard.checkpoints import Restored
 from quantshard.checkpoints.store import is_taken
 from quantshard.cli import data, environment, launch, screen
-from quantshard.cli.config import Settings, from_mapping
-from quantshard.cli.mesh import Axes
+from quantshard.cli.config import TrainSettings, from_mapping
+from quantshard.cli.mesh import MeshSpec
 from quantshard.cli.run_dir import RunDir
-from quantshard.cli.train import Place, StopFlag, Trainer, describe
+from quantshard.cli.train import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
@@ -40,7 +40,7 @@ _PATHS = 5
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerJob:
     """What a worker is to do with its run.
 
     `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
@@ -58,7 +58,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Task:
+class RunSetup:
     """What rank 0 found out for all: the settings, how the run was started, and its data.
 
     `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
@@ -66,7 +66,7 @@ class Task:
     again.
     """
 
-    settings: Settings
+    settings: TrainSettings
     launched: dict[str, Any]
     corpus: dict[str, Any]
     incomplete: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class Task:
     lossy: bool = False
 
 
-def create(run: RunDir, settings: Settings, processes: int) -> None:
+def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     """Make the folder of a new run, once nothing stands against it.
 
     Raises:
@@ -88,7 +88,7 @@ def create(run: RunDir, settings: Settings, processes: int) -> None:
     run.create(settings, how_started(settings, processes), corpus.table())
 
 
-def how_started(settings: Settings, processes: int) -> dict[str, Any]:
+def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
     """The table [launch] of a run that is started now."""
     threads = settings.threads or int(
         os.environ.get("OMP_NUM_THREADS") or (1 if processes > 1 else os.cpu_count() or 1)
@@ -102,12 +102,12 @@ def how_started(settings: Settings, processes: int) -> dict[str, Any]:
     }
 
 
-def of_mesh(settings: Settings) -> int:
+def of_mesh(settings: TrainSettings) -> int:
     """The processes of the mesh that the settings name; 0 if they name none."""
-    return Axes.parse(settings.mesh).processes if settings.mesh else 0
+    return MeshSpec.parse(settings.mesh).processes if settings.mesh else 0
 
 
-def changed(settings: Settings, overrides: dict[str, Any], processes: int = 0) -> Settings:
+def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int = 0) -> TrainSettings:
     """The settings of a run that is resumed with some of them changed, checked.
 
     `processes`: of which the mesh will be. Where that of the run is not, and no other is named, it is all in dp_shard.
@@ -138,7 +138,7 @@ def check_copy(path: str) -> None:
         raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
 
 
-def recorded_data(settings: Settings, recorded: dict[str, Any]) -> data.Corpus:
+def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
     """The data of a run that is resumed, found where its settings say, and unchanged.
 
     Raises:
@@ -154,7 +154,7 @@ def recorded_data(settings: Settings, recorded: dict[str, Any]) -> data.Corpus:
     return data.collect_recorded(settings.data, data.from_table(recorded), begun)
 
 
-def work(run: RunDir, order: Order) -> None:
+def train_run(run: RunDir, order: WorkerJob) -> None:
     """Train until the run is done or told to stop."""
     stop = StopFlag()
     for number in launch.STOP_SIGNALS:
@@ -186,12 +186,12 @@ def work(run: RunDir, order: Order) -> None:
         trainer.train(done)
 
 
-def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, restored: Restored | None) -> None:
+def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, restored: Restored | None) -> None:
     """Note what decides the bits from here on, and warn if it is not what did before."""
     if place.rank:
         return
     done = 0 if restored is None else restored.step
-    now = environment.found(task.settings, place.device)
+    now = environment.current_environment(task.settings, place.device)
     before = run.last_start() if done else {}
     if before and (changes := environment.differences(before.get("environment"), now)):
         more = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
@@ -206,11 +206,11 @@ def _record_start(run: RunDir, task: Task, place: Place, trainer: Trainer, resto
 
 
 def _announce(
-    run: RunDir, task: Task, place: Place, trainer: Trainer, table: Report, restored: Restored | None
+    run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, table: Report, restored: Restored | None
 ) -> None:
     note = trainer.progress.note
     trainer.progress.report(table)
-    note(describe(task.settings, task.corpus, place))
+    note(describe_run(task.settings, task.corpus, place))
     done = 0 if restored is None else restored.step
     for step in (step for step in task.incomplete if step > done):
         note(f"skipped the incomplete checkpoint {run.checkpoint(step)}; it is written anew when its step is reached")
@@ -223,16 +223,16 @@ def _announce(
             note(f"{restored.requantized}; losses go on from other weights than were saved")
 
 
-def _read(run: RunDir, order: Order, place: Place) -> Task:
+def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     """On rank 0: make the run if it is new and not yet there, lock it, and read what all need."""
     if order.new is not None:
-        create(run, Settings(**from_mapping(order.new, "train")), place.ranks)
+        create_run(run, TrainSettings(**from_mapping(order.new, "train")), place.ranks)
     check_copy(order.copy_to)
     run.check_ours()
     run.lock()
     settings, launched, corpus = run.read_config()
     if not order.resume:
-        return Task(settings, launched, corpus)
+        return RunSetup(settings, launched, corpus)
     before, settings = settings, changed(settings, order.overrides, place.ranks)
     settings.check_ranks(place.ranks)
     started = how_started(settings, place.ranks)
@@ -242,10 +242,10 @@ def _read(run: RunDir, order: Order, place: Place) -> Task:
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
-    return Task(settings, started, corpus, tuple(run.saved_steps()[1]), left, *_anew(run, order))
+    return RunSetup(settings, started, corpus, tuple(run.saved_steps()[1]), left, *_anew(run, order))
 
 
-def _anew(run: RunDir, order: Order) -> tuple[bool, bool]:
+def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
     """Whether weights of another recipe are quantized anew, and whether without masters too: as asked for now, or else
     as before, since until the first save the run's checkpoints are of the recipe before."""
     if "recipe" in order.overrides:
@@ -253,7 +253,7 @@ def _anew(run: RunDir, order: Order) -> tuple[bool, bool]:
     return run.requantized()
 
 
-def _join(wanted: str) -> Place:
+def _join(wanted: str) -> ProcessInfo:
     """Join the process group on a device: "cpu", "cuda" or "auto"."""
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -268,7 +268,7 @@ def _join(wanted: str) -> Place:
     kind = kind if wanted == "auto" else wanted
     if kind == "cpu":
         dist.init_process_group("gloo")
-        return Place(rank, ranks, torch.device("cpu"))
+        return ProcessInfo(rank, ranks, torch.device("cpu"))
     local, count = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
     if local >= count:
         raise ConfigurationError(
@@ -277,10 +277,10 @@ def _join(wanted: str) -> Place:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    return Place(rank, ranks, device)
+    return ProcessInfo(rank, ranks, device)
 
 
-def _from_rank_0(read: Callable[[], Any], place: Place) -> Any:
+def _from_rank_0(read: Callable[[], Any], place: ProcessInfo) -> Any:
     """What `read` returns on rank 0, on all ranks; what it raises there, everywhere."""
     sent: list[Any] = [None, None]
     if place.rank == 0:
@@ -294,11 +294,11 @@ def _from_rank_0(read: Callable[[], Any], place: Place) -> Any:
     return sent[0]
 
 
-def main(run: Path, order: Order) -> NoReturn:
+def main(run: Path, order: WorkerJob) -> NoReturn:
     """Do the work and end the process: with 0, or after one line to the launcher with 1."""
     folder = RunDir(run)
     try:
-        work(folder, order)
+        train_run(folder, order)
         dist.destroy_process_group()
         code = 0
     except BaseException as error:  # a process that fails must say so and end, whatever it was

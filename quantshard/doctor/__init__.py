@@ -1,6 +1,6 @@
 """What this machine is, which of its kernels are right, and how fast it is: `quantshard doctor`."""
 
-from quantshard.doctor.report import Report, diagnose
+from quantshard.doctor.report import MachineReport, diagnose
 from quantshard.doctor.results import Result, Watch
 
-__all__ = ["Report", "Result", "Watch", "diagnose"]
+__all__ = ["MachineReport", "Result", "Watch", "diagnose"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quantshard import backend, kernels, numerics, recipe
-from quantshard.backend import Native
+from quantshard.backend import ScaledProduct
 from quantshard.doctor import gemms
-from quantshard.doctor.results import NotHere, Result, Watch, found, watched
+from quantshard.doctor.results import Result, UnavailableError, Watch, outcome_of, watched
 from quantshard.formats import ALL, FORMATS, Copy, Format, Scaling
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
 
@@ -47,10 +47,10 @@ OTHER_BITS = "other bits than the oracle's"
 TOO_FAR = "further from the exact result than its bound"
 
 
-class Check(NamedTuple):
+class KernelCheck(NamedTuple):
     """One kernel: whether it is right on a shape (of a product also the summed dim) and device.
 
-    `is_right` raises `NotHere` where it does not run. `otherwise`: what is said if it is not.
+    `is_right` raises `UnavailableError` where it does not run. `otherwise`: what is said if it is not.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Check(NamedTuple):
     otherwise: str = OTHER_BITS
 
 
-def run(device: torch.device, watch: Watch | None = None) -> list[Result]:
+def run_checks(device: torch.device, watch: Watch | None = None) -> list[Result]:
     """All checks, one after another, of which `watch` is told."""
     why = why_no_kernels(device)
     shapes = INTERPRETED if kernels.INTERPRETED else COMPILED
     asked = [(check, partial(_told, check, shapes, device, why)) for check in kernel_checks()]
     asked += [(check, partial(_told, check, PRODUCTS, device, "")) for check in product_checks()]
-    return watched([(check.name, partial(found, check.name, told)) for check, told in asked], watch or Watch())
+    return watched([(check.name, partial(outcome_of, check.name, told)) for check, told in asked], watch or Watch())
 
 
 def why_no_kernels(device: torch.device) -> str:
@@ -76,10 +76,10 @@ def why_no_kernels(device: torch.device) -> str:
     return ""
 
 
-def _told(check: Check, shapes: Sequence[tuple[int, ...]], device: torch.device, why: str) -> str | None:
+def _told(check: KernelCheck, shapes: Sequence[tuple[int, ...]], device: torch.device, why: str) -> str | None:
     """What is wrong, or None."""
     if why:
-        raise NotHere(why)
+        raise UnavailableError(why)
     wrong = [shape for shape in shapes if not check.is_right(shape, device)]
     more = f" and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
     return f"{check.otherwise}, of shape {' and '.join(map(_by, wrong[:TOLD]))}{more}" if wrong else None
@@ -113,26 +113,26 @@ def _right(case: Any) -> bool:
     return bool(case.is_right(case.call()))
 
 
-def kernel_checks() -> Iterator[Check]:
+def kernel_checks() -> Iterator[KernelCheck]:
     """One for each kernel and format."""
     for fmt in FORMATS.values():
         if fmt.copies[Copy.ROWWISE].codes.encoding.bits > 8:
-            yield Check(f"quantize {fmt.name}", _sixteen_bits)
+            yield KernelCheck(f"quantize {fmt.name}", _sixteen_bits)
         else:
             yield from _of_format(fmt)
-    yield Check("transpose of bytes", lambda s, d: _right(cases.turn(random(s, d))))
-    yield Check("sum of gradients", lambda s, d: _right(cases.add_up(random(s, d))))
+    yield KernelCheck("transpose of bytes", lambda s, d: _right(cases.transpose_case(random(s, d))))
+    yield KernelCheck("sum of gradients", lambda s, d: _right(cases.rounded_sum_case(random(s, d))))
     for centered, name in ((False, "RMSNorm"), (True, "LayerNorm")):
-        yield Check(f"{name}, forward and backward", partial(_norm, centered=centered), TOO_FAR)
+        yield KernelCheck(f"{name}, forward and backward", partial(_norm, centered=centered), TOO_FAR)
     for name in ACTIVATIONS:
-        yield Check(f"{name}, forward and backward", partial(_activation, name=name), TOO_FAR)
+        yield KernelCheck(f"{name}, forward and backward", partial(_activation, name=name), TOO_FAR)
     for interleaved in (False, True):
         name = "rotary embedding" + (", interleaved" if interleaved else "")
-        yield Check(f"{name}, forward and backward", partial(_rotary, interleaved=interleaved))
+        yield KernelCheck(f"{name}, forward and backward", partial(_rotary, interleaved=interleaved))
     yield from _over_tensors()
     for name in recipe_names():
         if backend.block_together(recipe.resolve(name)) is not None:
-            yield Check(f"experts at once, {name}", partial(_experts, recipe=name), f"{OTHER_BITS}, or {TOO_FAR}")
+            yield KernelCheck(f"experts at once, {name}", partial(_experts, recipe=name), f"{OTHER_BITS}, or {TOO_FAR}")
 
 
 def _experts(shape: Shape, device: torch.device, recipe: str) -> bool:
@@ -140,33 +140,35 @@ def _experts(shape: Shape, device: torch.device, recipe: str) -> bool:
 
 
 def _sixteen_bits(shape: Shape, device: torch.device) -> bool:
-    raise NotHere("16-bit codes are those of optimizer states, which Adam's kernel writes")
+    raise UnavailableError("16-bit codes are those of optimizer states, which Adam's kernel writes")
 
 
-def _of_format(fmt: Format) -> Iterator[Check]:
+def _of_format(fmt: Format) -> Iterator[KernelCheck]:
     """What is done with one format: each result on the device that is checked, and the oracle's there as on a CPU."""
     name, only, block = fmt.name, len(fmt.copies) == 1, fmt.copies[Copy.ROWWISE].block
-    yield Check(f"oracle {name}", partial(_oracle, fmt=fmt), "other bits than on a CPU")
-    yield Check(f"quantize {name}", lambda s, d: _right(cases.one_way(random(s, d), fmt, False, True)))
+    yield KernelCheck(f"oracle {name}", partial(_oracle, fmt=fmt), "other bits than on a CPU")
+    yield KernelCheck(f"quantize {name}", lambda s, d: _right(cases.quantize_case(random(s, d), fmt, False, True)))
     for which in list(fmt.copies)[1:]:
-        yield Check(f"quantize {name}, {which.value}", partial(_other_copy, fmt=fmt, which=which))
+        yield KernelCheck(f"quantize {name}, {which.value}", partial(_other_copy, fmt=fmt, which=which))
     if fmt.transposable:
-        yield Check(f"quantize {name} + transpose", lambda s, d: _right(cases.one_way(random(s, d), fmt, True, True)))
+        yield KernelCheck(
+            f"quantize {name} + transpose", lambda s, d: _right(cases.quantize_case(random(s, d), fmt, True, True))
+        )
     elif only and block[0] == 1:
         for scaling in _scalings(fmt):
             extras = [word for word in ("stochastic_rounding", "random_hadamard") if getattr(scaling, word)]
-            yield Check(
+            yield KernelCheck(
                 f"quantize {name}, both directions" + "".join(f" + {extra}" for extra in extras),
                 partial(_both_ways, fmt=fmt, scaling=scaling),
             )
-    yield Check(f"amax {name}", lambda s, d: _right(cases.amaxes(random(s, d), fmt)))
+    yield KernelCheck(f"amax {name}", lambda s, d: _right(cases.amax_case(random(s, d), fmt)))
     if fmt.copies[Copy.ROWWISE].amax is None:
-        yield Check(f"scales {name}", lambda s, d: _right(cases.scales_of(random(s, d), fmt)))
-    yield Check(f"dequantize {name}", lambda s, d: _right(cases.back(random(s, d), fmt)))
+        yield KernelCheck(f"scales {name}", lambda s, d: _right(cases.scales_case(random(s, d), fmt)))
+    yield KernelCheck(f"dequantize {name}", lambda s, d: _right(cases.dequantize_case(random(s, d), fmt)))
     if only and (block[0] == 1 or fmt.transposable):
-        yield Check(f"LayerNorm + quantize {name}", lambda s, d: fused.norm_codes(s, d, fmt))
-        yield Check(f"activation + quantize {name}", lambda s, d: fused.activation_codes(s, d, fmt))
-        yield Check(f"gradient + quantize {name}", lambda s, d: fused.gradient_codes(s, d, fmt))
+        yield KernelCheck(f"LayerNorm + quantize {name}", lambda s, d: fused.norm_codes(s, d, fmt))
+        yield KernelCheck(f"activation + quantize {name}", lambda s, d: fused.activation_codes(s, d, fmt))
+        yield KernelCheck(f"gradient + quantize {name}", lambda s, d: fused.gradient_codes(s, d, fmt))
 
 
 def _scalings(fmt: Format) -> list[Scaling]:
@@ -177,16 +179,16 @@ def _scalings(fmt: Format) -> list[Scaling]:
 
 
 def _both_ways(shape: Shape, device: torch.device, fmt: Format, scaling: Scaling) -> bool:
-    return _right(cases.both_ways(random(shape, device), fmt, scaling))
+    return _right(cases.quantize_both_case(random(shape, device), fmt, scaling))
 
 
 def _other_copy(shape: Shape, device: torch.device, fmt: Format, which: Copy) -> bool:
-    return _right(cases.one_way(random(shape, device), fmt, False, False, which))
+    return _right(cases.quantize_case(random(shape, device), fmt, False, False, which))
 
 
 def _oracle(shape: Shape, device: torch.device, fmt: Format) -> bool:
     if device.type == "cpu":
-        raise NotHere("this is a CPU")
+        raise UnavailableError("this is a CPU")
     x = random(shape, device)[:CPU_ROWS]
     here, there = numerics.quantize(x, fmt), numerics.quantize(x.cpu(), fmt)
     return all(torch.equal(here[name].cpu(), part) for name, part in there.items())
@@ -204,14 +206,14 @@ def _rotary(shape: Shape, device: torch.device, interleaved: bool) -> bool:
     return fused.rotary(shape, device, interleaved)
 
 
-def _over_tensors() -> Iterator[Check]:
-    yield Check("gradients that are not finite", lambda s, d: steps.too_large(s, d))
-    yield Check("amax histories", lambda s, d: steps.histories(s, d))
+def _over_tensors() -> Iterator[KernelCheck]:
+    yield KernelCheck("gradients that are not finite", lambda s, d: steps.too_large(s, d))
+    yield KernelCheck("amax histories", lambda s, d: steps.histories(s, d))
     for name in recipe_names():
         for words, options in MOMENTS.items():
-            yield Check(f"Adam, {name}{words}", partial(_adam, recipe=name, options=options))
+            yield KernelCheck(f"Adam, {name}{words}", partial(_adam, recipe=name, options=options))
     remainders = {"store_param_remainders": True}
-    yield Check("Adam, bf16, remainders", partial(_adam, recipe="bf16", options=remainders))
+    yield KernelCheck("Adam, bf16, remainders", partial(_adam, recipe="bf16", options=remainders))
 
 
 def _adam(shape: Shape, device: torch.device, recipe: str, options: dict[str, Any]) -> bool:
@@ -226,16 +228,18 @@ def recipe_names() -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- products
 
 
-def product_checks() -> Iterator[Check]:
+def product_checks() -> Iterator[KernelCheck]:
     """One for each pair of formats that some hardware multiplies."""
     for left, right, native in gemms.pairs():
-        yield Check(
+        yield KernelCheck(
             f"native GEMM {left.name} by {right.name}",
             partial(_product, left=left, right=right, native=native), TOO_FAR,
         )  # fmt: skip
 
 
-def _product(shape: tuple[int, int, int], device: torch.device, left: Format, right: Format, native: Native) -> bool:
+def _product(
+    shape: tuple[int, int, int], device: torch.device, left: Format, right: Format, native: ScaledProduct
+) -> bool:
     if not native.is_on(device):
-        raise NotHere(f"emulated: it needs compute capability {native.needs}")
-    return gemms.product(shape, device, left, right)
+        raise UnavailableError(f"emulated: it needs compute capability {native.needs}")
+    return gemms.is_right_product(shape, device, left, right)

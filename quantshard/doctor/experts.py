@@ -13,16 +13,16 @@ from torch import Tensor
 
 from quantshard import backend, compute, operands
 from quantshard import recipe as recipes
-from quantshard.doctor.cases import same
+from quantshard.doctor.cases import same_bits
 from quantshard.kernels import grouped_matmul
-from quantshard.kernels.grouped import Segments
-from quantshard.kernels.grouped_matmul import Codes
-from quantshard.modules.grouped import Layer
+from quantshard.kernels.grouped import ExpertSegments
+from quantshard.kernels.grouped_matmul import EncodedRows
+from quantshard.modules.grouped import ExpertsLayer
 from quantshard.modules.linear_operands import cells
-from quantshard.modules.recompute import Call
+from quantshard.modules.recompute import LinearContext
 from quantshard.recipe import TensorRole
 from quantshard.storage import QuantizedStorage
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 
 Shape = tuple[int, int]
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -41,57 +41,57 @@ def are_right(name: str, shape: Shape, device: torch.device) -> bool:
     x, dy = (torch.randn(size, dtype=torch.float32, generator=generator).bfloat16().to(device) for size in sizes)
     layer = _layer(recipes.resolve(name), counts, (outputs, features), device)
     segments, values = layer.segments(device), [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
-    (a, a_turned), (b, b_turned) = (
+    (a, a_transposed), (b, b_transposed) = (
         layer.quantized(of, role, segments, True) for of, role in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT))
     )
     ones, others = (_oracle(layer, of, role) for of, role in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
     right = [_same(found, segments, of) for found, of in ((a, ones), (b, others))]
     held, dtype = layer.operands(layer.weights), torch.bfloat16
-    y = grouped_matmul.rows_times_weights(a, held, segments, dtype, turned=True)
-    dx = grouped_matmul.rows_times_weights(b, held, segments, dtype, turned=False)
-    dw = grouped_matmul.weight_gradients(b_turned, a_turned, segments, dtype)
+    y = grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True)
+    dx = grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False)
+    dw = grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype)
     right.append(_close(y, [(p, w.t()) for (p, _), w in zip(_values(ones), values, strict=True)], torch.cat))
     right.append(_close(dx, [(p, w) for (p, _), w in zip(_values(others), values, strict=True)], torch.cat))
     pairs = zip(_values(others), _values(ones), strict=True)
-    right.append(_close(dw, [(turned, other.t()) for (_, turned), (_, other) in pairs], torch.stack))
+    right.append(_close(dw, [(transposed, other.t()) for (_, transposed), (_, other) in pairs], torch.stack))
     return all(right)
 
 
-def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> Layer:
+def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
     """With weights of random numbers, and histories that remember one amax."""
     cell, block = recipe.weight, backend.block_together(recipe)
     assert cell is not None and block is not None
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, dtype=torch.float32, generator=generator).to(device) for _ in counts]
-    weights = [quantize(value, cell, dtype=torch.bfloat16) for value in values]
+    weights = [quantize_weight(value, cell, dtype=torch.bfloat16) for value in values]
     past = [torch.full((2,), PAST, dtype=torch.float32, device=device) for _ in counts]
-    return Layer(
-        weights, (), counts, block, Call(recipe, None, False), dict.fromkeys(TensorRole, past), False, None
+    return ExpertsLayer(
+        weights, (), counts, block, LinearContext(recipe, None, False), dict.fromkeys(TensorRole, past), False, None
     )  # fmt: skip
 
 
 Oracles = Sequence[tuple[QuantizedStorage, QuantizedStorage]]
 
 
-def _oracle(layer: Layer, values: Tensor, role: TensorRole) -> Oracles:
+def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
     """Of each expert's rows and their transpose."""
     first, second = cells(layer.call.recipe, role)
     assert first is not None and second is not None
     past = torch.full((), PAST, dtype=torch.float32, device=values.device) if first.scaling.history else None
     with compute.kernels_only_on():
         return [
-            (operands.quantize(part, first, amax=past), operands.quantize(part.t(), second, amax=past))
+            (operands.quantize_operand(part, first, amax=past), operands.quantize_operand(part.t(), second, amax=past))
             for part in values.split(list(layer.counts))
         ]
 
 
-def _same(found: Codes, segments: Segments, expected: Oracles) -> bool:
+def _same(found: EncodedRows, segments: ExpertSegments, expected: Oracles) -> bool:
     """Codes and scales of the rows."""
     right = True
     for (expert, first, end, _), (wanted, _) in zip(segments.spans.tolist(), expected, strict=True):
         codes, scales = wanted.components.values()
         here = found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
-        right &= same(found.codes[first:end], codes) and same(here, scales)
+        right &= same_bits(found.codes[first:end], codes) and same_bits(here, scales)
     return right
 
 

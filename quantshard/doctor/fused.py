@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from quantshard import compute
-from quantshard.doctor.cases import wanted
+from quantshard.doctor.cases import expected_quantization
 from quantshard.formats import Format
 from quantshard.kernels import activation as ka
 from quantshard.kernels import norm as kn
 from quantshard.kernels import rotary as kr
-from quantshard.kernels.results import Outputs, Targets
+from quantshard.kernels.results import EpilogueRequest, Targets
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 Shape = tuple[int, int]
@@ -52,22 +52,22 @@ def close(found: Tensor, exact: Tensor, error: Tensor) -> bool:
     return bool(((found.double() - exact).abs() <= room).all())
 
 
-def _wanted(high: Tensor, fmt: Format) -> tuple[Outputs, Callable[[Targets], bool]]:
+def _wanted(high: Tensor, fmt: Format) -> tuple[EpilogueRequest, Callable[[Targets], bool]]:
     """How results are to be quantized, by rows and by columns, and whether a kernel did so."""
-    request, is_right, _ = wanted(high, fmt, turned=fmt.transposable)
+    request, is_right, _ = expected_quantization(high, fmt, transposed=fmt.transposable)
     if fmt.transposable:
-        return Outputs(request), lambda targets: is_right(targets[0])
-    other, other_is_right, _ = wanted(high.t(), fmt)
-    return Outputs(request, other), lambda targets: is_right(targets[0]) and other_is_right(targets[1])
+        return EpilogueRequest(request), lambda targets: is_right(targets[0])
+    other, other_is_right, _ = expected_quantization(high.t(), fmt)
+    return EpilogueRequest(request, other), lambda targets: is_right(targets[0]) and other_is_right(targets[1])
 
 
 # -------------------------------------------------------------------------------------------------------- normalization
 
 
-class Exact:
+class NormReference:
     """A normalization of rows in float64, and how far a kernel may be from it: names as in `kernels/norm.py`."""
 
-    def __init__(self, x: Tensor, p: kn.Parameters, centered: bool) -> None:
+    def __init__(self, x: Tensor, p: kn.NormParameters, centered: bool) -> None:
         z, self.centered = x.double(), centered
         self.gamma = p.gamma.double()
         self.beta = torch.zeros_like(self.gamma) if p.beta is None else p.beta.double()
@@ -107,8 +107,8 @@ def norm(shape: Shape, device: torch.device, centered: bool) -> bool:
     x, dy = values(shape, device, 0), values(shape, device, 1)
     p = _parameters(shape[1], device, centered)
     statistics, _ = kn.norm_statistics(x, EPS, centered)
-    high, exact = torch.empty_like(x), Exact(x, p, centered)
-    kn.normalize_and_quantize(x, statistics, p, Outputs(high=high))
+    high, exact = torch.empty_like(x), NormReference(x, p, centered)
+    kn.normalize_and_quantize(x, statistics, p, EpilogueRequest(high=high))
     return exact.result_is_right(high) and exact.gradients_are_right(dy, *kn.norm_backward(dy, x, statistics, p))
 
 
@@ -117,14 +117,14 @@ def norm_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
     x, p = values(shape, device, 0), _parameters(shape[1], device, True)
     amax, high = torch.zeros((), dtype=torch.float32, device=device), torch.empty_like(x)
     statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
-    kn.normalize_and_quantize(x, statistics, p, Outputs(high=high))
+    kn.normalize_and_quantize(x, statistics, p, EpilogueRequest(high=high))
     outputs, is_right = _wanted(high, fmt)
     targets = kn.normalize_and_quantize(x, statistics, p, outputs)
     return torch.equal(amax, high.abs().amax().float()) and is_right(targets)
 
 
-def _parameters(size: int, device: torch.device, centered: bool) -> kn.Parameters:
-    return kn.Parameters(values((size,), device, 8), values((size,), device, 9) if centered else None, 0.0)
+def _parameters(size: int, device: torch.device, centered: bool) -> kn.NormParameters:
+    return kn.NormParameters(values((size,), device, 8), values((size,), device, 9) if centered else None, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -152,9 +152,9 @@ def activation(shape: Shape, device: torch.device, name: str) -> bool:
     gate, dh, up = (values(shape, device, seed) for seed in range(3))
     high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
     gated = name in ka.GATED
-    ka.activate_and_quantize(gate, name, up if gated else None, Outputs(high=high))
-    second = Outputs(high=d_up) if gated else None
-    ka.activate_backward_and_quantize(dh, gate, name, up if gated else None, Outputs(high=d_gate), second)
+    ka.activate_and_quantize(gate, name, up if gated else None, EpilogueRequest(high=high))
+    second = EpilogueRequest(high=d_up) if gated else None
+    ka.activate_backward_and_quantize(dh, gate, name, up if gated else None, EpilogueRequest(high=d_gate), second)
 
     value, slope, z, weight = _exact(gate.double(), ka.GATED.get(name, name))
     factor, x, dh = up.double() if gated else torch.ones_like(value), gate.double(), dh.double()
@@ -171,8 +171,10 @@ def activation_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
     """A gated activation with quantization, forward and backward, by rows and by columns."""
     gate, dh, up = (values(shape, device, seed) for seed in range(3))
     highs = [torch.empty_like(gate) for _ in range(3)]
-    ka.activate_and_quantize(gate, GATED, up, Outputs(high=highs[0]))
-    ka.activate_backward_and_quantize(dh, gate, GATED, up, Outputs(high=highs[1]), Outputs(high=highs[2]))
+    ka.activate_and_quantize(gate, GATED, up, EpilogueRequest(high=highs[0]))
+    ka.activate_backward_and_quantize(
+        dh, gate, GATED, up, EpilogueRequest(high=highs[1]), EpilogueRequest(high=highs[2])
+    )
     (outputs, *of_gradients), tests = zip(*(_wanted(high, fmt) for high in highs), strict=True)
     found = [
         ka.activate_and_quantize(gate, GATED, up, outputs),
@@ -185,8 +187,8 @@ def gradient_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
     """The gradient of an output as it is, with its amax and the sum over its rows."""
     dy, amax = values(shape, device, 0), torch.zeros((), dtype=torch.float32, device=device)
     sums = torch.empty(shape[1], dtype=torch.float32, device=device)
-    request, is_right, _ = wanted(dy, fmt, turned=fmt.transposable)
-    target, _ = ka.quantize_gradient(dy, Outputs(request, amax=amax, sums=sums))
+    request, is_right, _ = expected_quantization(dy, fmt, transposed=fmt.transposable)
+    target, _ = ka.quantize_gradient(dy, EpilogueRequest(request, amax=amax, sums=sums))
     exact = dy.double()
     near = close(sums, exact.sum(0), shape[0] * U * exact.abs().sum(0))
     return is_right(target) and near and torch.equal(amax, dy.abs().amax().float())

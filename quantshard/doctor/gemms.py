@@ -31,14 +31,14 @@ SMALL: tuple[Sizes, ...] = tuple(
 """Small products: every two sizes of two dims, with one element, with what fills no tile, and with a single block."""
 
 
-def by_columns(storage: QuantizedStorage) -> QuantizedStorage:
+def with_column_scales(storage: QuantizedStorage) -> QuantizedStorage:
     """The same with its scales column by column, as kernels store those that products read so (`sources`)."""
     name = storage.cell.format.copies[Copy.ROWWISE].scale.name
-    turned = storage.components[name].t().contiguous().t()
-    return replace(storage, components=storage.components | {name: turned})
+    transposed = storage.components[name].t().contiguous().t()
+    return replace(storage, components=storage.components | {name: transposed})
 
 
-def pairs() -> Iterator[tuple[Format, Format, backend.Native]]:
+def pairs() -> Iterator[tuple[Format, Format, backend.ScaledProduct]]:
     """Formats of the left and right operand, of one copy each, and their scaled product."""
     once = [fmt for fmt in FORMATS.values() if len(fmt.copies) == 1]
     for left in once:
@@ -48,7 +48,7 @@ def pairs() -> Iterator[tuple[Format, Format, backend.Native]]:
                 yield left, right, native
 
 
-def product(sizes: Sizes, device: torch.device, left: Format, right: Format) -> bool:
+def is_right_product(sizes: Sizes, device: torch.device, left: Format, right: Format) -> bool:
     """Forward, and where one copy serves both directions the gradients' products too: within the bound.
 
     Operands of small ones come from the oracle, since kernels would be compiled for many of their shapes; their scales
@@ -57,8 +57,8 @@ def product(sizes: Sizes, device: torch.device, left: Format, right: Format) -> 
     if max(sizes) > max(SIZES):
         return _product(sizes, device, left, right, lambda a, b: (a, b))
     with compute.kernels_only_on():
-        return _product(sizes, device, left, right, lambda a, b: (by_columns(a), b)) and _product(
-            sizes, device, left, right, lambda a, b: (a, by_columns(b))
+        return _product(sizes, device, left, right, lambda a, b: (with_column_scales(a), b)) and _product(
+            sizes, device, left, right, lambda a, b: (a, with_column_scales(b))
         )
 
 
@@ -82,7 +82,7 @@ def _operand(shape: tuple[int, int], fmt: Format, device: torch.device, seed: in
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, dtype=torch.float32, generator=generator)
     x *= torch.rand(shape[0], 1, dtype=torch.float32, generator=generator).exp()
-    storage = operands.quantize(x.bfloat16().to(device), Cell(fmt))
+    storage = operands.quantize_operand(x.bfloat16().to(device), Cell(fmt))
     return storage, numerics.dequantize(fmt.copies[Copy.ROWWISE], storage.components, shape).double()
 
 

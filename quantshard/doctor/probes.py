@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantshard import kernels, numerics, recipe
 from quantshard.doctor import checks, products
-from quantshard.doctor.results import NotHere, Result, Watch, first_line, found, watched
+from quantshard.doctor.results import Result, UnavailableError, Watch, first_line, outcome_of, watched
 from quantshard.doctor.timing import bounded, bytes_of
 from quantshard.formats import Format
 
@@ -32,7 +32,7 @@ NEAR = 2.0**-7
 """What a product's first rows may be apart from what they must be, of their norm."""
 
 
-class Sizes(NamedTuple):
+class ProbeSizes(NamedTuple):
     """Of the matrix that is copied and quantized, and of the square ones that are multiplied."""
 
     rows: int
@@ -40,29 +40,29 @@ class Sizes(NamedTuple):
     product: int
 
 
-ON_GPU, ON_CPU = Sizes(16384, 14336, 8192), Sizes(256, 2048, 512)
+ON_GPU, ON_CPU = ProbeSizes(16384, 14336, 8192), ProbeSizes(256, 2048, 512)
 
 
-def run(device: torch.device, folder: Path, watch: Watch | None = None) -> list[Result]:
+def run_probes(device: torch.device, folder: Path, watch: Watch | None = None) -> list[Result]:
     """All probes, one after another, of which `watch` is told; `folder`: whose disk is probed."""
-    tasks = [(name, partial(found, name, measure, unit)) for name, unit, measure in _probes(device, folder)]
+    tasks = [(name, partial(outcome_of, name, measure, unit)) for name, unit, measure in _probes(device, folder)]
     after = torch.cuda.empty_cache if device.type == "cuda" else lambda: None
     return watched(tasks, watch or Watch(), after)
 
 
 def _probes(device: torch.device, folder: Path) -> Iterator[tuple[str, str, Callable[[], float | str]]]:
     sizes = _sizes(device)
-    yield "copy", RATE, partial(copy, device, sizes)
+    yield "copy", RATE, partial(probe_copy, device, sizes)
     for name, fmt in _weights():
-        yield f"quantize, {name} weight", RATE, partial(quantize, device, sizes, fmt)
+        yield f"quantize, {name} weight", RATE, partial(probe_quantize, device, sizes, fmt)
     for kind in products.KINDS:
-        yield f"GEMM {kind}", FLOPS, partial(product, device, sizes, kind)
+        yield f"GEMM {kind}", FLOPS, partial(probe_product, device, sizes, kind)
     speeds: list[float] = []
-    yield "disk write", RATE, partial(write, folder, speeds)
-    yield "disk read", RATE, partial(read, speeds)
+    yield "disk write", RATE, partial(probe_write, folder, speeds)
+    yield "disk read", RATE, partial(probe_read, speeds)
 
 
-def _sizes(device: torch.device) -> Sizes:
+def _sizes(device: torch.device) -> ProbeSizes:
     """Of a GPU, so that the oracle, which checks what is timed, fits into its free memory."""
     if device.type != "cuda":
         return ON_CPU
@@ -73,11 +73,11 @@ def _sizes(device: torch.device) -> Sizes:
     return ON_GPU._replace(rows=rows, product=ON_GPU.product if rows == ON_GPU.rows else 4096)
 
 
-def _matrix(device: torch.device, sizes: Sizes) -> Tensor:
+def _matrix(device: torch.device, sizes: ProbeSizes) -> Tensor:
     return torch.randn(sizes.rows, sizes.cols, dtype=torch.bfloat16, device=device)
 
 
-def copy(device: torch.device, sizes: Sizes) -> float:
+def probe_copy(device: torch.device, sizes: ProbeSizes) -> float:
     """Bytes read and written by a copy."""
     x = _matrix(device, sizes)
     other = torch.empty_like(x)
@@ -94,33 +94,33 @@ def _weights() -> Iterator[tuple[str, Format]]:
             yield name, cell.format
 
 
-def quantize(device: torch.device, sizes: Sizes, fmt: Format) -> float:
+def probe_quantize(device: torch.device, sizes: ProbeSizes, fmt: Format) -> float:
     """Bytes that must be read and written to quantize one way: by the kernel, or by the oracle where none runs."""
     x = _matrix(device, sizes)
     if kernels.INTERPRETED:
-        raise NotHere("kernels are interpreted")
+        raise UnavailableError("kernels are interpreted")
     if checks.why_no_kernels(device):
         parts = numerics.quantize(x, fmt)
         took = bounded(lambda: numerics.quantize(x, fmt), device.type, SECONDS)
         return bytes_of(x, *parts.values()) / took / 1e6
-    case = cases.one_way(x, fmt, turned=False, next_amax=False)
+    case = cases.quantize_case(x, fmt, transposed=False, next_amax=False)
     return case.moved / bounded(case.call, device.type, SECONDS) / 1e6
 
 
-def product(device: torch.device, sizes: Sizes, kind: str) -> float | str:
+def probe_product(device: torch.device, sizes: ProbeSizes, kind: str) -> float | str:
     """Operations of a product of square matrices by PyTorch's kernel, checked on some of its rows."""
     size = sizes.product
     try:
         made = products.KINDS[kind](size, size, size, device.type)
         first = made.call()[: products.CHECKED_ROWS].float()
     except (RuntimeError, NotImplementedError, ValueError) as error:  # PyTorch's, where there is no such kernel
-        raise NotHere(first_line(error)) from None
+        raise UnavailableError(first_line(error)) from None
     if not (first - made.expected).norm() <= NEAR * made.expected.norm():
         return "another product"
     return 2 * size**3 / bounded(made.call, device.type, SECONDS) / 1e9
 
 
-def write(folder: Path, speeds: list[float]) -> float:
+def probe_write(folder: Path, speeds: list[float]) -> float:
     """Bytes written to a file and synced. It is read too, before it is gone, and that speed appended to `speeds`."""
     piece = torch.randint(0, 256, (PIECE,), dtype=torch.uint8).numpy().tobytes()
     try:
@@ -132,7 +132,7 @@ def write(folder: Path, speeds: list[float]) -> float:
             speed = written / (time.perf_counter() - start) / 1e9
             speeds.append(_read(file, written))
     except OSError as error:
-        raise NotHere(f"cannot write there: {error.strerror}") from None
+        raise UnavailableError(f"cannot write there: {error.strerror}") from None
     return speed
 
 
@@ -147,8 +147,8 @@ def _read(file: BinaryIO, size: int) -> float:
     return size / (time.perf_counter() - start) / 1e9
 
 
-def read(speeds: list[float]) -> float:
-    """What `write` saw when it read its file."""
+def probe_read(speeds: list[float]) -> float:
+    """What `probe_write` saw when it read its file."""
     if not speeds:
-        raise NotHere("nothing could be written")
+        raise UnavailableError("nothing could be written")
     return speeds[0]

@@ -17,7 +17,7 @@ CHECKED_ROWS = 128
 """Rows of a product that are compared with what they must be."""
 
 
-class Product(NamedTuple):
+class ReferenceProduct(NamedTuple):
     """A product x @ y^T: the call, and what its first rows must be."""
 
     call: Callable[[], Tensor]
@@ -39,13 +39,13 @@ def spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Te
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def bf16(m: int, n: int, k: int, device: str) -> Product:
+def bf16(m: int, n: int, k: int, device: str) -> ReferenceProduct:
     """Of two operands without scales."""
     x, y = (torch.randn(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
-    return Product(lambda: x @ y.t(), x[:CHECKED_ROWS].float() @ y.float().t())
+    return ReferenceProduct(lambda: x @ y.t(), x[:CHECKED_ROWS].float() @ y.float().t())
 
 
-class Side(NamedTuple):
+class ProductScaling(NamedTuple):
     """How an operand is scaled: PyTorch's name, the block, and how its grid is laid out."""
 
     kind: str
@@ -53,14 +53,16 @@ class Side(NamedTuple):
     layout: Callable[[Tensor], Tensor]
 
 
-SCALAR = Side("TensorWise", (ALL, ALL), lambda scales: scales.view(()))
-ROW = Side("RowWise", (1, ALL), lambda scales: scales)
-ROW_RIGHT = Side("RowWise", (1, ALL), lambda scales: scales.t())
-VECTOR = Side("BlockWise1x128", (1, 128), backend.by_columns)
-SQUARE = Side("BlockWise128x128", (128, 128), backend.by_four)
+SCALAR = ProductScaling("TensorWise", (ALL, ALL), lambda scales: scales.view(()))
+ROW = ProductScaling("RowWise", (1, ALL), lambda scales: scales)
+ROW_RIGHT = ProductScaling("RowWise", (1, ALL), lambda scales: scales.t())
+VECTOR = ProductScaling("BlockWise1x128", (1, 128), backend.by_columns)
+SQUARE = ProductScaling("BlockWise128x128", (128, 128), backend.by_four)
 
 
-def scaled(m: int, n: int, k: int, device: str, *, left: Side, right: Side, fast: bool = False) -> Product:
+def fp8_product(
+    m: int, n: int, k: int, device: str, *, left: ProductScaling, right: ProductScaling, fast: bool = False
+) -> ReferenceProduct:
     """Of FP8 operands with scales; `fast`: sums are kept in fewer bits."""
     types = F.ScalingType
     operands, scales, values = [], [], []
@@ -75,15 +77,15 @@ def scaled(m: int, n: int, k: int, device: str, *, left: Side, right: Side, fast
     call = lambda: F.scaled_mm(  # noqa: E731
         operands[0], operands[1].t(), scales[0], kinds[0], scales[1], kinds[1], use_fast_accum=fast
     )
-    return Product(call, values[0] @ values[1].t())
+    return ReferenceProduct(call, values[0] @ values[1].t())
 
 
-KINDS: dict[str, Callable[[int, int, int, str], Product]] = {
+KINDS: dict[str, Callable[[int, int, int, str], ReferenceProduct]] = {
     "BF16": bf16,
-    "FP8 per tensor": partial(scaled, left=SCALAR, right=SCALAR),
-    "FP8 per tensor, fast accumulation": partial(scaled, left=SCALAR, right=SCALAR, fast=True),
-    "FP8 by rows": partial(scaled, left=ROW, right=ROW_RIGHT),
-    "FP8 1x128 by 128x128": partial(scaled, left=VECTOR, right=SQUARE),
-    "FP8 1x128 by 1x128": partial(scaled, left=VECTOR, right=VECTOR),
+    "FP8 per tensor": partial(fp8_product, left=SCALAR, right=SCALAR),
+    "FP8 per tensor, fast accumulation": partial(fp8_product, left=SCALAR, right=SCALAR, fast=True),
+    "FP8 by rows": partial(fp8_product, left=ROW, right=ROW_RIGHT),
+    "FP8 1x128 by 128x128": partial(fp8_product, left=VECTOR, right=SQUARE),
+    "FP8 1x128 by 1x128": partial(fp8_product, left=VECTOR, right=VECTOR),
 }
 """Kind -> a product of [m, k] by [n, k] on a device."""

@@ -36,7 +36,7 @@ _STYLES = {OK: "green", WRONG: "bold red", NOT_HERE: "dim"}
 
 
 @dataclass(frozen=True)
-class Report:
+class MachineReport:
     """What `diagnose` found. rich prints it as tables.
 
     `about`: the keys of the JSON before "checks". `probes`: None where they were skipped.
@@ -61,7 +61,7 @@ class Report:
         yield _render(self)
 
 
-def diagnose(folder: Path | None, watch: Watch | None = None, device: torch.device | None = None) -> Report:
+def diagnose(folder: Path | None, watch: Watch | None = None, device: torch.device | None = None) -> MachineReport:
     """Look at this machine, run the self-test and, unless `folder` is None, the probes.
 
     Args:
@@ -70,15 +70,15 @@ def diagnose(folder: Path | None, watch: Watch | None = None, device: torch.devi
         device: default: the first GPU, or the CPU where there is none.
     """
     device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-    about = describe(device)
-    tested = tuple(checks.run(device, watch))
-    return Report(about, tested, None if folder is None else tuple(probes.run(device, folder, watch)))
+    about = describe_machine(device)
+    tested = tuple(checks.run_checks(device, watch))
+    return MachineReport(about, tested, None if folder is None else tuple(probes.run_probes(device, folder, watch)))
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """The keys of the JSON that need no run."""
     why = checks.why_no_kernels(device)
     return {
@@ -158,7 +158,7 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _render(report: Report) -> Group:
+def _render(report: MachineReport) -> Group:
     parts: list[Any] = [_machine(report.about), _paths(report.about)]
     parts.append(_lines("self-test", report.checks))
     if report.probes is not None:

@@ -15,7 +15,7 @@ _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:\\|~?/)[^\s'\"`,;:()]+")
 _LONGEST = 200
 
 
-class NotHere(Exception):
+class UnavailableError(Exception):
     """Raised by a check or probe of what this machine does not have; the message says why."""
 
 
@@ -55,11 +55,11 @@ def watched(
     return results
 
 
-def found(name: str, measure: Callable[[], float | str | None], unit: str = "") -> Result:
+def outcome_of(name: str, measure: Callable[[], float | str | None], unit: str = "") -> Result:
     """What `measure` returns or raises: a value, nothing, or in words what is wrong. No error gets past it."""
     try:
         told = measure()
-    except NotHere as why:
+    except UnavailableError as why:
         return Result(name, NOT_HERE, str(why), unit=unit)
     except torch.cuda.OutOfMemoryError:
         return Result(name, NOT_HERE, "the device has not enough free memory", unit=unit)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from quantshard import amax, compute, numerics
 from quantshard import recipe as recipes
-from quantshard.doctor.cases import same
+from quantshard.doctor.cases import same_bits
 from quantshard.kernels import multi_tensor
 from quantshard.optimizers import FusedAdam
-from quantshard.tensor import QuantizedTensor, quantize
+from quantshard.tensor import QuantizedTensor, quantize_weight
 
 Shape = tuple[int, int]
 
@@ -45,7 +45,7 @@ def fused_adam(
     torch.manual_seed(0)  # for the keys of random words
     cell = recipes.resolve(recipe).weight
     params = [
-        nn.Parameter(w.bfloat16() if cell is None else quantize(w, cell, dtype=torch.bfloat16))
+        nn.Parameter(w.bfloat16() if cell is None else quantize_weight(w, cell, dtype=torch.bfloat16))
         for w in weights(shapes, device)
     ]
     return with_gradients(params, torch.bfloat16), FusedAdam(params, lr=1e-5, weight_decay=0.1, **options)
@@ -61,7 +61,7 @@ def has_oracles_bits(recipe: str, shapes: Sequence[Shape], device: str, **option
             optimizer.step()
         states = chain.from_iterable(state.values() for state in optimizer.state.values())
         found.append([*chain.from_iterable(map(_stored, params)), *chain.from_iterable(map(_stored, states))])
-    return all(same(a, b) for a, b in zip(*found, strict=True))
+    return all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
@@ -81,7 +81,7 @@ def histories(shape: Shape, device: torch.device) -> bool:
         amax.record_amaxes_(expected, amaxes)
     with compute.kernels_only_on(device.type):
         amax.record_amaxes_(kept, amaxes)
-    return all(same(one, other) for one, other in zip(kept, expected, strict=True))
+    return all(same_bits(one, other) for one, other in zip(kept, expected, strict=True))
 
 
 def too_large(shape: Shape, device: torch.device) -> bool:
@@ -95,7 +95,7 @@ def too_large(shape: Shape, device: torch.device) -> bool:
     for tensor, odd in zip(tensors, (2e4, float("nan"), 1.0, float("inf"), 1.0, -2e4, 1.0, 2e4, 1.0), strict=True):
         tensor[-1, -1] = odd
     expected = [float(numerics.exceeds(tensor, 1e4)) for tensor in tensors]
-    amaxes = multi_tensor.amaxes(tensors)
+    amaxes = multi_tensor.tensor_amaxes(tensors)
     largest = torch.stack([tensor.abs().amax().float() for tensor in tensors])
     nan = amaxes.isnan() & largest.isnan()
     right = torch.equal(amaxes.masked_fill(nan, 0), largest.masked_fill(nan, 0))

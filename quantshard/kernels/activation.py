@@ -4,8 +4,9 @@
     backward   d_gate = dh * act'(gate)        or, gated, dh * up * act'(gate)
                d_up   = dh * act(gate)
 
-in float32, rounded once to the dtype of `gate`; what then becomes of them is said by `Outputs`. The same kernels give
-amaxes alone, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + exp(-z)), the functions are
+in float32, rounded once to the dtype of `gate`; what then becomes of them is said by `EpilogueRequest`. The same
+kernels give amaxes alone, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + exp(-z)), the
+functions are
 
     relu    max(x, 0)               exact
     srelu   max(x, 0)**2            as the oracle, in the same order: equal bits
@@ -35,7 +36,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels import results
 from quantshard.kernels.quantize import tile_of
-from quantshard.kernels.results import Outputs, Targets, deliver, load_tile
+from quantshard.kernels.results import EpilogueRequest, Targets, deliver, load_tile
 
 GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
 """The function of the gate, of activations with two inputs."""
@@ -180,7 +181,7 @@ def function(activation: str, up: Tensor | None) -> str:
     return GATED.get(activation, activation)
 
 
-def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: Outputs) -> Targets:
+def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: EpilogueRequest) -> Targets:
     """act(gate), or act(gate) * up; oracle: `layernorm_mlp.activate`. The codes, as far as `outputs` asks for them.
 
     Args:
@@ -191,7 +192,7 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     """
     kind = function(activation, up)
     assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
-    p = results.plan(outputs, gate)
+    p = results.plan_epilogue(outputs, gate)
     gate, up = results.by_rows(gate), None if up is None else results.by_rows(up)
     if gate.numel() > 0:
         with ql.on(gate.device):
@@ -203,7 +204,12 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
 
 
 def activate_backward_and_quantize(
-    dh: Tensor, gate: Tensor, activation: str, up: Tensor | None, d_gate: Outputs, d_up: Outputs | None = None
+    dh: Tensor,
+    gate: Tensor,
+    activation: str,
+    up: Tensor | None,
+    d_gate: EpilogueRequest,
+    d_up: EpilogueRequest | None = None,
 ) -> tuple[Targets, Targets]:
     """Gradients of `activate_and_quantize` from that of its result, in one pass over the inputs: of gate, and of up.
 
@@ -215,7 +221,7 @@ def activate_backward_and_quantize(
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    p, q = results.plan(d_gate, gate, d_up), results.plan(d_up or Outputs(), gate, d_gate)
+    p, q = results.plan_epilogue(d_gate, gate, d_up), results.plan_epilogue(d_up or EpilogueRequest(), gate, d_gate)
     assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
     dh, gate, up = results.by_rows(dh), results.by_rows(gate), None if up is None else results.by_rows(up)
     if gate.numel() > 0:
@@ -229,12 +235,12 @@ def activate_backward_and_quantize(
     return p.finish(), q.finish()
 
 
-def quantize_gradient(grad: Tensor, outputs: Outputs) -> Targets:
+def quantize_gradient(grad: Tensor, outputs: EpilogueRequest) -> Targets:
     """The gradient of a linear layer's output [R, C] as it is: its codes, amax, poison, and as `sums` that of the bias.
 
-    Where nothing but codes and the next amax is wanted, `quantize.quantize` does it.
+    Where nothing but codes and the next amax is wanted, `quantize.quantize_matrix` does it.
     """
-    p = results.plan(outputs, grad)
+    p = results.plan_epilogue(outputs, grad)
     grad = results.by_rows(grad)
     if grad.numel() > 0:
         with ql.on(grad.device):

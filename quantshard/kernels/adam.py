@@ -30,18 +30,18 @@ from quantshard.kernels.states import (
     SETTINGS_COLUMNS,
     WEIGHT,
     area_of,
-    drawn,
     give_amaxes,
     load_plain,
     multipliers,
     no_amaxes,
     pointer,
-    read,
+    read_state,
     slot_of,
+    state_words,
     store_codes,
     take_amaxes,
     tile_at,
-    write,
+    write_state,
 )
 
 
@@ -132,20 +132,31 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
     C: tl.constexpr = H.weight
     grad_address = tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS + 1)
     grad = load_plain(grad_address, tile, GRAD, H)
-    exp_avg = read(entry, EXP_AVG, tile, area, M, H)
-    exp_avg_sq = read(entry, EXP_AVG_SQ, tile, area, V, H)
-    master = read(entry, MASTER, tile, area, W, H) if W.kind != ABSENT else read(entry, WEIGHT, tile, area, C, H)
+    exp_avg = read_state(entry, EXP_AVG, tile, area, M, H)
+    exp_avg_sq = read_state(entry, EXP_AVG_SQ, tile, area, V, H)
+    master = (
+        read_state(entry, MASTER, tile, area, W, H) if W.kind != ABSENT else read_state(entry, WEIGHT, tile, area, C, H)
+    )
     master, exp_avg, exp_avg_sq = updated(
         grad, master, exp_avg, exp_avg_sq, settings + tl.load(entry + 1) * SETTINGS_COLUMNS, H.bounded
     )
     key = key_of(entry, gradients, groups, EXP_AVG, False)  # of both moments
-    words = drawn(key, tile, M if M.stochastic else V, H)
+    words = state_words(key, tile, M if M.stochastic else V, H)
     measure(exp_avg, entry, EXP_AVG, tile, area, M, H)
-    write(exp_avg, entry, EXP_AVG, tile, area, words, M, H)
+    write_state(exp_avg, entry, EXP_AVG, tile, area, words, M, H)
     measure(exp_avg_sq, entry, EXP_AVG_SQ, tile, area, V, H)
-    write(exp_avg_sq, entry, EXP_AVG_SQ, tile, area, turned(words) if V.stochastic else 0, V, H)
+    write_state(exp_avg_sq, entry, EXP_AVG_SQ, tile, area, swap_halves(words) if V.stochastic else 0, V, H)
     measure(master, entry, MASTER, tile, area, W, H)
-    write(master, entry, MASTER, tile, area, drawn(key_of(entry, gradients, groups, MASTER, False), tile, W, H), W, H)
+    write_state(
+        master,
+        entry,
+        MASTER,
+        tile,
+        area,
+        state_words(key_of(entry, gradients, groups, MASTER, False), tile, W, H),
+        W,
+        H,
+    )
     return master
 
 
@@ -156,8 +167,8 @@ def measure(x, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def turned(words):
-    """Their halves change places: `rounding.Draw`."""
+def swap_halves(words):
+    """Their halves change places: `rounding.StateDraw`."""
     return (words >> 16) | (words << 16)
 
 
@@ -200,8 +211,8 @@ def update_low(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
         x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
         top = take_amaxes(x, top, entry, WEIGHT, tile, area, C, H)
         top = take_amaxes(x, top, entry, COLUMNWISE, tile, area, D, H)
-        write(x, entry, WEIGHT, tile, area, drawn(key, tile, C, H), C, H)
-        write(x, entry, COLUMNWISE, tile, area, drawn(key, tile, D, H), D, H)
+        write_state(x, entry, WEIGHT, tile, area, state_words(key, tile, C, H), C, H)
+        write_state(x, entry, COLUMNWISE, tile, area, state_words(key, tile, D, H), D, H)
         row += ROWS
     give_amaxes(top, entry, WEIGHT, C)
 
@@ -239,13 +250,13 @@ def update_high(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
         at = row
         while at < end:
             tile = tile_at(at, col, area, H.rows, H.cols)
-            x = read(entry, MASTER, tile, area, W, H)
-            store_codes(x, multiplier, slot, tile, area, drawn(key, tile, C, H), C, H)
+            x = read_state(entry, MASTER, tile, area, W, H)
+            store_codes(x, multiplier, slot, tile, area, state_words(key, tile, C, H), C, H)
             at += ROWS
     else:
         for c in tl.static_range(CHUNKS):
             tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
-            store_codes(kept[c], multiplier, slot, tile, area, drawn(key, tile, C, H), C, H)
+            store_codes(kept[c], multiplier, slot, tile, area, state_words(key, tile, C, H), C, H)
 
 
 @triton.jit
@@ -281,8 +292,8 @@ def requantize_kernel(entries, entry_of_program, gradients, skip, H: tl.constexp
         end = tl.minimum(row + HEIGHT, area.row_origin + area.rows)
         while row < end:
             tile = tile_at(row, col, area, H.rows, H.cols)
-            x = read(entry, MASTER, tile, area, W, H)
-            write(x, entry, WEIGHT, tile, area, 0, C, H)
-            write(x, entry, COLUMNWISE, tile, area, 0, D, H)
+            x = read_state(entry, MASTER, tile, area, W, H)
+            write_state(x, entry, WEIGHT, tile, area, 0, C, H)
+            write_state(x, entry, COLUMNWISE, tile, area, 0, D, H)
             row += H.rows
         number += by

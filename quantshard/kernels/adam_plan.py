@@ -32,15 +32,15 @@ from quantshard.kernels import multi_tensor as km
 from quantshard.kernels import states as ks
 from quantshard.kernels.adam_parameters import (
     ROLES,
-    Low,
-    Parameter,
-    Plain,
-    Scaled,
-    Way,
-    how_of,
+    AdamParameter,
+    AdamPasses,
+    MasterRemainder,
+    PlainTensor,
+    ScaledTensor,
+    adam_kernel_config,
     is_aligned,
-    scaled,
-    way_of,
+    passes_of,
+    scaled_states,
 )
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
@@ -50,7 +50,7 @@ WARPS: Final = 8
 REDO_PROGRAMS: Final = 64
 
 
-class Hyperparameters(Protocol):
+class HyperparametersProtocol(Protocol):
     """`optimizers.adam.Hyperparameters`."""
 
     @property
@@ -75,7 +75,7 @@ class Hyperparameters(Protocol):
     def largest_ratio(self) -> float: ...
 
 
-class Amax(NamedTuple):
+class AmaxGrid(NamedTuple):
     """Amaxes to be reduced: of which parameter (by number), role and component; float32, of its resident grid."""
 
     parameter: int
@@ -85,11 +85,11 @@ class Amax(NamedTuple):
 
 
 @dataclass
-class _Launch:
+class _KernelLaunch:
     """One kernel launch: which kernel, its table, and which parameters it is for."""
 
     kernel: Any
-    how: ks.How
+    how: ks.AdamKernelConfig
     members: list[int]
     table: Tensor
     entries: Tensor
@@ -97,7 +97,7 @@ class _Launch:
     redo: bool = False
 
 
-class _Workspace:
+class _AmaxWorkspace:
     """Where amaxes of a step lie: one flat float32 tensor, zeroed before each."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _Workspace:
 _USED, _REDO = "used", "redo"  # of delayed scaling: the amax that the scale derives from; whether to quantize again
 
 
-class Plan:
+class AdamLaunchPlan:
     """See the head of this file. It holds the addresses of the tensors given: make another when one was replaced.
 
     Args:
@@ -138,25 +138,25 @@ class Plan:
         amaxes: what must be reduced between `update` and `finish` where ranks share it, in the order of parameters.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], groups: int, device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[AdamParameter], groups: int, device: torch.device) -> None:
         self.parameters, self.groups, self.device = list(parameters), groups, device
         if self._is_capturing:
             raise UnsupportedOperationError(
                 "FusedAdam.step in a CUDA graph: its tables cannot be made while it is captured; run a step before, "
                 "and none of its tensors may be replaced between the two"
             )
-        self._ways = [way_of(p) for p in self.parameters]
+        self._ways = [passes_of(p) for p in self.parameters]
         self._workspace = self._reserved()
         self._workspace.allocate(device)
         w = self._workspace
-        self.amaxes = [Amax(*key, w.view(key)) for key in w.places if key[2] not in (_USED, _REDO)]
+        self.amaxes = [AmaxGrid(*key, w.view(key)) for key in w.places if key[2] not in (_USED, _REDO)]
         aligned = [is_aligned(p) for p in self.parameters]
         self._aligned = aligned
         self._first, self._last = self._launches()
         self._scales = self._scale_tables()
         self._histories = self._history_tables()
         numels = [p.rectangle.shape[0] * p.rectangle.shape[1] for p in self.parameters]
-        self._reading = km.Reading(numels, len(ks.GRADIENT), device)
+        self._reading = km.TensorReader(numels, len(ks.GRADIENT), device)
         count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 3)
         count += -(groups * len(ks.SETTINGS) // -2)
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
@@ -168,10 +168,10 @@ class Plan:
 
     # Tables ----------------------------------------------------------------------------------------------------------
 
-    def _reserved(self) -> _Workspace:
-        workspace = _Workspace()
+    def _reserved(self) -> _AmaxWorkspace:
+        workspace = _AmaxWorkspace()
         for number, p in enumerate(self.parameters):
-            for role, thing in scaled(p).items():
+            for role, thing in scaled_states(p).items():
                 for copy in thing.fmt.copies.values():
                     if thing.is_given(copy):
                         shape = thing.shard.component_shape(copy.scale)
@@ -183,27 +183,29 @@ class Plan:
                     workspace.add(number, role, _REDO, (1, 1))
         return workspace
 
-    def _launches(self) -> tuple[list[_Launch], list[_Launch]]:
+    def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
         """Those of `update` and of `finish`: parameters with equal constants go together."""
-        first: dict[tuple[Any, ks.How, bool], list[int]] = {}
-        last: dict[tuple[Any, ks.How, bool], list[int]] = {}
+        first: dict[tuple[Any, ks.AdamKernelConfig, bool], list[int]] = {}
+        last: dict[tuple[Any, ks.AdamKernelConfig, bool], list[int]] = {}
         for number, (p, way, aligned) in enumerate(zip(self.parameters, self._ways, self._aligned, strict=True)):
-            once, twice = way is Way.ONCE, way is Way.TWICE
-            delayed = isinstance(p.weight, Scaled) and p.weight.history is not None
+            once, twice = way is AdamPasses.ONCE, way is AdamPasses.TWICE
+            delayed = isinstance(p.weight, ScaledTensor) and p.weight.history is not None
             measures = not once or delayed
-            before = how_of(p, aligned, measures, not twice, once)
+            before = adam_kernel_config(p, aligned, measures, not twice, once)
             first.setdefault((ka.adam_kernel, before, False), []).append(number)
             if twice:
-                last.setdefault((ka.adam_kernel, how_of(p, aligned, False, True, True), False), []).append(number)
+                last.setdefault((ka.adam_kernel, adam_kernel_config(p, aligned, False, True, True), False), []).append(
+                    number
+                )
             elif not once or delayed:
-                how = how_of(p, aligned, False, False, True)
+                how = adam_kernel_config(p, aligned, False, False, True)
                 last.setdefault((ka.requantize_kernel, how, once), []).append(number)
         return tuple(
             [self._launch(kernel, how, members, redo) for (kernel, how, redo), members in found.items()]
             for found in (first, last)
         )  # type: ignore[return-value]
 
-    def _launch(self, kernel: Any, how: ks.How, members: list[int], redo: bool) -> _Launch:
+    def _launch(self, kernel: Any, how: ks.AdamKernelConfig, members: list[int], redo: bool) -> _KernelLaunch:
         programs, across = [], []
         for number in members:
             _, origin, shape = self.parameters[number].rectangle
@@ -214,7 +216,7 @@ class Plan:
         firsts = (0, *accumulate(programs))
         table = [self._row(*row) for row in zip(members, across, firsts, strict=False)]
         entries = km.entry_of_program(tuple(programs), self.device)
-        return _Launch(kernel, how, members, km.rows_of(table, self.device), entries, firsts[-1], redo)
+        return _KernelLaunch(kernel, how, members, km.device_table(table, self.device), entries, firsts[-1], redo)
 
     def _row(self, number: int, across: int, first: int) -> list[int]:
         p = self.parameters[number]
@@ -227,9 +229,11 @@ class Plan:
             row += self._slot(number, role, thing, Copy.ROWWISE)
         return row + self._slot(number, ROLES[3], p.weight, Copy.COLUMNWISE)
 
-    def _slot(self, number: int, role: str, thing: Plain | Low | Scaled | None, which: Copy) -> list[int]:
+    def _slot(
+        self, number: int, role: str, thing: PlainTensor | MasterRemainder | ScaledTensor | None, which: Copy
+    ) -> list[int]:
         """Addresses of `ks.SLOT`."""
-        if not isinstance(thing, Scaled):
+        if not isinstance(thing, ScaledTensor):
             present = thing is not None and which is Copy.ROWWISE
             return [thing.tensor.data_ptr() if present and thing is not None else 0] + [0] * (len(ks.SLOT) - 1)
         copy = thing.fmt.copies.get(which)
@@ -251,31 +255,31 @@ class Plan:
             measured, used or measured, of(copy.amax),
         ]  # fmt: skip
 
-    def _scale_tables(self) -> list[tuple[ql.Rule, int, Tensor]]:
+    def _scale_tables(self) -> list[tuple[ql.ScaleRule, int, Tensor]]:
         """For each rule of scales: how many entries and the table of `km.scales_kernel`."""
-        rows: dict[ql.Rule, list[list[int]]] = {}
+        rows: dict[ql.ScaleRule, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in scaled(p).items():
+            for role, thing in scaled_states(p).items():
                 for copy in thing.fmt.copies.values():
                     if not thing.is_later(copy):
                         continue
                     grid = copy.scale.name if thing.history is None else _USED
                     address = self._workspace.address
                     scale, second = thing.components[copy.scale.name], copy.amax
-                    rule = ql.rule(copy, thing.scaling, torch.float32, self.device)
+                    rule = ql.scale_rule(copy, thing.scaling, torch.float32, self.device)
                     rows.setdefault(rule, []).append([
                         number, address(number, role, grid), scale.data_ptr(),
                         scale.numel() if thing.is_given(copy) else 0,
                         0 if second is None else address(number, role, second.name),
                         0 if second is None else thing.components[second.name].data_ptr(),
                     ])  # fmt: skip
-        return [(rule, len(table), km.rows_of(table, self.device)) for rule, table in rows.items()]
+        return [(rule, len(table), km.device_table(table, self.device)) for rule, table in rows.items()]
 
     def _history_tables(self) -> list[tuple[bool, int, Tensor]]:
         """Of delayed scaling: whether the newest amax counts, the longest history, and the table."""
         rows: dict[bool, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in scaled(p).items():
+            for role, thing in scaled_states(p).items():
                 if thing.history is None:
                     continue
                 (copy,) = thing.fmt.copies.values()
@@ -284,14 +288,14 @@ class Plan:
                     number, thing.history.data_ptr(), thing.history.numel(), address(number, role, _USED),
                     address(number, role, copy.scale.name), address(number, role, _REDO),
                 ])  # fmt: skip
-        return [(key, max(row[2] for row in table), km.rows_of(table, self.device)) for key, table in rows.items()]
+        return [(key, max(row[2] for row in table), km.device_table(table, self.device)) for key, table in rows.items()]
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def take(
         self,
         gradients: Sequence[Tensor | None],
-        hyperparameters: Sequence[Hyperparameters],
+        hyperparameters: Sequence[HyperparametersProtocol],
         seed: int | None,
         draws: Sequence[int] | None = None,
     ) -> None:
@@ -327,7 +331,7 @@ class Plan:
         with ql.on(self.device):
             self._workspace.flat.zero_()
             for most_recent, length, table in self._histories:
-                km.past_kernel[(len(table),)](table, most_recent, triton.next_power_of_2(length), num_warps=1)
+                km.tensor_past_kernel[(len(table),)](table, most_recent, triton.next_power_of_2(length), num_warps=1)
             for launch in self._first:
                 self._run(launch)
 
@@ -336,13 +340,13 @@ class Plan:
         present, stride = self._parts[0], len(ks.GRADIENT)
         with ql.on(self.device):
             for most_recent, length, table in self._histories:
-                km.record_kernel[(len(table),)](
+                km.tensor_record_kernel[(len(table),)](
                     table, present, self._skip, stride, most_recent, triton.next_power_of_2(length), num_warps=1
                 )
             for launch in self._last:
                 self._run(launch)
             for rule, count, table in self._scales:  # last, for a state or weight is read with its old scales before
-                km.scales_kernel[(count, 4)](
+                km.tensor_scales_kernel[(count, 4)](
                     table, present, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False
                 )
         self._held = []
@@ -366,7 +370,7 @@ class Plan:
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
-    def _correct(self, hyperparameters: Sequence[Hyperparameters]) -> None:
+    def _correct(self, hyperparameters: Sequence[HyperparametersProtocol]) -> None:
         """Where step and lr are on the device, fill in what follows from them there."""
         steps = [h.step for h in hyperparameters if isinstance(h.step, Tensor)]
         if not steps:
@@ -379,7 +383,7 @@ class Plan:
                 len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
 
-    def _run(self, launch: _Launch) -> None:
+    def _run(self, launch: _KernelLaunch) -> None:
         if launch.programs == 0:
             return
         present, groups, _, _, settings = self._parts
@@ -430,14 +434,14 @@ class Plan:
         self._sent = None if capturing else values
 
 
-def launch_options(how: ks.How) -> dict[str, Any]:
+def launch_options(how: ks.AdamKernelConfig) -> dict[str, Any]:
     """Warps, and the most registers that a thread may use, so that several programs share a multiprocessor and one
     computes while another waits; there is no such bound where it would be too few.
 
     Where random words are drawn, each thread has 16 elements, among which it shares what it computes for all of them.
     """
     options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-    words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ks.Stored))
+    words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ks.StateConfig))
     if words and how.aligned:
         options["num_warps"] = how.rows * how.cols // (16 * 32)
     if (how.high and not how.rereads) or (words and not how.aligned):
@@ -446,7 +450,7 @@ def launch_options(how: ks.How) -> dict[str, Any]:
     return options
 
 
-def _settings(hyperparameters: Sequence[Hyperparameters], seed: int | None) -> list[int]:
+def _settings(hyperparameters: Sequence[HyperparametersProtocol], seed: int | None) -> list[int]:
     """What stands of the groups in the table of a step; what lies on the device is filled in there."""
     groups: list[int] = []
     betas: list[float] = []

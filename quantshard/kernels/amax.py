@@ -15,7 +15,7 @@ from torch import Tensor
 from quantshard.formats import ALL
 from quantshard.kernels import language as ql
 from quantshard.kernels.quantize import grid_of_tile, tile_of
-from quantshard.kernels.targets import WARPS, How, Where, tiles, tiling, touched
+from quantshard.kernels.targets import WARPS, KernelConfig, Region, tiles, tiling, touched
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def block_amax(
     grid = torch.zeros(spans, dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return grid
-    how, where = _tiling(covers, hadamard), Where(rows, cols, x.shape[1], *origin)
+    how, where = _tiling(covers, hadamard), Region(rows, cols, x.shape[1], *origin)
     with ql.on(x.device):
         amax_kernel[tiles(where, how)](
             x, x.stride(0), x.stride(1), where, grid.view(torch.int32), grid.stride(0), *grid.shape,
@@ -58,12 +58,12 @@ def block_amax(
     return grid
 
 
-def _tiling(covers: tuple[int, int], hadamard: bool) -> How:
+def _tiling(covers: tuple[int, int], hadamard: bool) -> KernelConfig:
     finite = [1 if cover == ALL else cover for cover in covers]
     how = tiling(covers, (max(32, finite[0]), max(256 if finite[0] <= 32 else 128, finite[1])), NO_RULE)
     return how._replace(hadamard=hadamard)
 
 
-_NOTHING = ql.Element(0.0, 0, 0, 0, 0)
-NO_RULE = ql.Rule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
+_NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0)
+NO_RULE = ql.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
 """Of tiles that are not quantized."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels.quantize import grid_of_tile, tile_of
-from quantshard.kernels.targets import WARPS, How, Where, tiles, tiling
+from quantshard.kernels.targets import WARPS, KernelConfig, Region, tiles, tiling
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def dequantize(
     if out.numel() == 0:
         return out
     how = tiles_of(copy, codes.device)
-    where = Where(*shape, shape[1], *origin)
+    where = Region(*shape, shape[1], *origin)
     with ql.on(codes.device):
         dequantize_kernel[tiles(where, how)](
             codes, codes.stride(0), codes.shape[1], scale, parts[copy.amax.name] if copy.amax is not None else None,
@@ -74,8 +74,8 @@ def dequantize(
     return out
 
 
-def tiles_of(copy: QuantizedCopy, device: torch.device) -> How:
+def tiles_of(copy: QuantizedCopy, device: torch.device) -> KernelConfig:
     """Tiles of whole blocks of this copy."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = (max(32, rows), max(256 if rows <= 32 else 128, cols))
-    return tiling(copy.block, tile, ql.rule(copy, Scaling(), torch.float32, device))
+    return tiling(copy.block, tile, ql.scale_rule(copy, Scaling(), torch.float32, device))

@@ -6,7 +6,7 @@
 
 or, under a scale for each block, codes of the rows and of their transpose, in which each expert begins a block: between
 the rows of two experts are so many rows of zeros. A program works on a tile with rows of one expert, so one launch
-serves all of them. The codes and scales are those that `quantize` gives for the rows of each expert alone.
+serves all of them. The codes and scales are those that `quantize_expert_rows` gives for the rows of each expert alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
-from quantshard.kernels.multi_tensor import rows_of
+from quantshard.kernels.multi_tensor import device_table
 from quantshard.kernels.quantize import emit
 from quantshard.kernels.quantize import tile_of as quantize_tile_of
-from quantshard.kernels.results import by_rows, largest, load_tile
-from quantshard.kernels.targets import Request, Target, launch, programs, target, tile
+from quantshard.kernels.results import by_rows, largest_bits, load_tile
+from quantshard.kernels.targets import QuantizedOutput, QuantizeRequest, programs, quantize_launch_options, target, tile
 
 FEW_ROWS: Final = 64
 MANY_ROWS: Final = 128
@@ -35,7 +35,7 @@ WARPS: Final = 8
 
 
 @dataclass(frozen=True)
-class Segments:
+class ExpertSegments:
     """Which rows of a matrix of codes are of which expert.
 
     `rows`: the most rows in a tile. `values`, `total`: rows without and with those between experts. `spans`: int64
@@ -51,7 +51,7 @@ class Segments:
     tiles: Tensor
 
     @staticmethod
-    def of(counts: Sequence[int], device: torch.device, unit: int = 1) -> Segments:
+    def of(counts: Sequence[int], device: torch.device, unit: int = 1) -> ExpertSegments:
         """`counts`: how many rows each expert has, in order. The copy to the device does not wait for it.
 
         `unit`: what the first row of codes of an expert is a multiple of.
@@ -63,8 +63,8 @@ class Segments:
             zeros = -count % unit
             start, shift = start + count + zeros, shift + zeros
         tiles = [(e, row, end, shift) for e, start, end, shift in spans for row in range(start, end, rows)]
-        table = rows_of([*spans, *tiles], device)
-        return Segments(rows, start - shift, start, table[: len(spans)], table[len(spans) :])
+        table = device_table([*spans, *tiles], device)
+        return ExpertSegments(rows, start - shift, start, table[: len(spans)], table[len(spans) :])
 
     def __len__(self) -> int:
         """How many experts."""
@@ -72,7 +72,7 @@ class Segments:
 
 
 @triton.jit
-def tile_of(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+def expert_tile(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Whose rows this program's tile has, its rows and columns, and which have a value."""
     row = tiles + tl.program_id(0) * 4
     i = tl.load(row + 1) + tl.arange(0, ROWS)
@@ -81,22 +81,22 @@ def tile_of(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def amax_kernel(x_ptr, stride, cols, tiles, amaxes, ROWS: tl.constexpr, COLS: tl.constexpr):
-    expert, i, j, valued = tile_of(tiles, cols, ROWS, COLS)
-    tl.atomic_max(amaxes + expert, largest(load_tile(x_ptr, stride, i, j, valued)), sem="relaxed")
+def expert_amax_kernel(x_ptr, stride, cols, tiles, amaxes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
+    tl.atomic_max(amaxes + expert, largest_bits(load_tile(x_ptr, stride, i, j, valued)), sem="relaxed")
 
 
 @triton.jit
-def quantize_kernel(
+def expert_quantize_kernel(
     x_ptr, stride, cols, tiles, multipliers, codes_ptr, next_amaxes, poisoned,
     E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    expert, i, j, valued = tile_of(tiles, cols, ROWS, COLS)
+    expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
     x = load_tile(x_ptr, stride, i, j, valued)
     if next_amaxes is not None:
-        tl.atomic_max(next_amaxes + expert, largest(x), sem="relaxed")
+        tl.atomic_max(next_amaxes + expert, largest_bits(x), sem="relaxed")
     if poisoned is not None:
-        tl.store(poisoned + expert, float("nan"), mask=largest(x) >= 0x7F800000)
+        tl.store(poisoned + expert, float("nan"), mask=largest_bits(x) >= 0x7F800000)
     codes = ql.encode(x * tl.load(multipliers + expert), E)
     tl.store(codes_ptr + i[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=valued)
 
@@ -111,7 +111,7 @@ def quantize_blocks_kernel(
     valued = valued & (i < tl.load(segment + 2))[:, None]
     values = tl.load(x_ptr + (i - tl.load(segment + 3))[:, None] * stride + j[None, :], mask=valued, other=0.0)
     if poisoned is not None:
-        tl.store(poisoned + tl.load(segment), float("nan"), mask=largest(ql.widen(values)) >= 0x7F800000)
+        tl.store(poisoned + tl.load(segment), float("nan"), mask=largest_bits(ql.widen(values)) >= 0x7F800000)
     words = (0, 0, 0, 0, 0)  # none
     emit(values, row, col, where, out, words, other_where, other_out, words, values.dtype, H, T)
 
@@ -132,7 +132,7 @@ def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.c
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
-def amaxes(x: Tensor, segments: Segments) -> Tensor:
+def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
     """The largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 of no rows, NaN where there is one.
 
     x: float32, bfloat16 or float16, as in what follows.
@@ -140,16 +140,16 @@ def amaxes(x: Tensor, segments: Segments) -> Tensor:
     found, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
     if x.numel() > 0:
         with ql.on(x.device):
-            amax_kernel[_programs(x, segments)](
+            expert_amax_kernel[_programs(x, segments)](
                 x, x.stride(0), x.shape[1], segments.tiles, found.view(torch.int32), segments.rows, COLS,
                 num_warps=WARPS,
             )  # fmt: skip
     return found
 
 
-def quantize(
+def quantize_expert_rows(
     x: Tensor,
-    segments: Segments,
+    segments: ExpertSegments,
     encoding: Encoding,
     multipliers: Tensor,
     next_amaxes: Tensor | None = None,
@@ -165,7 +165,7 @@ def quantize(
     codes, x = torch.empty(x.shape, dtype=torch.uint8, device=x.device), by_rows(x)
     if x.numel() > 0:
         with ql.on(x.device):
-            quantize_kernel[_programs(x, segments)](
+            expert_quantize_kernel[_programs(x, segments)](
                 x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes,
                 None if next_amaxes is None else next_amaxes.view(torch.int32), poisoned,
                 ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
@@ -173,29 +173,34 @@ def quantize(
     return codes
 
 
-def quantize_blocks(
-    x: Tensor, segments: Segments, request: Request, other: Request | None, poisoned: Tensor | None = None
-) -> tuple[Target, Target | None]:
+def quantize_expert_blocks(
+    x: Tensor,
+    segments: ExpertSegments,
+    request: QuantizeRequest,
+    other: QuantizeRequest | None,
+    poisoned: Tensor | None = None,
+) -> tuple[QuantizedOutput, QuantizedOutput | None]:
     """Codes and scales of x [R, C] and, as `other` says, of its transpose: of `segments.total` rows, and columns.
 
     Blocks of neither have more than `MANY_ROWS` rows of x, and `segments` begin at multiples of that. `poisoned`: as of
-    `quantize`.
+    `quantize_expert_rows`.
     """
     shared, x = tile(request, other, x.dtype), by_rows(x)
     assert segments.rows == MANY_ROWS and MANY_ROWS % shared.rows == 0, "a tile has rows of one expert"
     rows, cols = segments.total, x.shape[1]
     one = target((rows, cols), x.dtype, x.device, request, shared)
-    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_turned=True)
+    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
     if x.numel() > 0:
         with ql.on(x.device):
             quantize_blocks_kernel[programs(one, two)](
                 x, x.stride(0), segments.tiles, one.where, one.out, two and two.where, two and two.out, poisoned,
-                H=one.how, T=two and two.how, ROWS=MANY_ROWS, **launch(shared, two is not None, x.dtype),
+                H=one.how, T=two and two.how, ROWS=MANY_ROWS,
+                **quantize_launch_options(shared, two is not None, x.dtype),
             )  # fmt: skip
     return one, two
 
 
-def sums(x: Tensor, segments: Segments) -> Tensor:
+def expert_sums(x: Tensor, segments: ExpertSegments) -> Tensor:
     """Sums over each expert's rows of x [R, C], float32 [experts, C]."""
     found, x = torch.empty((len(segments), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
     if found.numel() > 0:
@@ -206,5 +211,5 @@ def sums(x: Tensor, segments: Segments) -> Tensor:
     return found
 
 
-def _programs(x: Tensor, segments: Segments) -> tuple[int, int]:
+def _programs(x: Tensor, segments: ExpertSegments) -> tuple[int, int]:
     return segments.tiles.shape[0], triton.cdiv(x.shape[1], COLS)

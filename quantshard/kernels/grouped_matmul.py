@@ -24,11 +24,11 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
-from quantshard.kernels.grouped import FEW_ROWS, MANY_ROWS, Segments
-from quantshard.kernels.multi_tensor import TYPES, rows_of
+from quantshard.kernels.grouped import FEW_ROWS, MANY_ROWS, ExpertSegments
+from quantshard.kernels.multi_tensor import TYPES, device_table
 
 
-class Launch(NamedTuple):
+class GroupedGemmConfig(NamedTuple):
     """Rows and columns of the result that a program works on, how much of the summed dim at once, by how many warps,
     and for how many of these steps data are on their way."""
 
@@ -39,16 +39,16 @@ class Launch(NamedTuple):
     stages: int
 
 
-FEW_ROWS_LAUNCH: Final = Launch(FEW_ROWS, 128, 64, 4, 4)
+FEW_ROWS_LAUNCH: Final = GroupedGemmConfig(FEW_ROWS, 128, 64, 4, 4)
 ROWS_LAUNCH: Final = {
-    0: Launch(MANY_ROWS, 256, 64, 8, 3),
-    128: Launch(MANY_ROWS, 128, 128, 8, 3),
-    32: Launch(MANY_ROWS, 64, 32, 4, 4),
+    0: GroupedGemmConfig(MANY_ROWS, 256, 64, 8, 3),
+    128: GroupedGemmConfig(MANY_ROWS, 128, 128, 8, 3),
+    32: GroupedGemmConfig(MANY_ROWS, 64, 32, 4, 4),
 }
 WEIGHTS_LAUNCH: Final = {
-    0: Launch(128, 256, 64, 8, 3),
-    128: Launch(128, 64, 64, 4, 3),
-    32: Launch(64, 128, 32, 4, 4),
+    0: GroupedGemmConfig(128, 256, 64, 8, 3),
+    128: GroupedGemmConfig(128, 64, 64, 4, 3),
+    32: GroupedGemmConfig(64, 128, 32, 4, 4),
 }
 """By the elements under one scale, of which so many as are summed at once are a part; 0: all of an expert. The fastest
 of some on an H200."""
@@ -183,7 +183,7 @@ def weights_by_blocks_kernel(
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
-class Codes(NamedTuple):
+class EncodedRows(NamedTuple):
     """Codes of 8 bits of rows, uint8 [R, C], contiguous, and how they are encoded.
 
     `block`: 0 if `scales` are float32 [experts], one for each; else how many elements of a row are under one of them,
@@ -196,12 +196,12 @@ class Codes(NamedTuple):
     block: int = 0
     poison: Tensor | None = None
 
-    def element(self) -> ql.Element:
+    def element(self) -> ql.KernelEncoding:
         """What a kernel knows of the encoding."""
         return ql.element(self.encoding, self.codes.device)
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Of each expert the codes of 8 bits of its weight, uint8 [out_features, in_features], contiguous, its scales,
     float32 or E8M0, and its bias [out_features], if it has one. All of one shape, encoding and device.
 
@@ -215,11 +215,13 @@ class Weights(NamedTuple):
     block: int = 0
 
 
-def rows_times_weights(a: Codes, weights: Weights, segments: Segments, dtype: torch.dtype, *, turned: bool) -> Tensor:
-    """Rows times the weight [C, cols] of their expert or, if `turned`, its transpose, plus the bias: `dtype` [rows,
+def rows_times_weights(
+    a: EncodedRows, weights: ExpertWeights, segments: ExpertSegments, dtype: torch.dtype, *, transposed: bool
+) -> Tensor:
+    """Rows times the weight [C, cols] of their expert or, if `transposed`, its transpose, plus the bias: `dtype` [rows,
     cols], rounded once. Of the codes [R, C] of rows, those between experts are left out."""
     assert a.block == weights.block, "blocks differ"
-    summed, cols = a.codes.shape[1], weights.codes[0].shape[0 if turned else 1]
+    summed, cols = a.codes.shape[1], weights.codes[0].shape[0 if transposed else 1]
     out = torch.empty((segments.values, cols), dtype=dtype, device=a.codes.device)
     if out.numel() == 0:
         return out
@@ -229,14 +231,14 @@ def rows_times_weights(a: Codes, weights: Weights, segments: Segments, dtype: to
     with ql.on(out.device):
         rows_kernel[triton.cdiv(cols, launch.cols), segments.tiles.shape[0]](
             a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
-            TURNED=turned, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
+            TURNED=transposed, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
             A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
             SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
     return out
 
 
-def _launch(segments: Segments, block: int) -> Launch:
+def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
     return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[block]
 
 
@@ -245,13 +247,13 @@ def scale_type(scale: Tensor) -> Any:
     return tl.uint8 if scale.dtype is torch.uint8 else tl.float32
 
 
-def _table(weights: Weights) -> tuple[Tensor, bool]:
+def _table(weights: ExpertWeights) -> tuple[Tensor, bool]:
     """Addresses of codes, scales and biases, int64 [2 or 3, experts]; and whether all codes are at multiples of 16."""
     parts = [[part.data_ptr() for part in of] for of in (weights.codes, weights.scales, weights.biases) if of]
-    return rows_of(parts, weights.codes[0].device), not any(at % 16 for at in parts[0])
+    return device_table(parts, weights.codes[0].device), not any(at % 16 for at in parts[0])
 
 
-def weight_gradients(a: Codes, b: Codes, segments: Segments, dtype: torch.dtype) -> Tensor:
+def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:
     """Of rows a [R, M] and b [R, N] the sums of a^T b over each expert's rows: `dtype` [experts, M, N], rounded once;
     zeros for an expert without rows. With blocks a and b are the transposes [M, R] and [N, R]."""
     assert a.block == b.block, "blocks differ"

@@ -18,7 +18,7 @@ from quantshard.kernels import language as ql
 
 
 @triton.jit
-def append(history, length, amax, LENGTH: tl.constexpr):
+def push_amax(history, length, amax, LENGTH: tl.constexpr):
     """Move a history of this length by one and end it with the amax, if it is recorded; LENGTH: a power of two."""
     at = tl.arange(0, LENGTH)
     rolled = tl.load(history + at + 1, mask=at < length - 1, other=0.0)
@@ -33,7 +33,7 @@ def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
     row = table + tl.program_id(0) * 2
     history = tl.load(row).to(tl.pointer_type(tl.float32))
     length = tl.load(row + 1)
-    append(history, length, tl.load(amaxes_ptr + tl.program_id(0)), LENGTH)
+    push_amax(history, length, tl.load(amaxes_ptr + tl.program_id(0)), LENGTH)
 
 
 @triton.jit

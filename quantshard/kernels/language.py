@@ -1,6 +1,7 @@
 """Functions that kernels are put together from, on tiles of values: the oracle's steps in Triton.
 
-An encoding reaches a kernel as an `Element`, the rule of a scale as a `Rule`, so that none of these names a format.
+An encoding reaches a kernel as a `KernelEncoding`, the rule of a scale as a `ScaleRule`, so that none of these names a
+format.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class Element(NamedTuple):
+class KernelEncoding(NamedTuple):
     """What a kernel knows of an encoding; a constant of the kernel.
 
     `lowest`: exponent of the smallest normal number. `cast`: the instruction that converts to it, 0 for none.
@@ -54,11 +55,11 @@ class Element(NamedTuple):
     cast: int
 
 
-def element(encoding: Encoding, device: torch.device) -> Element:
+def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
     """There is no instruction before compute capability 8.9, nor under the interpreter, whose conversion truncates."""
     has_cast = not kernels.INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
     cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
-    return Element(encoding.max, encoding.mantissa_bits, 1 - encoding.bias, encoding.bits, cast)
+    return KernelEncoding(encoding.max, encoding.mantissa_bits, 1 - encoding.bias, encoding.bits, cast)
 
 
 def takes_pairs(device: torch.device) -> bool:
@@ -248,7 +249,7 @@ def decode_e8m0(codes):
     return tl.where(code == 0xFF, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
-class Rule(NamedTuple):
+class ScaleRule(NamedTuple):
     """How scales derive from amaxes: `numerics.scales`; a constant of a kernel.
 
     `kind`: by the encoding of the stored scale, 0 for float32, 1 for E8M0, 2 for an FP8 scale under one of the whole
@@ -257,18 +258,18 @@ class Rule(NamedTuple):
     """
 
     kind: int
-    element: Element
-    stored: Element
+    element: KernelEncoding
+    stored: KernelEncoding
     top: float
     largest: float
     power_of_two: bool
     epsilon: float
 
 
-def rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> Rule:
+def scale_rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
     """Of one copy of a format, for values of `dtype`."""
     kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
-    return Rule(
+    return ScaleRule(
         kind,
         element(copy.codes.encoding, device),
         element(copy.scale.encoding, device),
@@ -339,7 +340,7 @@ def tensor_encode_scale(amax, R: tl.constexpr):
 
 
 @triton.jit
-def held(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
+def row_order(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
     """The rows of a tile in the order in which it holds them: so many neighbours lie as far apart as they can.
 
     A layout gives the elements of a row to neighbouring threads, then rows to others, and then more rows, far from the
@@ -353,7 +354,7 @@ def held(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def larger(a, b):
+def nan_max(a, b):
     """The maximum, or NaN if one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -371,7 +372,7 @@ def block_amax(
     FAR: tl.constexpr = BLOCK_ROWS // NEAR
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     if FOURS and BLOCK_COLS % 4 == 0 and not INTERPRETED:  # as floats, one instruction takes two and their magnitudes
-        fours = tl.reduce(tl.reshape(tl.abs(x), (ROWS, COLS // 4, 4)), 2, larger)
+        fours = tl.reduce(tl.reshape(tl.abs(x), (ROWS, COLS // 4, 4)), 2, nan_max)
         bits = tl.reshape(fours.to(tl.int32, bitcast=True), (ROWS, COLS // 4))
         if BLOCK_COLS > 4:
             bits = tl.max(tl.reshape(bits, (ROWS, COLS // BLOCK_COLS, BLOCK_COLS // 4)), 2)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.history import append, past
+from quantshard.kernels.history import past, push_amax
 
 TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: tl.float32,
@@ -32,7 +32,7 @@ TILE: Final = 8192
 TILES_PER_PROGRAM: Final = 4
 
 
-def rows_of(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def device_table(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A table on the device: int64 [rows, columns]. The copy does not wait for the device."""
     numbers = array("q", chain.from_iterable(table))  # by way of which it takes a fifth of the time
     if not numbers:
@@ -61,7 +61,7 @@ ADDRESS: Final = ("dtype", "address")
 
 
 @triton.jit
-def amax_kernel(
+def tensor_amax_kernel(
     table, entries, addresses, out, limit, STRIDE: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def amax_kernel(
         tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, beyond, sem="relaxed")
 
 
-class Reading:
+class TensorReader:
     """Tensors of given sizes, of one device, to be read whole: planned once, launched with a table of their addresses.
 
     `stride`: of that table, int64 [tensors, stride], whose first columns are `ADDRESS`. The code of a dtype is its
@@ -111,7 +111,7 @@ class Reading:
         programs = tuple(-(numel // -(TILE * TILES_PER_PROGRAM)) for numel in numels)
         firsts = (0, *accumulate(programs))
         self._programs = firsts[-1]
-        self._table = rows_of([(n, *row) for n, row in enumerate(zip(numels, firsts, strict=False))], device)
+        self._table = device_table([(n, *row) for n, row in enumerate(zip(numels, firsts, strict=False))], device)
         self._entries = entry_of_program(programs, device)
 
     def amaxes(self, addresses: Tensor, codes: Iterable[int]) -> Tensor:
@@ -128,7 +128,7 @@ class Reading:
             for code in sorted(set(codes) - {0} if self._programs else ()):
                 dtype = tuple(TYPES)[code - 1]
                 limit = None if largest is None else _bits_of_limit(largest, dtype)
-                amax_kernel[(self._programs,)](
+                tensor_amax_kernel[(self._programs,)](
                     self._table, self._entries, addresses, out, limit, self.stride, TYPES[dtype], code, TILE,
                     TILES_PER_PROGRAM, num_warps=8,
                 )  # fmt: skip
@@ -142,16 +142,16 @@ def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
     return int(limit.float().view(torch.int32))
 
 
-def _read(tensors: Sequence[Tensor]) -> tuple[Reading, Tensor, list[int], list[Tensor]]:
+def _read(tensors: Sequence[Tensor]) -> tuple[TensorReader, Tensor, list[int], list[Tensor]]:
     """How to read these tensors, their addresses and codes, and what must live until they were read."""
     device = tensors[0].device if tensors else torch.device("cpu")
     held = [tensor.contiguous() for tensor in tensors]
     codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in held]
-    addresses = rows_of(list(zip(codes, [tensor.data_ptr() for tensor in held], strict=True)), device)
-    return Reading([tensor.numel() for tensor in held], len(ADDRESS), device), addresses, codes, held
+    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in held], strict=True)), device)
+    return TensorReader([tensor.numel() for tensor in held], len(ADDRESS), device), addresses, codes, held
 
 
-def amaxes(tensors: Sequence[Tensor]) -> Tensor:
+def tensor_amaxes(tensors: Sequence[Tensor]) -> Tensor:
     """The largest |x| of each tensor, float32 [tensors]; 0 of an empty one, NaN where there is one. One launch a dtype.
 
     Tensors: any shapes, of one device, float32, bfloat16 or float16.
@@ -161,7 +161,7 @@ def amaxes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
-    """`numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `amaxes`."""
+    """`numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
     reading, addresses, codes, _held = _read(tensors)
     return reading.exceeding(addresses, codes, largest)
 
@@ -174,7 +174,7 @@ HISTORY_ROW: Final = ("parameter", "history", "length", "used", "amax", "redo")
 
 
 @triton.jit
-def scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
+def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
     """Store the scales of grids of amaxes, and the amax of the whole tensor where scales have one above them."""
     if skip is not None:
         if tl.load(skip) != 0:
@@ -200,7 +200,7 @@ def scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit
-def past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+def tensor_past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """Before a step: the amax that each history stands for; 0 if none is recorded."""
     row = table + tl.program_id(0) * 6
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
@@ -209,7 +209,7 @@ def past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """After the amaxes were reduced: the amax to use, whether it is the new one, and the new history.
 
     See `amax.Requantization.commit` and `amax.record_amax_`.
@@ -227,7 +227,7 @@ def record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.
     used = tl.where(known > 0, known, amax)
     tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
     tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(known > 0, 0.0, 1.0))
-    append(history, length, amax, LENGTH)
+    push_amax(history, length, amax, LENGTH)
 
 
 @triton.jit

@@ -43,7 +43,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels import results
 from quantshard.kernels.activation import RANDOM
 from quantshard.kernels.quantize import tile_of
-from quantshard.kernels.results import Outputs, Targets, deliver, largest, load_tile
+from quantshard.kernels.results import EpilogueRequest, Targets, deliver, largest_bits, load_tile
 
 LONGEST: Final = 16384
 """Elements of a row, or of a piece of it, that are held in registers."""
@@ -130,7 +130,7 @@ def statistics_kernel(
             if PIECES > 1:
                 z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
             y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED, OFFSET)
-            amax = tl.maximum(amax, largest(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
+            amax = tl.maximum(amax, largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
         tl.atomic_max(amax_ptr, amax, sem="relaxed")
 
 
@@ -269,14 +269,14 @@ def backward_pieces_kernel(
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
-class Statistics(NamedTuple):
+class NormStatistics(NamedTuple):
     """Of rows: float32 [R]; `mean` is None for RMSNorm."""
 
     rstd: Tensor
     mean: Tensor | None
 
 
-class Parameters(NamedTuple):
+class NormParameters(NamedTuple):
     """Vectors [C] of any float dtype; `offset` is 1 for zero-centered gamma, else 0."""
 
     gamma: Tensor
@@ -284,7 +284,7 @@ class Parameters(NamedTuple):
     offset: float = 0.0
 
 
-class Rows(NamedTuple):
+class RowTiling(NamedTuple):
     """How rows of n elements are laid out over a program: rows, elements of a piece, pieces, warps."""
 
     rows: int
@@ -293,17 +293,17 @@ class Rows(NamedTuple):
     warps: int
 
 
-def rows_of(size: int, longest: int = LONGEST) -> Rows:
+def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
     """At least 4096 elements a program."""
     piece = min(max(triton.next_power_of_2(size), 16), longest)
     rows = max(1, 4096 // piece)
-    return Rows(rows, piece, -(size // -piece), max(rows * piece // (32 * PER_THREAD), 1))
+    return RowTiling(rows, piece, -(size // -piece), max(rows * piece // (32 * PER_THREAD), 1))
 
 
-def rows_of_backward(size: int, centered: bool) -> Rows:
+def backward_row_tiling(size: int, centered: bool) -> RowTiling:
     """In pieces where registers would not hold a row and what is summed."""
     whole = size <= (LONGEST_CENTERED if centered else LONGEST)
-    r = rows_of(size, LONGEST if whole else LONGEST_CENTERED)
+    r = row_tiling(size, LONGEST if whole else LONGEST_CENTERED)
     return r._replace(warps=min(r.warps, 16))
 
 
@@ -313,9 +313,9 @@ def norm_statistics(
     centered: bool,
     *,
     residual: Tensor | None = None,
-    parameters: Parameters | None = None,
+    parameters: NormParameters | None = None,
     amax: Tensor | None = None,
-) -> tuple[Statistics, Tensor]:
+) -> tuple[NormStatistics, Tensor]:
     """Statistics of the rows of x [R, C], or of x + residual; and that sum, or x itself.
 
     Args:
@@ -332,9 +332,9 @@ def norm_statistics(
     x, residual = results.by_rows(x), None if residual is None else results.by_rows(residual)
     total = None if residual is None else torch.empty((rows, size), dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    found = Statistics(rstd, torch.empty_like(rstd) if centered else None)
-    gamma, beta, offset = parameters or Parameters(rstd)
-    r = rows_of(size)
+    found = NormStatistics(rstd, torch.empty_like(rstd) if centered else None)
+    gamma, beta, offset = parameters or NormParameters(rstd)
+    r = row_tiling(size)
     if rows > 0:
         with ql.on(x.device):
             statistics_kernel[(-(rows // -r.rows),)](
@@ -345,7 +345,9 @@ def norm_statistics(
     return found, x if total is None else total
 
 
-def normalize_and_quantize(x: Tensor, statistics: Statistics, parameters: Parameters, outputs: Outputs) -> Targets:
+def normalize_and_quantize(
+    x: Tensor, statistics: NormStatistics, parameters: NormParameters, outputs: EpilogueRequest
+) -> Targets:
     """LayerNorm or RMSNorm of the rows of x [R, C], given their statistics; oracle: `modules.norm`.
 
     Gives the codes, as far as `outputs` asks for them.
@@ -356,7 +358,7 @@ def normalize_and_quantize(x: Tensor, statistics: Statistics, parameters: Parame
         parameters: of the normalization.
         outputs: what is asked for of the result, of the shape and dtype of x.
     """
-    p = results.plan(outputs, x)
+    p = results.plan_epilogue(outputs, x)
     x = results.by_rows(x)
     if x.numel() > 0:
         with ql.on(x.device):
@@ -371,8 +373,8 @@ def normalize_and_quantize(x: Tensor, statistics: Statistics, parameters: Parame
 def norm_backward(
     dy: Tensor,
     x: Tensor,
-    statistics: Statistics,
-    parameters: Parameters,
+    statistics: NormStatistics,
+    parameters: NormParameters,
     *,
     residual_gradient: Tensor | None = None,
     for_parameters: bool = True,
@@ -386,7 +388,7 @@ def norm_backward(
         for_parameters: without it dgamma is None; dbeta is None if there is no beta, too.
     """
     rows, size = x.shape
-    r = rows_of_backward(size, statistics.mean is not None)
+    r = backward_row_tiling(size, statistics.mean is not None)
     grid = min(-(rows // -r.rows), PROGRAMS) if r.pieces == 1 else min(rows, PROGRAMS_IN_PIECES)
     dy, x = results.by_rows(dy), results.by_rows(x)
     residual = None if residual_gradient is None else results.by_rows(residual_gradient)

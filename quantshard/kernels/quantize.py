@@ -18,7 +18,15 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels import random_words as rw
-from quantshard.kernels.targets import Request, Target, halves, launch, programs, target, tile
+from quantshard.kernels.targets import (
+    QuantizedOutput,
+    QuantizeRequest,
+    halves,
+    programs,
+    quantize_launch_options,
+    target,
+    tile,
+)
 
 
 @triton.jit
@@ -26,7 +34,7 @@ def tile_of(where, H: tl.constexpr):
     """Row and column of this program's tile in the global matrix, its local indices, and which have a value."""
     row = (where.row_origin // H.rows + tl.program_id(0)) * H.rows
     col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
-    i = row - where.row_origin + ql.held(H.rows, H.together)
+    i = row - where.row_origin + ql.row_order(H.rows, H.together)
     j = col - where.col_origin + tl.arange(0, H.cols)
     if H.together == 16:  # a thread then has 16 rows of 4 columns, not 8 of 8
         j = tl.max_contiguous(j, 4)
@@ -63,7 +71,7 @@ def emit(
 
 @triton.jit
 def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
-    """Codes of a tile at a row and column of the matrix that is quantized; it is held as the transpose if H.turned."""
+    """Codes of a tile at a row and column of the quantized matrix, which is held as the transpose if H.transposed."""
     element: tl.constexpr = H.rule.element
     scaled = x * _multipliers(amax, row, col, where, out, H)
     if H.stochastic:
@@ -71,8 +79,8 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
         number = tl.load(draw) if H.draw_loaded else draw
         key = (k0, k1, number, stream, width)
         index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
-        if H.turned:
-            drawn = rw.words_of_turned_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
+        if H.transposed:
+            drawn = rw.words_of_transposed_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         else:
             drawn = rw.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         codes = ql.encode_stochastic(scaled, drawn, element)
@@ -80,13 +88,13 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
         codes = ql.encode(scaled, element)
     at_row, at_col = row - where.row_origin, col - where.col_origin
     own = (out.codes, where.rows, where.cols, out.codes_cols)
-    if H.turned:
+    if H.transposed:
         _store_across(codes, at_row, at_col, own, H.cols, H.rows, H)
     else:
         _store(codes, at_row, at_col, own, H)
-    if out.turned is not None:
-        across = (out.turned, where.cols, where.rows, out.turned_cols)
-        if H.turned:
+    if out.transposed is not None:
+        across = (out.transposed, where.cols, where.rows, out.transposed_cols)
+        if H.transposed:
             _store(codes, at_col, at_row, across, H)
         else:
             _store_across(codes, at_col, at_row, across, H.rows, H.cols, H)
@@ -94,12 +102,12 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
 
 @triton.jit
 def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
-    """Float32; if asked for after `numerics.hadamard16` of the rows of the matrix, which are columns if H.turned."""
+    """Float32; if asked for after `numerics.hadamard16` of the matrix's rows, which are columns if H.transposed."""
     x = ql.widen(values)
     if H.hadamard:
-        if H.turned:
+        if H.transposed:
             tl.static_assert(H.together == 16)
-            signs = ql.hadamard_signs(ql.held(H.cols, H.together))[:, None]  # tiles start at multiples of 16
+            signs = ql.hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
             x = ql.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
         else:
             signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
@@ -111,10 +119,10 @@ def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
 @triton.jit
 def _amaxes(values, x, out, H: tl.constexpr):
     """Of the blocks of a tile of x, made of values, as held; anything, if their multipliers are given."""
-    ROWS: tl.constexpr = H.cols if H.turned else H.rows
-    COLS: tl.constexpr = H.rows if H.turned else H.cols
-    BLOCK_ROWS: tl.constexpr = H.block_cols if H.turned else H.block_rows
-    BLOCK_COLS: tl.constexpr = H.block_rows if H.turned else H.block_cols
+    ROWS: tl.constexpr = H.cols if H.transposed else H.rows
+    COLS: tl.constexpr = H.rows if H.transposed else H.cols
+    BLOCK_ROWS: tl.constexpr = H.block_cols if H.transposed else H.block_rows
+    BLOCK_COLS: tl.constexpr = H.block_rows if H.transposed else H.block_cols
     if out.given is not None:
         return x
     elif H.pairs:
@@ -128,13 +136,13 @@ def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.cons
     """Where the entries of a tile's blocks, as held, lie in the touched grid [rows, cols], and which there are."""
     first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
     first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
-    BLOCK: tl.constexpr = H.block_cols if H.turned else H.block_rows
+    BLOCK: tl.constexpr = H.block_cols if H.transposed else H.block_rows
     TOGETHER: tl.constexpr = H.together // BLOCK if BLOCK < H.together else 1
-    if H.turned:
+    if H.transposed:
         i = first_row + tl.arange(0, H.rows // H.block_rows)[None, :]
-        j = first_col + ql.held(H.cols // H.block_cols, TOGETHER)[:, None]
+        j = first_col + ql.row_order(H.cols // H.block_cols, TOGETHER)[:, None]
     else:
-        i = first_row + ql.held(H.rows // H.block_rows, TOGETHER)[:, None]
+        i = first_row + ql.row_order(H.rows // H.block_rows, TOGETHER)[:, None]
         j = first_col + tl.arange(0, H.cols // H.block_cols)[None, :]
     return i * row_stride + j * col_stride, (i >= 0) & (i < rows) & (j >= 0) & (j < cols)
 
@@ -148,14 +156,14 @@ def touched_by(origin, size, COVERS: tl.constexpr):
 @triton.jit
 def _in_order(grid, ENTRIES: tl.constexpr, H: tl.constexpr):
     """The entries of a grid as held, in the order in which they are stored."""
-    return tl.reshape(tl.trans(grid) if H.turned != H.by_columns else grid, (ENTRIES,))
+    return tl.reshape(tl.trans(grid) if H.transposed != H.by_columns else grid, (ENTRIES,))
 
 
 @triton.jit
 def _as_held(entries, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
     """Inverse of `_in_order`: a grid of a tile's rows and columns, transposed if it is held so."""
     grid = tl.reshape(entries, (COLS, ROWS) if H.by_columns else (ROWS, COLS))
-    return tl.trans(grid) if H.turned != H.by_columns else grid
+    return tl.trans(grid) if H.transposed != H.by_columns else grid
 
 
 @triton.jit
@@ -181,7 +189,7 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
         else:
             stored, multiplier = ql.scales(amax, second, rule)
             tl.store(out.scale + at, stored, mask=inside)
-    if H.turned:
+    if H.transposed:
         return ql.expand(multiplier, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
     else:
         return ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
@@ -190,17 +198,17 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
 @triton.jit
 def _store(codes, row, col, to, H: tl.constexpr):
     """Codes as held at a local row and column of `to`: pointer, rows, columns and stored columns."""
-    ROWS: tl.constexpr = H.cols if H.turned else H.rows
-    COLS: tl.constexpr = H.rows if H.turned else H.cols
-    _store_at(codes, row + ql.held(ROWS, H.together), col, to, ROWS, COLS, H)
+    ROWS: tl.constexpr = H.cols if H.transposed else H.rows
+    COLS: tl.constexpr = H.rows if H.transposed else H.cols
+    _store_at(codes, row + ql.row_order(ROWS, H.together), col, to, ROWS, COLS, H)
 
 
 @triton.jit
 def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
     """The transpose [COLS, ROWS] of codes as held, in the order of their rows."""
     shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
-    turned = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
-    _store_at(turned, row + tl.arange(0, COLS), col, to, COLS, ROWS, H)
+    transposed = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
+    _store_at(transposed, row + tl.arange(0, COLS), col, to, COLS, ROWS, H)
 
 
 @triton.jit
@@ -231,9 +239,9 @@ def quantize_kernel(
     emit(values, row, col, where, out, words, other_where, other_out, other_words, values.dtype, H, T)
 
 
-def quantize(
-    x: Tensor, request: Request, other: Request | None = None, next_amax: Tensor | None = None
-) -> tuple[Target, Target | None]:
+def quantize_matrix(
+    x: Tensor, request: QuantizeRequest, other: QuantizeRequest | None = None, next_amax: Tensor | None = None
+) -> tuple[QuantizedOutput, QuantizedOutput | None]:
     """Quantize x [R, C], of any strides, float32, bfloat16 or float16; and its transpose, as `other` says.
 
     `next_amax`: float32 scalar, made the larger of itself and the amax of x. Words of both have one key and draw.
@@ -243,7 +251,7 @@ def quantize(
     if x.stride(1) != 1 and shared.together < 16:  # neighbours in a column are read together already
         shared = shared._replace(together=1)
     one = target((rows, cols), x.dtype, x.device, request, shared, next_amax)
-    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_turned=True)
+    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
     drawn = one.words if two is None or request.words is not None else two.words
     if x.numel() > 0:
         with ql.on(x.device):
@@ -251,6 +259,6 @@ def quantize(
                 x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
                 *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
                 two and two.words.stream, two and two.words.global_shape[1],
-                H=one.how, T=two and two.how, **launch(shared, two is not None, x.dtype),
+                H=one.how, T=two and two.how, **quantize_launch_options(shared, two is not None, x.dtype),
             )  # fmt: skip
     return one, two

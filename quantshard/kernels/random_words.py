@@ -34,7 +34,7 @@ def words_of_tile(
     that holds the number of elements of that matrix.
     """
     width = words[4]
-    rows = (row + ql.held(ROWS, TOGETHER)).to(INDEX)[:, None]
+    rows = (row + ql.row_order(ROWS, TOGETHER)).to(INDEX)[:, None]
     if BY_FOUR:
         calls = rows * (width // 4) + (col // 4 + tl.arange(0, COLS // 4))[None, :]
         return tl.reshape(_four_words(calls, words), (ROWS, COLS))
@@ -43,7 +43,7 @@ def words_of_tile(
 
 
 @triton.jit
-def words_of_turned_tile(
+def words_of_transposed_tile(
     row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def words_of_turned_tile(
         return tl.reshape(tl.permute(drawn, (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
     else:
         rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
-        return _one_word(rows + (col + ql.held(COLS, TOGETHER))[:, None], words)
+        return _one_word(rows + (col + ql.row_order(COLS, TOGETHER))[:, None], words)
 
 
 @triton.jit

@@ -25,10 +25,18 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels import targets
 from quantshard.kernels.quantize import emit
-from quantshard.kernels.targets import NO_WORDS, How, Out, Request, Target, Tile, Where
+from quantshard.kernels.targets import (
+    NO_WORDS,
+    KernelConfig,
+    OutputPointers,
+    QuantizedOutput,
+    QuantizeRequest,
+    Region,
+    TileShape,
+)
 
 
-class Sink(NamedTuple):
+class EpilogueArguments(NamedTuple):
     """Arguments of a kernel: where results go that are not codes; None for what is not asked for."""
 
     high: Any
@@ -40,7 +48,7 @@ class Sink(NamedTuple):
 
 
 @triton.jit
-def largest(x):
+def largest_bits(x):
     """The bits of the largest |x| of a float32 tile, int32, in which NaN is larger than infinity."""
     return tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
 
@@ -66,9 +74,9 @@ def deliver(
         at = i.to(tl.int64)[:, None] * sink.high_stride + j[None, :]
         tl.store(sink.high + at, ql.narrow(x, dtype), mask=valued)
     if sink.amax is not None:
-        tl.atomic_max(sink.amax, largest(x), sem="relaxed")
+        tl.atomic_max(sink.amax, largest_bits(x), sem="relaxed")
     if sink.poison is not None:
-        tl.store(sink.poison, float("nan"), mask=largest(x) >= 0x7F800000)
+        tl.store(sink.poison, float("nan"), mask=largest_bits(x) >= 0x7F800000)
     if sink.sums is not None:
         at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
         tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
@@ -81,7 +89,7 @@ def deliver(
 
 
 @dataclass(frozen=True)
-class Outputs:
+class EpilogueRequest:
     """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
 
     Args:
@@ -93,8 +101,8 @@ class Outputs:
         sums: [C], any float dtype: the sum of the rounded results over rows, taken in float32.
     """
 
-    request: Request | None = None
-    other: Request | None = None
+    request: QuantizeRequest | None = None
+    other: QuantizeRequest | None = None
     high: Tensor | None = None
     amax: Tensor | None = None
     poison: Tensor | None = None
@@ -106,20 +114,20 @@ class Outputs:
         return self.request is not None or self.other is not None
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> TileShape:
         """The smallest that has whole blocks of both directions, and is written fast in both."""
         one, two = (request.block if request is not None else (1, 1) for request in (self.request, self.other))
-        blocks = Tile(max(one[0], two[1]), max(one[1], two[0]))
+        blocks = TileShape(max(one[0], two[1]), max(one[1], two[0]))
         if self.other is None:
             return blocks
-        return blocks._replace(together=16) if self.other.scaling.random_hadamard else targets.both_ways(blocks)
+        return blocks._replace(together=16) if self.other.scaling.random_hadamard else targets.smallest_tile(blocks)
 
-    def extent(self, rows: int, cols: int) -> Where:
+    def extent(self, rows: int, cols: int) -> Region:
         """Of the results in the global matrix."""
         origin = self.request.origin if self.request else self.other.origin[::-1] if self.other else (0, 0)
-        return Where(rows, cols + _padding(cols, self.request), cols, *origin)
+        return Region(rows, cols + _padding(cols, self.request), cols, *origin)
 
-    def programs(self, rows: int, cols: int, tile: Tile) -> tuple[int, int]:
+    def programs(self, rows: int, cols: int, tile: TileShape) -> tuple[int, int]:
         """Tiles along both dims; either direction may pad."""
         where = self.extent(rows, cols)
         return (
@@ -128,14 +136,14 @@ class Outputs:
         )
 
 
-def _padding(size: int, request: Request | None) -> int:
+def _padding(size: int, request: QuantizeRequest | None) -> int:
     return -size % 16 if request is not None and request.scaling.random_hadamard else 0
 
 
-Targets = tuple[Target | None, Target | None]
+Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
 """Codes and scales of a matrix and of its transpose, as far as asked for."""
 
-TILE: Final = Tile(32, 256)
+TILE: Final = TileShape(32, 256)
 """Of a kernel that quantizes nothing."""
 
 _MOST_REGISTERS: Final = 255
@@ -143,18 +151,18 @@ _MOST_REGISTERS: Final = 255
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`Outputs` as the arguments of a kernel."""
+class EpilogueLaunch:
+    """`EpilogueRequest` as the arguments of a kernel."""
 
-    outputs: Outputs
+    outputs: EpilogueRequest
     targets: Targets
-    tile: Tile
-    where: Where
-    sink: Sink
+    tile: TileShape
+    where: Region
+    sink: EpilogueArguments
     programs: tuple[int, int]
 
     @property
-    def out(self) -> tuple[Out | None, Where | None, Out | None]:
+    def out(self) -> tuple[OutputPointers | None, Region | None, OutputPointers | None]:
         """Arguments of `deliver` after `sink`."""
         one, two = self.targets
         return one.out if one else None, two.where if two else None, two.out if two else None
@@ -168,7 +176,7 @@ class Plan:
         return *targets.halves(drawn.key), drawn.draw, one.stream, widths[0], two.stream, widths[1]
 
     @property
-    def how(self) -> tuple[How | None, How | None]:
+    def how(self) -> tuple[KernelConfig | None, KernelConfig | None]:
         """Constants H and T of `deliver`."""
         one, two = self.targets
         return one.how if one else None, two.how if two else None
@@ -196,16 +204,16 @@ class Plan:
         return self.targets
 
 
-def _joint(one: Tile, other: Tile) -> Tile:
+def _joint(one: TileShape, other: TileShape) -> TileShape:
     """Whole blocks of both. Rows are held in order unless the transpose has scales of its own: beside what such a
     kernel computes, another order is slower."""
-    joint = Tile(*map(max, one, other))
+    joint = TileShape(*map(max, one, other))
     if joint.together == targets.BOTH_WAYS.together:
         return joint
     return joint._replace(rows=max(joint.rows, 64), cols=max(joint.cols, 128))
 
 
-def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
+def plan_epilogue(outputs: EpilogueRequest, like: Tensor, beside: EpilogueRequest | None = None) -> EpilogueLaunch:
     """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
     (rows, cols), beside = like.shape, beside or outputs
     tile = TILE
@@ -215,7 +223,7 @@ def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
     if outputs.request is not None:
         one = targets.target((rows, cols), like.dtype, like.device, outputs.request, tile)
     if outputs.other is not None:
-        two = targets.target((cols, rows), like.dtype, like.device, outputs.other, tile, held_turned=True)
+        two = targets.target((cols, rows), like.dtype, like.device, outputs.other, tile, held_transposed=True)
     leader = outputs if outputs.quantizes else beside
     programs = leader.programs(rows, cols, tile)
     high, sums = outputs.high, None
@@ -223,8 +231,8 @@ def plan(outputs: Outputs, like: Tensor, beside: Outputs | None = None) -> Plan:
     if outputs.sums is not None:
         sums = torch.zeros((programs[0], cols), dtype=torch.float32, device=like.device)
     amax = None if outputs.amax is None else outputs.amax.view(torch.int32)
-    sink = Sink(high, 0 if high is None else high.stride(0), amax, outputs.poison, sums, cols)
-    return Plan(outputs, (one, two), tile, leader.extent(rows, cols), sink, programs)
+    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, outputs.poison, sums, cols)
+    return EpilogueLaunch(outputs, (one, two), tile, leader.extent(rows, cols), sink, programs)
 
 
 def matrix(x: Tensor) -> Tensor:

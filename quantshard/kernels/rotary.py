@@ -36,7 +36,7 @@ def load_planes(ptr, valued, p, half, PLANES: tl.constexpr, INTERLEAVED: tl.cons
 
 @triton.jit
 def rotate_kernel(
-    x_ptr, x_s, x_b, x_h, out_ptr, out_s, out_b, out_h, cos_ptr, sin_ptr, table_stride, batch, heads, turned,
+    x_ptr, x_s, x_b, x_h, out_ptr, out_s, out_b, out_h, cos_ptr, sin_ptr, table_stride, batch, heads, rotated_heads,
     half, rest,
     BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PLANES: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -57,8 +57,8 @@ def rotate_kernel(
         out_a, out_b = ql.narrow(a * cos_a + b * sin_b, dtype), ql.narrow(b * cos_b - a * sin_a, dtype)
     else:
         out_a, out_b = ql.narrow(a * cos_a - b * sin_a, dtype), ql.narrow(b * cos_b + a * sin_b, dtype)
-    out_a = tl.where(h < turned, out_a, ql.narrow(a, dtype))
-    out_b = tl.where(h < turned, out_b, ql.narrow(b, dtype))
+    out_a = tl.where(h < rotated_heads, out_a, ql.narrow(a, dtype))
+    out_b = tl.where(h < rotated_heads, out_b, ql.narrow(b, dtype))
     if INTERLEAVED:
         both = tl.arange(0, 2 * PLANES)[None, :]
         out = tl.reshape(tl.join(out_a, out_b), (HEADS, 2 * PLANES))
@@ -90,7 +90,7 @@ def rotate(
     interleaved: bool = False,
     backward: bool = False,
     out: Tensor | None = None,
-    turned: int | None = None,
+    rotated_heads: int | None = None,
 ) -> Tensor:
     """Rotate the first features of every head; oracle: `modules.rotary.apply_rotary_pos_emb`.
 
@@ -102,7 +102,7 @@ def rotate(
         interleaved: the layout of the planes.
         backward: rotate by the negative angles.
         out: where the result goes, of the shape and dtype of t; it may be t itself. Default: a new tensor.
-        turned: how many heads are rotated, the others behind them being copied. Default: all.
+        rotated_heads: how many heads are rotated, the others behind them being copied. Default: all.
     """
     (length, batch), rotated = (t.shape[:2] if tensor_format == "sbhd" else (t.shape[1], t.shape[0])), cos.shape[-1]
     heads, dim = t.shape[2:]
@@ -120,7 +120,8 @@ def rotate(
         with ql.on(t.device):
             rotate_kernel[(length * batch, -(heads // -together))](
                 t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
-                batch, heads, heads if turned is None else turned, rotated // 2, dim - rotated, BACKWARD=backward,
+                batch, heads, heads if rotated_heads is None else rotated_heads, rotated // 2, dim - rotated,
+                BACKWARD=backward,
                 INTERLEAVED=interleaved, HEADS=together, PLANES=planes,
                 REST=triton.next_power_of_2(dim - rotated) if dim > rotated else 0,
                 num_warps=min(max(together * planes // 256, 1), 8), enable_fp_fusion=False,

@@ -35,7 +35,7 @@ def scales(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, dtype: torch.dty
     stored = torch.empty(amax.shape, dtype=copy.scale.encoding.storage, device=amax.device)
     multiplier = torch.empty_like(amax)
     if amax.numel() > 0:
-        rule = ql.rule(copy, scaling, dtype, amax.device)
+        rule = ql.scale_rule(copy, scaling, dtype, amax.device)
         with ql.on(amax.device):
             scales_kernel[(triton.cdiv(amax.numel(), SIZE),)](
                 amax, stored, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False

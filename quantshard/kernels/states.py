@@ -3,8 +3,8 @@
     read(state) -> x          x -> amaxes, x -> codes and scales, or a rounded plain value
 
 What differs between the tensors of a launch (addresses, shapes, the part of the global tensor) stands in a table on the
-device, what differs between steps in a second one, and what must be known when a kernel is compiled in `How`. The
-oracle is `optimizers.state`, with `optimizers.rounding` and `numerics`.
+device, what differs between steps in a second one, and what must be known when a kernel is compiled in
+`AdamKernelConfig`. The oracle is `optimizers.state`, with `optimizers.rounding` and `numerics`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCALED: Final = tl.constexpr(3)
 (`numerics.join_bfloat16`); in components of a format row."""
 
 
-class Stored(NamedTuple):
+class StateConfig(NamedTuple):
     """How one state, or one copy of the weight, is stored, and what a launch does with it; constants of a kernel.
 
     `dtype`: of what is stored. `rule`: of the scales. `block_rows`, `block_cols`: of a scale block; `rows`, `cols`: of
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
     writes: bool = False
 
 
-class How(NamedTuple):
+class AdamKernelConfig(NamedTuple):
     """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and how everything is stored.
 
     `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `rw.words_of_tile`.
@@ -69,11 +69,11 @@ class How(NamedTuple):
     high: bool
     rereads: bool
     bounded: bool
-    exp_avg: Stored
-    exp_avg_sq: Stored
-    master: Stored
-    weight: Stored
-    columnwise: Stored
+    exp_avg: StateConfig
+    exp_avg_sq: StateConfig
+    master: StateConfig
+    weight: StateConfig
+    columnwise: StateConfig
 
 
 # The table of tensors: int64, one row for each, ENTRY columns and then SLOT for each of the five things stored.
@@ -100,7 +100,7 @@ GROUP_COLUMNS: Final = tl.constexpr(len(GROUP))
 SETTINGS_COLUMNS: Final = tl.constexpr(len(SETTINGS))
 
 
-class Area(NamedTuple):
+class EntryRegion(NamedTuple):
     """Which rectangle of the global matrix an entry is."""
 
     rows: Any
@@ -109,7 +109,7 @@ class Area(NamedTuple):
     col_origin: Any
 
 
-class Slot(NamedTuple):
+class StatePointers(NamedTuple):
     """Addresses of one thing stored: `codes` (or plain values), `scale`, the stride of its grid and of the grids of
     amaxes, `second` (stored), amaxes to take (`measured`) and to use (`given`), and the new amax of the whole."""
 
@@ -122,7 +122,7 @@ class Slot(NamedTuple):
     new_second: Any
 
 
-class Tile(NamedTuple):
+class TileOffsets(NamedTuple):
     """Where a tile lies: its global row and column; how far its first element is from that of the rectangle, and the
     others are from it; and which of them are in the rectangle."""
 
@@ -141,14 +141,14 @@ def area_of(entry, ALIGNED: tl.constexpr):
     if ALIGNED:  # in shifts, the compiler sees the multiple through function calls
         cols = (cols >> 4) << 4
         col_origin = (col_origin >> 4) << 4
-    return Area(tl.load(entry + 2).to(tl.int32), cols, tl.load(entry + 4).to(tl.int32), col_origin)
+    return EntryRegion(tl.load(entry + 2).to(tl.int32), cols, tl.load(entry + 4).to(tl.int32), col_origin)
 
 
 @triton.jit
 def slot_of(entry, role):
     """What an entry's table row says of one role."""
     s = entry + _ENTRIES + role * _SLOTS
-    return Slot(
+    return StatePointers(
         tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5), tl.load(s + 6)
     )
 
@@ -186,7 +186,7 @@ def tile_at(row, col, area, ROWS: tl.constexpr, COLS: tl.constexpr):
     valid = ((i >= 0) & (i < area.rows))[:, None] & ((j >= 0) & (j < area.cols))[None, :]
     first = (row - area.row_origin).to(tl.int64) * area.cols + (col - area.col_origin)
     offsets = tl.arange(0, ROWS)[:, None] * area.cols + tl.arange(0, COLS)[None, :]
-    return Tile(row, col, first, offsets, valid)
+    return TileOffsets(row, col, first, offsets, valid)
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def blocks_at(tile, area, stride, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
 
 
 @triton.jit
-def read(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
+def read_state(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
     """Float32 values of a state; zero outside."""
     slot = slot_of(entry, role)
     if S.kind == PLAIN:
@@ -333,7 +333,7 @@ def multipliers(amax, slot, tile, area, S: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def drawn(key, tile, S: tl.constexpr, H: tl.constexpr):
+def state_words(key, tile, S: tl.constexpr, H: tl.constexpr):
     """Random words of a tile, uint32, if it is stored so that it needs them; `key`: see `rw.words_of_tile`."""
     if S.stochastic and S.writes:
         return rw.words_of_tile(tile.row, tile.col, key, H.rows, H.cols, H.by_four)
@@ -343,7 +343,7 @@ def drawn(key, tile, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.constexpr):
-    """Quantize a tile and store it; `words`: see `drawn`."""
+    """Quantize a tile and store it; `words`: see `state_words`."""
     element: tl.constexpr = S.rule.element
     scaled = x * ql.expand(multiplier, H.rows, H.cols, S.rows, S.cols)
     if S.stochastic:
@@ -366,8 +366,8 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
 
 
 @triton.jit
-def write(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
-    """Write the new values of a state or weight, zero outside, as it is stored; `words`: see `drawn`."""
+def write_state(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
+    """Write the new values of a state or weight, zero outside, as it is stored; `words`: see `state_words`."""
     if S.writes:
         slot = slot_of(entry, role)
         if S.kind == PLAIN:

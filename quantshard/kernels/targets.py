@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
-from quantshard.numerics import Words
+from quantshard.numerics import RandomBits
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """Rows and columns that a program works on, and how they are held (see `ql.held`); a constant of a kernel."""
 
     rows: int
@@ -27,10 +27,10 @@ class Tile(NamedTuple):
         return max(4, self.rows * self.cols // 2048)
 
 
-class How(NamedTuple):
+class KernelConfig(NamedTuple):
     """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
 
-    `turned`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
+    `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
     `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column.
     """
 
@@ -40,9 +40,9 @@ class How(NamedTuple):
     block_cols: int
     row_all: bool
     col_all: bool
-    rule: ql.Rule
+    rule: ql.ScaleRule
     together: int = 1
-    turned: bool = False
+    transposed: bool = False
     hadamard: bool = False
     stochastic: bool = False
     by_four: bool = False
@@ -52,7 +52,7 @@ class How(NamedTuple):
     by_columns: bool = False
 
 
-class Out(NamedTuple):
+class OutputPointers(NamedTuple):
     """Arguments of a kernel: where its results lie; None for what is not asked for.
 
     `codes_cols`: stored, of a row. `given`: the multipliers, if they are not taken from the values. `grid_row` and
@@ -66,12 +66,12 @@ class Out(NamedTuple):
     grid_row: int
     grid_col: int
     second: Any
-    turned: Any
-    turned_cols: int
+    transposed: Any
+    transposed_cols: int
     next_amax: Any
 
 
-class Where(NamedTuple):
+class Region(NamedTuple):
     """Arguments of a kernel: shape of the rectangle, its origin in the global matrix, and how many columns have values.
 
     The other columns are what the Hadamard transform pads.
@@ -85,7 +85,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class QuantizeRequest:
     """How a matrix [R, C] is quantized.
 
     With `scaling.random_hadamard` it is transformed first, and C is padded to a multiple of 16.
@@ -94,8 +94,8 @@ class Request:
     `multipliers`: float32, the touched grid of `numerics.encode_scales`. Required where blocks are not wholly inside.
     `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, if no multipliers are given.
     `words`: for stochastic rounding; those of the transformed and padded matrix.
-    `turned`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what quantizing
-    the transpose gives.
+    `transposed`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what
+    quantizing the transpose gives.
     `by_columns`: scales that are made lie column by column, with strides (1, rows); see `sources.read_by_columns`.
     """
 
@@ -104,8 +104,8 @@ class Request:
     origin: tuple[int, int] = (0, 0)
     multipliers: Tensor | None = None
     second_amax: Tensor | None = None
-    words: Words | None = None
-    turned: bool = False
+    words: RandomBits | None = None
+    transposed: bool = False
     by_columns: bool = False
 
     @property
@@ -115,20 +115,20 @@ class Request:
         return (1 if rows == ALL else rows, 1 if cols == ALL else cols)
 
 
-class Target(NamedTuple):
+class QuantizedOutput(NamedTuple):
     """One result of a kernel that quantizes, and what the kernel must be told of it.
 
     `codes`: uint8 [R, C], packed as stored. `scale`: of the blocks that they touch; None if multipliers were given.
-    `turned`: codes of the transpose, [C, R] and packed likewise, if asked for.
+    `transposed`: codes of the transpose, [C, R] and packed likewise, if asked for.
     """
 
     codes: Tensor
     scale: Tensor | None
-    turned: Tensor | None
-    where: Where
-    out: Out
-    how: How
-    words: Words
+    transposed: Tensor | None
+    where: Region
+    out: OutputPointers
+    how: KernelConfig
+    words: RandomBits
 
     @property
     def programs(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class Target(NamedTuple):
         return tiles(self.where, self.how)
 
 
-def tiles(where: Where, how: How) -> tuple[int, int]:
+def tiles(where: Region, how: KernelConfig) -> tuple[int, int]:
     """How many tiles of the global grid a rectangle touches along both dims."""
     return (
         touched(where.row_origin, where.rows, how.rows),
@@ -144,7 +144,7 @@ def tiles(where: Where, how: How) -> tuple[int, int]:
     )
 
 
-def tile(request: Request, other: Request | None, dtype: torch.dtype) -> Tile:
+def tile(request: QuantizeRequest, other: QuantizeRequest | None, dtype: torch.dtype) -> TileShape:
     """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together.
 
     `dtype`: of the values. Where both directions have scales, bfloat16 is faster (by 3 and 8 % on an H200) in tiles of
@@ -153,42 +153,44 @@ def tile(request: Request, other: Request | None, dtype: torch.dtype) -> Tile:
     block_rows, block_cols = request.block
     if other is not None:
         block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
-    if not request.turned and other is None:
-        return Tile(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
+    if not request.transposed and other is None:
+        return TileShape(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
     if other is not None and other.scaling.random_hadamard:
-        return Tile(128, 128, 16)
+        return TileShape(128, 128, 16)
     if other is not None and dtype is torch.bfloat16:
         return LARGE_BOTH_WAYS if request.copy.codes.encoding.bits == 8 else BOTH_WAYS._replace(together=8)
-    return both_ways(Tile(block_rows, block_cols))
+    return smallest_tile(TileShape(block_rows, block_cols))
 
 
-BOTH_WAYS: Final = Tile(128, 64, 4)
+BOTH_WAYS: Final = TileShape(128, 64, 4)
 """Of a kernel that writes codes of the transpose too, but for a transform: whole lines of memory, and rows of four
 bytes that lie together in the transpose held together."""
 LARGE_BOTH_WAYS: Final = BOTH_WAYS._replace(cols=128)
 """The same for blocks of 128 columns, and where a program is to have more work between two loads."""
 
 
-def both_ways(blocks: Tile) -> Tile:
+def smallest_tile(blocks: TileShape) -> TileShape:
     """The smallest such tile of whole blocks."""
-    return Tile(*map(max, blocks, BOTH_WAYS))
+    return TileShape(*map(max, blocks, BOTH_WAYS))
 
 
 def target(
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    request: Request,
-    tile: Tile,
+    request: QuantizeRequest,
+    tile: TileShape,
     next_amax: Tensor | None = None,
-    held_turned: bool = False,
-) -> Target:
-    """Allocate what quantizing `shape` [R, C] of `dtype` gives; `held_turned`: tiles are of its transpose."""
+    held_transposed: bool = False,
+) -> QuantizedOutput:
+    """Allocate what quantizing `shape` [R, C] of `dtype` gives; `held_transposed`: tiles are of its transpose."""
     copy, origin, words = request.copy, request.origin, request.words or NO_WORDS
     rows, cols = shape[0], shape[1] + (-shape[1] % 16 if request.scaling.random_hadamard else 0)
     packed = 8 // copy.codes.encoding.bits
     codes = torch.empty((rows, -(cols // -packed)), dtype=torch.uint8, device=device)
-    turned = torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if request.turned else None
+    transposed = (
+        torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if request.transposed else None
+    )
     given, scale = request.multipliers, None
     if given is None:
         assert ALL not in copy.block, "a block larger than a tile needs a multiplier"
@@ -197,40 +199,41 @@ def target(
         scale = scale.t() if request.by_columns else scale
     grid = scale if given is None else given
     assert grid is not None
-    out = Out(
+    out = OutputPointers(
         codes, codes.shape[1], scale, given, grid.stride(0), grid.stride(1), request.second_amax,
-        turned, 0 if turned is None else turned.shape[1], None if next_amax is None else next_amax.view(torch.int32),
+        transposed, 0 if transposed is None else transposed.shape[1],
+        None if next_amax is None else next_amax.view(torch.int32),
     )  # fmt: skip
-    how = how_of(
-        copy, request.scaling, dtype, device, tile, held_turned, request.words is not None,
+    how = kernel_config(
+        copy, request.scaling, dtype, device, tile, held_transposed, request.words is not None,
         words.global_shape[1] % 4 == 0, words.global_shape[0] * words.global_shape[1] < 1 << 32,
         isinstance(words.draw, Tensor), request.by_columns,
     )  # fmt: skip
-    return Target(codes, scale, turned, Where(rows, cols, shape[1], *origin), out, how, words)
+    return QuantizedOutput(codes, scale, transposed, Region(rows, cols, shape[1], *origin), out, how, words)
 
 
 @lru_cache
-def how_of(
+def kernel_config(
     copy: QuantizedCopy,
     scaling: Scaling,
     dtype: torch.dtype,
     device: torch.device,
-    tile: Tile,
-    turned: bool,
+    tile: TileShape,
+    transposed: bool,
     stochastic: bool,
     by_four: bool,
     short_index: bool,
     draw_loaded: bool,
     by_columns: bool,
-) -> How:
+) -> KernelConfig:
     """Constants of a kernel that quantizes tiles, or their transposes."""
-    rule = ql.rule(copy, scaling, dtype, device)
-    return tiling(copy.block, (tile.cols, tile.rows) if turned else (tile.rows, tile.cols), rule)._replace(
+    rule = ql.scale_rule(copy, scaling, dtype, device)
+    return tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
         together=tile.together,
-        turned=turned,
+        transposed=transposed,
         hadamard=scaling.random_hadamard,
         stochastic=stochastic,
-        by_four=by_four and (not turned or tile.together % 4 == 0),
+        by_four=by_four and (not transposed or tile.together % 4 == 0),
         short_index=short_index,
         draw_loaded=draw_loaded,
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not scaling.random_hadamard and ql.takes_pairs(device),
@@ -238,10 +241,10 @@ def how_of(
     )
 
 
-def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.Rule) -> How:
+def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.ScaleRule) -> KernelConfig:
     """A tile and the blocks in it."""
     inside = (min(block[0], tile[0]), min(block[1], tile[1]))
-    return How(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
+    return KernelConfig(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
 
 
 def halves(key: int) -> tuple[int, int]:
@@ -257,10 +260,10 @@ def touched(origin: int, size: int, covers: int) -> int:
 
 
 WARPS = 8
-NO_WORDS: Final = Words(0, 0, 0, (1, 1))
+NO_WORDS: Final = RandomBits(0, 0, 0, (1, 1))
 
 
-def launch(shared: Tile, both: bool, dtype: torch.dtype) -> dict[str, Any]:
+def quantize_launch_options(shared: TileShape, both: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Keyword arguments of a launch; `both`: directions have scales of their own.
 
     Large tiles of bfloat16 then do best by four warps in three programs beside each other (measured on an H200).
@@ -275,7 +278,7 @@ def registers(warps: int, beside: int) -> int:
     return 65536 // (beside * 32 * warps) // 8 * 8
 
 
-def programs(one: Target, two: Target | None) -> tuple[int, int]:
+def programs(one: QuantizedOutput, two: QuantizedOutput | None) -> tuple[int, int]:
     """Tiles along both dims of a matrix of which `two` quantizes the transpose: either may pad."""
     if two is None:
         return one.programs

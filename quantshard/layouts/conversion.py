@@ -16,16 +16,16 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E8M0, FP32, Copy, Encoding, Format
-from quantshard.layouts.table import Layout, Shape, refines, said
+from quantshard.layouts.table import Layout, ScaleShape, refines, said
 from quantshard.sharding import ceil_div
 
 
-class NotExact(Exception):
+class InexactConversionError(Exception):
     """A weight cannot be converted without changing a value; the text says why, with the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """`length` successive rows of a weight of ours, from row `ours`, that are rows `theirs`... of one of theirs."""
 
     ours: int
@@ -33,18 +33,18 @@ class Run:
     length: int
 
 
-def whole_run(rows: int) -> list[Run]:
+def whole_run(rows: int) -> list[RowRun]:
     """All rows in their order."""
-    return [Run(0, 0, rows)]
+    return [RowRun(0, 0, rows)]
 
 
-def our_rows(runs: list[Run]) -> Tensor:
+def our_rows(runs: list[RowRun]) -> Tensor:
     """The row of ours that each row of theirs is: int64 [rows of theirs]."""
     ordered = sorted(runs, key=lambda run: run.theirs)
     return torch.cat([torch.arange(run.ours, run.ours + run.length) for run in ordered])
 
 
-def is_identity(runs: list[Run], rows: int) -> bool:
+def is_identity(runs: list[RowRun], rows: int) -> bool:
     """Whether theirs is ours, row by row."""
     return runs == whole_run(rows)
 
@@ -68,17 +68,19 @@ def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype,
         )
     codes = torch.uint8 if layout.element.native is None else layout.element.native
     grid = (ceil_div(rows, layout.block[0]), ceil_div(cols, block_cols))
-    scale = {Shape.GRID: grid, Shape.SCALAR: (), Shape.ONE: (1,), Shape.ROWS: (rows,)}[layout.scale_shape]
+    scale = {ScaleShape.GRID: grid, ScaleShape.SCALAR: (), ScaleShape.ONE: (1,), ScaleShape.ROWS: (rows,)}[
+        layout.scale_shape
+    ]
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         layout.codes_key: (codes, (rows, cols // packed)),
         layout.scale_key: (layout.scale_dtype, scale),
     }
     if layout.second is not None:
-        found[layout.second.key] = (torch.float32, () if layout.second.shape is Shape.SCALAR else (1,))
+        found[layout.second.key] = (torch.float32, () if layout.second.shape is ScaleShape.SCALAR else (1,))
     return found
 
 
-def export(
+def to_layout(
     layout: Layout, fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The components of a weight `shape` -> the tensors of a layout, by what stands in place of "weight".
@@ -89,7 +91,7 @@ def export(
         NotExact: a block there would need two scales, or a scale has no encoding there.
     """
     codes = parts[fmt.copies[Copy.ROWWISE].codes.name]
-    found = {layout.codes_key: codes if rows is None else codes[rows], **scales(layout, fmt, parts, shape, rows)}
+    found = {layout.codes_key: codes if rows is None else codes[rows], **layout_scales(layout, fmt, parts, shape, rows)}
     count = shape[0] if rows is None else len(rows)
     return {
         key: found[key].contiguous().view(dtype).reshape(wanted)
@@ -97,17 +99,17 @@ def export(
     }
 
 
-def scales(
+def layout_scales(
     layout: Layout, fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The scales of `export` alone, as a grid; of `parts` the codes are not needed.
+    """The scales of `to_layout` alone, as a grid; of `parts` the codes are not needed.
 
     Raises:
-        NotExact: see `export`.
+        NotExact: see `to_layout`.
     """
     copy = fmt.copies[Copy.ROWWISE]
     if copy.codes.encoding != layout.element:
-        raise NotExact(f"its codes are {copy.codes.encoding.name}")
+        raise InexactConversionError(f"its codes are {copy.codes.encoding.name}")
     taken = torch.arange(shape[0]) if rows is None else rows
     grid = _grid(parts[copy.scale.name], taken, copy.block, layout.block, shape[1])
     found = {layout.scale_key: _encoded(grid, copy.scale.encoding, layout.scale)}
@@ -120,14 +122,14 @@ def scales(
 def _grid(scale: Tensor, rows: Tensor, ours: tuple[int, int], theirs: tuple[int, int], cols: int) -> Tensor:
     """Our grid of scales -> theirs."""
     if not all(refines(there, here) for there, here in zip(theirs, ours, strict=True)):
-        raise NotExact(f"its blocks of {said(ours)} do not hold whole blocks of {said(theirs)}")
+        raise InexactConversionError(f"its blocks of {said(ours)} do not hold whole blocks of {said(theirs)}")
     at = rows // ours[0]
     height = min(theirs[0], max(len(rows), 1))
     first = at[::height]
     crossing = (at != first.repeat_interleave(height)[: len(at)]).nonzero()
     if len(crossing):
         row = int(crossing[0])
-        raise NotExact(
+        raise InexactConversionError(
             f"its rows are cut inside a block: row {row} of the part lies in another block of {said(ours)} than row "
             f"{row // height * height}, and a block of {said(theirs)} there has one scale"
         )
@@ -142,11 +144,13 @@ def _encoded(grid: Tensor, ours: Encoding, theirs: Encoding) -> Tensor:
     if (ours, theirs) == (E8M0, FP32):
         return numerics.decode(grid, E8M0)
     if (ours, theirs) != (FP32, E8M0):
-        raise NotExact(f"its scales are {ours.name}, not {theirs.name}")
+        raise InexactConversionError(f"its scales are {ours.name}, not {theirs.name}")
     codes = (grid.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
     if not torch.equal(numerics.decode(codes, E8M0), grid):
         at = int((numerics.decode(codes, E8M0) != grid).flatten().to(torch.uint8).argmax())
-        raise NotExact(f"its scales are not powers of two, as E8M0 is (one is {grid.flatten()[at].item()!r})")
+        raise InexactConversionError(
+            f"its scales are not powers of two, as E8M0 is (one is {grid.flatten()[at].item()!r})"
+        )
     return codes
 
 
@@ -206,7 +210,7 @@ def our_grid(
 
 def _check_same(scales: Tensor, alike: Tensor, layout: Layout, fmt: Format) -> None:
     if not torch.equal(scales, alike):
-        raise NotExact(
+        raise InexactConversionError(
             f"blocks of {said(layout.block)} have different scales where {fmt.name} has one, of "
             f"{said(fmt.copies[Copy.ROWWISE].block)}"
         )

@@ -50,7 +50,7 @@ Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorBatch:
     """Tensors that lie in one file and are made together: their dtypes and shapes, and what makes them."""
 
     tensors: Described
@@ -69,12 +69,14 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return count
 
 
-def write(folder: Path, groups: Sequence[Group], max_shard_bytes: int, metadata: Mapping[str, str]) -> int:
+def write_safetensors(
+    folder: Path, groups: Sequence[TensorBatch], max_shard_bytes: int, metadata: Mapping[str, str]
+) -> int:
     """Write groups as sharded safetensors with their index; one group is in memory at a time. Returns the bytes.
 
     `metadata`: strings for the headers.
     """
-    shards: list[list[Group]] = [[]]
+    shards: list[list[TensorBatch]] = [[]]
     for group in groups:
         if shards[-1] and sum(g.nbytes for g in shards[-1]) + group.nbytes > max_shard_bytes:
             shards.append([])
@@ -90,7 +92,7 @@ def write(folder: Path, groups: Sequence[Group], max_shard_bytes: int, metadata:
     return total
 
 
-def _write_file(path: Path, groups: Sequence[Group], metadata: Mapping[str, str]) -> None:
+def _write_file(path: Path, groups: Sequence[TensorBatch], metadata: Mapping[str, str]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for group in groups:
@@ -120,7 +122,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
+def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     """An object from a JSON file. `kind`: of the file, for its limit.
 
     Raises:
@@ -129,7 +131,7 @@ def read_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     return foreign.read_json(path, LIMITS[kind], raising=CheckpointError)
 
 
-class Files:
+class SafetensorsFiles:
     """Safetensors files, a single one or those of a folder, as one table of tensors of which slices are read.
 
     Args:
@@ -160,7 +162,7 @@ class Files:
             if not names:
                 raise CheckpointError(f"{self.folder} holds no safetensors files")
             return names
-        weight_map = read_json(self.folder / INDEX, "index").get("weight_map")
+        weight_map = read_layout_json(self.folder / INDEX, "index").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map")
         for tensor, file in weight_map.items():

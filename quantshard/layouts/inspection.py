@@ -16,12 +16,12 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.checkpoints import inspection
 from quantshard.checkpoints.commit import is_complete
-from quantshard.checkpoints.contents import Figures, count
-from quantshard.checkpoints.inspection import WEIGHT, Inspection, Row
+from quantshard.checkpoints.contents import TensorStatistics, count_codes
+from quantshard.checkpoints.inspection import WEIGHT, Inspection, TensorSummary
 from quantshard.checkpoints.store import Path_, local, locate, why
 from quantshard.errors import CheckpointError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, Encoding
-from quantshard.layouts.files import SUFFIX, Files
+from quantshard.layouts.files import SUFFIX, SafetensorsFiles
 from quantshard.layouts.table import LAYOUTS
 
 _ELEMENTS: Final = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1}
@@ -29,7 +29,7 @@ _BYTES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Names:
+class _KeySuffixes:
     """How the names of a weight's codes, scales and second scale end; the second one divides or multiplies."""
 
     codes: str
@@ -38,13 +38,13 @@ class _Names:
     divides: bool = False
 
 
-def _names_of_layouts() -> tuple[_Names, ...]:
-    found = {_Names("_qdata", "_scale"): None}  # torchao's: l._weight_qdata, l._weight_scale
+def _names_of_layouts() -> tuple[_KeySuffixes, ...]:
+    found = {_KeySuffixes("_qdata", "_scale"): None}  # torchao's: l._weight_qdata, l._weight_scale
     for layout in LAYOUTS.values():
         if not layout.is_plain:
             codes, scale = layout.codes_key.removeprefix("weight"), layout.scale_key.removeprefix("weight")
             second = (layout.second.key.removeprefix("weight"), layout.second.divides) if layout.second else ()
-            found[_Names(codes, scale, *second)] = None
+            found[_KeySuffixes(codes, scale, *second)] = None
     return tuple(sorted(found, key=lambda names: names.second is None))  # whoever has two scales has a first one, too
 
 
@@ -52,7 +52,7 @@ _NAMES: Final = _names_of_layouts()
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _StoredWeight:
     """The keys of a tensor and of its scales. `encoding`: that of its codes, None for a tensor in high precision."""
 
     codes: str
@@ -66,7 +66,7 @@ class _Weight:
         return tuple(key for key in (self.codes, self.scale, self.second) if key is not None)
 
 
-def inspect(path: Path_, data: bool = True) -> Inspection:
+def inspect_files(path: Path_, data: bool = True) -> Inspection:
     """Look into a checkpoint directory, or into safetensors files: one, or those of a directory.
 
     Not a collective call; nothing in the files is run, and one chunk, or some rows, are in memory at a time.
@@ -78,8 +78,10 @@ def inspect(path: Path_, data: bool = True) -> Inspection:
         CheckpointError: it is none of these, or damaged.
     """
     if _is_exported(path):
-        return _Exported(Files(local(path, "safetensors files"), any_dtype=True)).inspection(str(path), data)
-    return inspection.inspect(path, data)
+        return _SafetensorsInspector(SafetensorsFiles(local(path, "safetensors files"), any_dtype=True)).inspection(
+            str(path), data
+        )
+    return inspection.inspect_checkpoint(path, data)
 
 
 def _is_exported(path: Path_) -> bool:
@@ -92,10 +94,10 @@ def _is_exported(path: Path_) -> bool:
         raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
 
 
-class _Exported:
+class _SafetensorsInspector:
     """Safetensors files, weight by weight."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: SafetensorsFiles) -> None:
         self.files = files
 
     def inspection(self, path: str, data: bool) -> Inspection:
@@ -105,14 +107,14 @@ class _Exported:
             raise CheckpointError(f"{path} holds no tensors")
         return Inspection(path, rows, (), None)
 
-    def _weights(self) -> list[_Weight]:
+    def _weights(self) -> list[_StoredWeight]:
         """Tensors, each with its scales, in the order of their names."""
         found = [weight for key in self.files.names() if (weight := self._with_scales(key)) is not None]
         taken = {key for weight in found for key in weight.keys}
-        found += [_Weight(key) for key in self.files.names() if key not in taken]
+        found += [_StoredWeight(key) for key in self.files.names() if key not in taken]
         return sorted(found, key=lambda weight: weight.codes)
 
-    def _with_scales(self, key: str) -> _Weight | None:
+    def _with_scales(self, key: str) -> _StoredWeight | None:
         """The quantized weight whose codes have this key; None if they are no codes."""
         encoding = _ELEMENTS.get(self.files.tensors[key][0])
         if encoding is None:
@@ -123,7 +125,7 @@ class _Exported:
             there = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
             fits = there and self._is_grid(scale, key) and (second is None or self._bytes(second) > 0)
             if fits and (encoding is E2M1) <= (second is not None):
-                return _Weight(key, encoding, scale, second, names.divides)
+                return _StoredWeight(key, encoding, scale, second, names.divides)
         return None
 
     def _is_grid(self, scale: str, codes: str) -> bool:
@@ -131,9 +133,9 @@ class _Exported:
         dims = len(self.files.tensors[scale][1])
         return dims <= 1 or dims <= len(self.files.tensors[codes][1])
 
-    def _row(self, weight: _Weight, data: bool) -> Row:
+    def _row(self, weight: _StoredWeight, data: bool) -> TensorSummary:
         figures = self._figures(weight) if data and weight.scale is not None else None
-        return Row(
+        return TensorSummary(
             weight.codes,
             WEIGHT,
             self._tag(weight),
@@ -148,14 +150,14 @@ class _Exported:
         dtype, shape = self.files.tensors[key]
         return math.prod(shape) * dtype.itemsize
 
-    def _shape(self, weight: _Weight) -> tuple[int, ...]:
+    def _shape(self, weight: _StoredWeight) -> tuple[int, ...]:
         """Of the values: two codes of four bits are a byte."""
         shape = self.files.tensors[weight.codes][1]
         if weight.encoding is None or not shape:
             return shape
         return (*shape[:-1], shape[-1] * (8 // weight.encoding.bits))
 
-    def _tag(self, weight: _Weight) -> str:
+    def _tag(self, weight: _StoredWeight) -> str:
         """What it is stored as."""
         if weight.encoding is None or weight.scale is None:
             return _said(self.files.tensors[weight.codes][0])
@@ -163,16 +165,16 @@ class _Exported:
         scale = E8M0.name if dtype in (torch.uint8, torch.float8_e8m0fnu) else _said(dtype)
         return f"{weight.encoding.name}, {scale} a {_block(self._shape(weight), grid)}"
 
-    def _figures(self, weight: _Weight) -> Figures:
+    def _figures(self, weight: _StoredWeight) -> TensorStatistics:
         """What the data of a quantized weight say.
 
         Raises:
             CheckpointError: they cannot be read.
         """
         assert weight.encoding is not None and weight.scale is not None
-        found = Figures()
+        found = TensorStatistics()
         for codes in self._rows(weight.codes):
-            elements, zeros, saturated = count(codes.view(torch.uint8), weight.encoding)
+            elements, zeros, saturated = count_codes(codes.view(torch.uint8), weight.encoding)
             found.elements, found.zeros = found.elements + elements, found.zeros + zeros
             found.saturated += saturated
         second = self._second(weight)
@@ -187,7 +189,7 @@ class _Exported:
                 found.scales = (min(before[0], low), max(before[1], high))
         return found
 
-    def _second(self, weight: _Weight) -> float:
+    def _second(self, weight: _StoredWeight) -> float:
         if weight.second is None:
             return 1.0
         value = float(torch.cat([part.reshape(-1).float() for part in self._rows(weight.second)]).max())

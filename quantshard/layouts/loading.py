@@ -24,8 +24,8 @@ from quantshard.checkpoints.store import local
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Role
 from quantshard.layouts import conversion, files, table
-from quantshard.layouts.conversion import NotExact, Run
-from quantshard.layouts.files import Files
+from quantshard.layouts.conversion import InexactConversionError, RowRun
+from quantshard.layouts.files import SafetensorsFiles
 from quantshard.layouts.names import LLAMA, Names
 from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of, is_tied
@@ -98,7 +98,7 @@ def load(
         if isinstance(module, FSDPModule):
             module.reshard()  # else a forward without backward may have left the gathered copies in place
     with loading(f"the load of {path}", model) as load:
-        loader = ranks.alike(lambda: _Loader(local(path, "safetensors files"), model, names, config))
+        loader = ranks.alike(lambda: _LayoutLoader(local(path, "safetensors files"), model, names, config))
         loader.judge(lossy)
         load.writes = True
         loader.write()
@@ -107,19 +107,19 @@ def load(
 
 
 @dataclass
-class _Item:
+class _ParameterSlices:
     """A parameter and where its rows are: their name -> runs of rows."""
 
     name: str
     param: nn.Parameter
-    pieces: dict[str, list[Run]]
+    pieces: dict[str, list[RowRun]]
     is_stored_quantized: bool
     grid: Tensor | None = None
     amax: Tensor | None = None
 
     @property
     def storage(self) -> QuantizedStorage | None:
-        quantized = components.quantized(self.param)
+        quantized = components.quantized_local(self.param)
         return None if quantized is None else quantized._storage
 
     def extents(self) -> list[tuple[int, int]]:
@@ -138,15 +138,15 @@ class _Item:
                 yield name, run.theirs + low - first, high - low
 
 
-class _Loader:
+class _LayoutLoader:
     """What is to be loaded from where: by headers alone, equal on all ranks."""
 
     def __init__(self, path: Path, model: nn.Module, names: Names, config: Mapping[str, Any] | None) -> None:
         given = config is not None
         has_file = os.path.lexists(path / CONFIGURATION)
-        self.config = dict(config or {}) if given or not has_file else files.read_json(path / CONFIGURATION)
+        self.config = dict(config or {}) if given or not has_file else files.read_layout_json(path / CONFIGURATION)
         self.tied = is_tied(self.config)
-        self.files = Files(path)
+        self.files = SafetensorsFiles(path)
         self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
         self.report = Import(path, self.layout)
         self.taken: set[str] = set()
@@ -160,7 +160,7 @@ class _Loader:
                 "it is of, or give another map of names"
             )
 
-    def _item(self, name: str, param: nn.Parameter, names: Names) -> _Item:
+    def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
         if param.is_meta:
             raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
         pieces = names.theirs(name, param.shape[0], heads_of(self.config))
@@ -170,13 +170,13 @@ class _Loader:
         kinds = {self._check(name, param, theirs, runs) for theirs, runs in pieces.items()}
         if len(kinds) != 1:
             raise CheckpointError(f"{self.report.path}: of the parts of {name} some are quantized and some are not")
-        return _Item(name, param, pieces, kinds.pop())
+        return _ParameterSlices(name, param, pieces, kinds.pop())
 
     def _tied(self, name: str) -> str:
         tied = name == f"{HEAD}.weight" and name not in self.files and self.tied
         return "model.embed_tokens.weight" if tied else name
 
-    def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[Run]) -> bool:
+    def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[RowRun]) -> bool:
         """Check the tensors of a weight of theirs; whether it is quantized."""
         rows, layout = sum(run.length for run in runs), self.layout
         wanted: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *param.shape[1:]))}
@@ -217,7 +217,7 @@ class _Loader:
                     f"{why}; build the model with a recipe of the same blocks, or allow requantization (lossy=True)"
                 )
 
-    def _why_not(self, item: _Item) -> str | None:
+    def _why_not(self, item: _ParameterSlices) -> str | None:
         if not item.is_stored_quantized:
             return None
         assert self.layout is not None
@@ -233,11 +233,11 @@ class _Loader:
         try:
             item.grid = conversion.our_grid(self._scales(item, start, stop), self.layout, fmt, extents, cols)
             item.amax = self._amax(item)
-        except NotExact as error:
+        except InexactConversionError as error:
             return str(error)
         return None
 
-    def _scales(self, item: _Item, start: int, stop: int) -> Tensor:
+    def _scales(self, item: _ParameterSlices, start: int, stop: int) -> Tensor:
         """Their scales of our rows start...stop - 1: [rows, their blocks along a row], in the encoding's storage."""
         assert self.layout is not None
         layout, found = self.layout, []
@@ -253,7 +253,7 @@ class _Loader:
         blocks = ceil_div(item.param.shape[1], min(layout.block[1], max(item.param.shape[1], 1)))
         return torch.empty(0, blocks, dtype=layout.scale.storage)
 
-    def _amax(self, item: _Item) -> Tensor | None:
+    def _amax(self, item: _ParameterSlices) -> Tensor | None:
         assert self.layout is not None
         second = self.layout.second
         if second is None:
@@ -265,14 +265,14 @@ class _Loader:
             stored = self.files.read(name.removesuffix("weight") + second.key)
             found.append(conversion.amax_of(stored, item.storage.cell.format, second.divides, _float(noted)))
         if not all(torch.equal(one, found[0]) for one in found):
-            raise NotExact("its parts have different second scales, and it is one weight here")
+            raise InexactConversionError("its parts have different second scales, and it is one weight here")
         return found[0]
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Copy, and quantize in batches; a collective call."""
-        batch: list[_Item] = []
+        batch: list[_ParameterSlices] = []
         for item in ranks.alike(self._copy_what_may_be):
             if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
                 self._quantize(batch)
@@ -281,7 +281,7 @@ class _Loader:
         if batch:
             self._quantize(batch)
 
-    def _copy_what_may_be(self) -> list[_Item]:
+    def _copy_what_may_be(self) -> list[_ParameterSlices]:
         """Returns what is left to be quantized."""
         anew = []
         for item in self.items:
@@ -294,7 +294,7 @@ class _Loader:
                 self._copy(item, storage)
         return anew
 
-    def _copy(self, item: _Item, storage: QuantizedStorage) -> None:
+    def _copy(self, item: _ParameterSlices, storage: QuantizedStorage) -> None:
         assert self.layout is not None
         live = storage.components
         pairs = []
@@ -307,13 +307,18 @@ class _Loader:
                 assert found is not None
                 value = found
             pairs.append((live[component.name], value))
-        components.write(item.param, pairs)
+        components.write_components(item.param, pairs)
         if AMAX_HISTORY in storage.state:
             storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
         self.report.copied.append(item.name)
 
     def _rows(
-        self, item: _Item, key: str, rows: tuple[int, int], cols: tuple[int, int] | None, viewed: torch.dtype | None
+        self,
+        item: _ParameterSlices,
+        key: str,
+        rows: tuple[int, int],
+        cols: tuple[int, int] | None,
+        viewed: torch.dtype | None,
     ) -> Tensor:
         """A rectangle of the rows of ours; `cols`: in entries of the file."""
         across = () if cols is None else (slice(*cols),)
@@ -327,7 +332,7 @@ class _Loader:
         shape = (0,) if cols is None else (0, cols[1] - cols[0])
         return torch.empty(shape, dtype=viewed or torch.float32)
 
-    def _values(self, item: _Item) -> Tensor:
+    def _values(self, item: _ParameterSlices) -> Tensor:
         """The local part's values: float32 of a quantized weight, else as they are stored."""
         extents = item.extents()
         if not item.is_stored_quantized:
@@ -349,7 +354,7 @@ class _Loader:
             scale = scale / factor if second.divides else scale * factor
         return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1) // self.layout.block[1]]
 
-    def _finite_values(self, item: _Item) -> Tensor:
+    def _finite_values(self, item: _ParameterSlices) -> Tensor:
         """Those of a weight that is to be quantized."""
         values = self._values(item)
         told = amax.non_finite(values, components.storage_of(item.param).shard.origin)
@@ -357,7 +362,7 @@ class _Loader:
             raise CheckpointError(f"{item.name}: {told}; codes saturate, which would hide it")
         return values
 
-    def _fill(self, item: _Item) -> None:
+    def _fill(self, item: _ParameterSlices) -> None:
         """A parameter in high precision."""
         values, local = self._values(item), private_torch.local_tensor(item.param)
         if values.dtype.itemsize > local.dtype.itemsize and item.name not in self.report.requantized:
@@ -366,7 +371,7 @@ class _Loader:
             self.report.copied.append(item.name)
         local.copy_(values.reshape(local.shape))
 
-    def _quantize(self, batch: Sequence[_Item]) -> None:
+    def _quantize(self, batch: Sequence[_ParameterSlices]) -> None:
         values = ranks.alike(lambda: [self._finite_values(item) for item in batch])
         kept: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import LIMITS, read_toml, shown
-from quantshard.layouts.conversion import Run, whole_run
+from quantshard.layouts.conversion import RowRun, whole_run
 
 ORDERS: Final = ("interleaved", "stacked")
 """Orders of the rows of a fused weight of queries, keys and values: group by group, or one behind the other."""
@@ -28,7 +28,7 @@ _LAYER, _ATTENTION, _MLP = "layers.{n}.", "self_attention.", "layernorm_mlp."
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadCounts:
     """Heads of the queries, heads of keys and values."""
 
     queries: int
@@ -42,7 +42,7 @@ class Names:
     plain: Mapping[str, str]
     fused: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
-    def theirs(self, ours: str, rows: int, heads: Heads | None) -> dict[str, list[Run]]:
+    def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
         """The weights of theirs that one of ours, of so many rows, holds: their name -> its rows. Empty: not mapped.
 
         Raises:
@@ -76,7 +76,7 @@ def _general(name: str) -> tuple[str, str]:
     return name[: found.start()] + "{n}" + name[found.end() :], found[0]
 
 
-def fused_runs(name: str, order: str, rows: int, heads: Heads) -> list[list[Run]]:
+def fused_runs(name: str, order: str, rows: int, heads: HeadCounts) -> list[list[RowRun]]:
     """The rows of queries, of keys and of values in a fused weight.
 
     Raises:
@@ -91,13 +91,13 @@ def fused_runs(name: str, order: str, rows: int, heads: Heads) -> list[list[Run]
     sizes = [heads.queries * size, heads.groups * size, heads.groups * size]
     if order == "stacked":
         starts = [0, sizes[0], sizes[0] + sizes[1]]
-        return [[Run(start, 0, length)] for start, length in zip(starts, sizes, strict=True)]
-    parts: list[list[Run]] = [[], [], []]
+        return [[RowRun(start, 0, length)] for start, length in zip(starts, sizes, strict=True)]
+    parts: list[list[RowRun]] = [[], [], []]
     per_group = [length // heads.groups for length in sizes]
     for group in range(heads.groups):
         start = group * sum(per_group)
         for part, length in zip(parts, per_group, strict=True):
-            part.append(Run(start, group * length, length))
+            part.append(RowRun(start, group * length, length))
             start += length
     return parts
 
@@ -126,7 +126,7 @@ LLAMA: Final = _llama()
 """Llama and its like in transformers, from models of `TransformerLayer` with RMSNorm and swiglu."""
 
 
-def read(path: Path) -> Names:
+def read_names(path: Path) -> Names:
     """A map from a TOML file; see above.
 
     Raises:

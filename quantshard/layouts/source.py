@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard import components, numerics, sharding
 from quantshard.checkpoints.reader import decoded
-from quantshard.checkpoints.reading import Reader
+from quantshard.checkpoints.reading import CheckpointReader
 from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Role
@@ -30,7 +30,7 @@ _INPUT_HISTORY: Final = f"input_{AMAX_HISTORY}"
 
 
 @dataclass(frozen=True)
-class Weight:
+class CheckpointWeight:
     """A weight of a checkpoint: its name in the model, shape, format tag (None: in high precision) and stored dtype."""
 
     name: str
@@ -50,7 +50,7 @@ class Weight:
         return cell_of_tag(self.tag).format
 
 
-class Source:
+class CheckpointModel:
     """A checkpoint's model.
 
     Raises:
@@ -60,7 +60,7 @@ class Source:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
-        self._reader = Reader(path)
+        self._reader = CheckpointReader(path)
         tensors = {k: v for k, v in self._reader.entries.items() if isinstance(v, TensorStorageMetadata)}
         self._prefix = MODEL if any(key.startswith(MODEL) for key in tensors) else ""
         self._entries = {
@@ -72,7 +72,7 @@ class Source:
 
     # What there is ---------------------------------------------------------------------------------------------------
 
-    def _weights(self) -> dict[str, Weight]:
+    def _weights(self) -> dict[str, CheckpointWeight]:
         found, taken = {}, set[str]()
         for key, entry in self._entries.items():
             is_tag = key.endswith(FORMAT_SUFFIX) and tuple(entry.size) == (FORMAT_TAG_BYTES,)
@@ -84,10 +84,10 @@ class Source:
         for key, entry in self._entries.items():
             is_state = key.endswith(_STATES) and (key.endswith(AMAX_HISTORY) or entry.properties.dtype == torch.int64)
             if key not in taken and key not in found and not is_state:
-                found[key] = Weight(key, tuple(entry.size), None, entry.properties.dtype)
+                found[key] = CheckpointWeight(key, tuple(entry.size), None, entry.properties.dtype)
         return {key: found[key] for key in self._entries if key in found}
 
-    def _quantized(self, name: str, taken: set[str]) -> Weight:
+    def _quantized(self, name: str, taken: set[str]) -> CheckpointWeight:
         tag = self._tensor(name + FORMAT_SUFFIX)
         text = components.read_format_tag(tag)
         fmt = cell_of_tag(text).format
@@ -111,7 +111,7 @@ class Source:
                 )
             taken.add(key)
         taken.add(name + FORMAT_SUFFIX)
-        return Weight(name, shape, text, torch.uint8)
+        return CheckpointWeight(name, shape, text, torch.uint8)
 
     def _master_keys(self) -> dict[str, str]:
         """Name of a parameter -> the key of its master, where the optimizer has one and was told names."""
@@ -136,7 +136,7 @@ class Source:
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
-    def parts(self, weight: Weight) -> Mapping[str, Tensor]:
+    def parts(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
         """The components of a quantized weight by name; of the last one asked for they are kept."""
         if self._last is None or self._last[0] != weight.name:
             self._last = None  # before the next is read, so that there is one at a time
@@ -144,26 +144,26 @@ class Source:
             self._last = (weight.name, {c.name: self._tensor(weight.name + c.key_suffix) for c in wanted})
         return self._last[1]
 
-    def scales(self, weight: Weight) -> Mapping[str, Tensor]:
+    def scales(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
         """The components of a quantized weight but its codes."""
         wanted = [c for c in weight.format.components if c.role is not Role.CODES]
         return {c.name: self._tensor(weight.name + c.key_suffix) for c in wanted}
 
-    def plain(self, weight: Weight) -> Tensor:
+    def plain(self, weight: CheckpointWeight) -> Tensor:
         """A weight in high precision, in its stored dtype."""
         if self._last is None or self._last[0] != weight.name:
             self._last = None
             self._last = (weight.name, {"": self._tensor(weight.name)})
         return self._last[1][""]
 
-    def values(self, weight: Weight) -> Tensor:
+    def values(self, weight: CheckpointWeight) -> Tensor:
         """A weight's own values: float32, or in its stored dtype if it is in high precision."""
         if weight.tag is None:
             return self.plain(weight)
         shape = (weight.shape[0], weight.shape[1])
         return numerics.dequantize(weight.format.copies[Copy.ROWWISE], self.parts(weight), shape)
 
-    def master(self, weight: Weight) -> Tensor:
+    def master(self, weight: CheckpointWeight) -> Tensor:
         """The master, float32; see `has_master`.
 
         Raises:

@@ -26,7 +26,7 @@ from quantshard.recipe import Cell, format_of_tag
 Config = Mapping[str, Any]
 
 
-class Shape(str, Enum):
+class ScaleShape(str, Enum):
     """The shape of a tensor of scales."""
 
     GRID = "grid"  # [blocks along rows, blocks along columns]
@@ -36,11 +36,11 @@ class Shape(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
+class SecondScale:
     """The second scale of a weight, a float32: its name, its shape, and whether it divides or multiplies."""
 
     key: str
-    shape: Shape
+    shape: ScaleShape
     divides: bool
 
 
@@ -69,8 +69,8 @@ class Layout:
     codes_key: str = "weight"
     scale_key: str = "weight_scale"
     scale_dtype: torch.dtype = torch.float32
-    scale_shape: Shape = Shape.GRID
-    second: Second | None = None
+    scale_shape: ScaleShape = ScaleShape.GRID
+    second: SecondScale | None = None
     whole_blocks: bool = False
     input_scale: str | None = None
     dtype: torch.dtype | None = None
@@ -269,15 +269,15 @@ _row(
     config=lambda ignore: _hf(ignore, weight_block_size=[128, 128]), readers="transformers, vLLM, SGLang, PyTorch",
 )  # fmt: skip
 _row(
-    "hf-fp8", "hf-fp8", E4M3, scale_key="weight_scale_inv", scale_shape=Shape.SCALAR,
+    "hf-fp8", "hf-fp8", E4M3, scale_key="weight_scale_inv", scale_shape=ScaleShape.SCALAR,
     config=lambda ignore: _hf(ignore, weight_block_size=None), readers="transformers",
 )  # fmt: skip
 _row(
-    "vllm-fp8", "vllm-fp8", E4M3, scale_shape=Shape.SCALAR,
+    "vllm-fp8", "vllm-fp8", E4M3, scale_shape=ScaleShape.SCALAR,
     config=lambda ignore: _hf(ignore, ignored_layers=ignore), readers="vLLM, SGLang",
 )  # fmt: skip
 _row(
-    "compressed-tensors-fp8", "compressed-tensors", E4M3, scale_shape=Shape.ONE,
+    "compressed-tensors-fp8", "compressed-tensors", E4M3, scale_shape=ScaleShape.ONE,
     config=_compressed("float-quantized", {"strategy": "tensor"}, _TOKEN), readers="compressed-tensors, vLLM",
 )  # fmt: skip
 _row(
@@ -297,23 +297,23 @@ _row(
 )  # fmt: skip
 _row(
     "compressed-tensors-nvfp4", "compressed-tensors", E2M1, **_NV, codes_key="weight_packed",
-    second=Second("weight_global_scale", Shape.ONE, divides=True),
+    second=SecondScale("weight_global_scale", ScaleShape.ONE, divides=True),
     config=_compressed(
         "nvfp4-pack-quantized",
         {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}, None,
     ), readers="compressed-tensors, vLLM",
 )  # fmt: skip
 _row(
-    "modelopt-fp8", "modelopt", E4M3, scale_shape=Shape.SCALAR, input_scale="input_scale",
+    "modelopt-fp8", "modelopt", E4M3, scale_shape=ScaleShape.SCALAR, input_scale="input_scale",
     **_modelopt("FP8", 8, None), readers="vLLM, SGLang, TensorRT-LLM",
 )  # fmt: skip
 _row(
-    "modelopt-fp8-channel", "modelopt", E4M3, block=(1, ALL), scale_shape=Shape.ROWS,
+    "modelopt-fp8-channel", "modelopt", E4M3, block=(1, ALL), scale_shape=ScaleShape.ROWS,
     **_modelopt("FP8_PER_CHANNEL_PER_TOKEN", 8, None), readers="vLLM, TensorRT-LLM",
 )  # fmt: skip
 _row("modelopt-mxfp8", "modelopt", E4M3, **_MX, **_modelopt("MXFP8", 8, 32), readers="vLLM")
 _row(
-    "modelopt-nvfp4", "modelopt", E2M1, **_NV, second=Second("weight_scale_2", Shape.SCALAR, divides=False),
+    "modelopt-nvfp4", "modelopt", E2M1, **_NV, second=SecondScale("weight_scale_2", ScaleShape.SCALAR, divides=False),
     **_modelopt("W4A16_NVFP4", 4, 16), readers="vLLM, TensorRT-LLM",
 )  # fmt: skip
 _row(

@@ -21,13 +21,13 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.checkpoints.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import Fields, open_regular
+from quantshard.foreign import FieldReader, open_regular
 from quantshard.formats import ALL, Copy, Format
 from quantshard.layouts import conversion, files, table
-from quantshard.layouts.conversion import NotExact, Run
-from quantshard.layouts.files import Group
-from quantshard.layouts.names import LLAMA, Heads, Names, check_distinct
-from quantshard.layouts.source import Source, Weight
+from quantshard.layouts.conversion import InexactConversionError, RowRun
+from quantshard.layouts.files import TensorBatch
+from quantshard.layouts.names import LLAMA, HeadCounts, Names, check_distinct
+from quantshard.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.layouts.table import EXACT, UNDEFINED, Layout
 
 LINEAR: Final = re.compile(r"_proj\.weight$")
@@ -116,9 +116,11 @@ def export(
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists and is not overwritten; export to another directory")
     described = _config(config)
-    source = Source(checkpoint)
+    source = CheckpointModel(checkpoint)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
-    plan = _Plan(source, table.find(layout, tags), names, described, values == "masters", lossy, Export(target, _NONE))
+    plan = _ExportPlan(
+        source, table.find(layout, tags), names, described, values == "masters", lossy, Export(target, _NONE)
+    )
     groups = plan.groups()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +129,7 @@ def export(
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from None
     try:
         folder.chmod(0o777 & ~_umask())
-        plan.report.bytes = files.write(folder, groups, max_shard_bytes, plan.noted)
+        plan.report.bytes = files.write_safetensors(folder, groups, max_shard_bytes, plan.noted)
         _write_configuration(folder, plan, None if isinstance(config, Mapping) else config)
         os.rename(folder, target)
     except OSError as error:
@@ -153,19 +155,19 @@ def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[s
     if isinstance(config, Mapping):
         return dict(config)
     path = local(config, "a configuration")
-    return files.read_json(path / CONFIGURATION if path.is_dir() else path)
+    return files.read_layout_json(path / CONFIGURATION if path.is_dir() else path)
 
 
-def heads_of(config: Mapping[str, Any]) -> Heads | None:
+def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
     """The numbers of heads in a Hugging Face configuration, if it says them.
 
     Raises:
         ConfigurationError: they are no numbers of heads.
     """
-    fields = Fields(config, CONFIGURATION)
+    fields = FieldReader(config, CONFIGURATION)
     queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
     groups = fields.integer("num_key_value_heads", 1, MOST_HEADS) or queries
-    return None if queries is None or groups is None else Heads(queries, groups)
+    return None if queries is None or groups is None else HeadCounts(queries, groups)
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -174,10 +176,10 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     Raises:
         ConfigurationError: it says neither.
     """
-    return Fields(config, CONFIGURATION).flag("tie_word_embeddings")
+    return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
 
 
-def _write_configuration(folder: Path, plan: _Plan, beside: str | os.PathLike[str] | None) -> None:
+def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathLike[str] | None) -> None:
     layout, ignore = plan.report.layout, plan.ignored()
     config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
     if not config:
@@ -194,10 +196,10 @@ def _write_configuration(folder: Path, plan: _Plan, beside: str | os.PathLike[st
 
 
 @dataclass
-class _Plan:
+class _ExportPlan:
     """Which tensors there will be, in their order, and how each is made."""
 
-    source: Source
+    source: CheckpointModel
     layout: Layout
     names: Names
     config: dict[str, Any]
@@ -206,7 +208,7 @@ class _Plan:
     report: Export
     noted: dict[str, str] = field(default_factory=dict)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[TensorBatch]:
         self.report.layout = self.layout
         heads, found = heads_of(self.config), []
         weights = self._untied()
@@ -225,7 +227,7 @@ class _Plan:
         self._say(shapes)
         return found
 
-    def _untied(self) -> list[Weight]:
+    def _untied(self) -> list[CheckpointWeight]:
         """The weights, without an output head that is the embedding."""
         weights = list(self.source.weights.values())
         if not is_tied(self.config):
@@ -241,7 +243,7 @@ class _Plan:
             )
         return [weight for weight in weights if weight is not head]
 
-    def _group(self, weight: Weight, name: str, runs: list[Run]) -> Group:
+    def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
         rows = sum(run.length for run in runs)
         chosen = (
             None if not weight.shape or conversion.is_identity(runs, weight.shape[0]) else conversion.our_rows(runs)
@@ -263,12 +265,14 @@ class _Plan:
             found = {stem + key: tensor for key, tensor in make().items()}
             return found if scale is None else {**found, stem + str(self.layout.input_scale): scale}
 
-        return Group(tensors, made)
+        return TensorBatch(tensors, made)
 
     def _is_high_precision(self) -> bool:
         return all(weight.tag is None for weight in self.source.weights.values())
 
-    def _plain_group(self, weight: Weight, name: str, shape: tuple[int, ...], rows: Tensor | None) -> Group:
+    def _plain_group(
+        self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None
+    ) -> TensorBatch:
         plain = self.layout.is_plain and weight.dtype != torch.int64
         dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
         if dtype not in files.DTYPES:
@@ -281,16 +285,18 @@ class _Plan:
             values = self.source.master(weight) if masters else self.source.values(weight)
             return {name: (values if rows is None else values[rows]).to(dtype).reshape(shape)}
 
-        return Group({name: (dtype, shape)}, make)
+        return TensorBatch({name: (dtype, shape)}, make)
 
-    def _quantized(self, weight: Weight, name: str, rows: Tensor | None) -> Callable[[], Mapping[str, Tensor]]:
+    def _quantized(
+        self, weight: CheckpointWeight, name: str, rows: Tensor | None
+    ) -> Callable[[], Mapping[str, Tensor]]:
         shape = (weight.shape[0], weight.shape[1])
         why = self._why_not(weight, rows)
         if why is None:
             fmt = weight.format
             self.report.exact.append(name)
             self._note_amax(weight, name, fmt)
-            return lambda: conversion.export(self.layout, fmt, self.source.parts(weight), shape, rows)
+            return lambda: conversion.to_layout(self.layout, fmt, self.source.parts(weight), shape, rows)
         if not self.lossy:
             raise ConfigurationError(
                 f"{weight.name} [{shape[0]}, {shape[1]}], {weight.tag or 'in high precision'}, does not go into "
@@ -304,11 +310,11 @@ class _Plan:
         def make() -> Mapping[str, Tensor]:
             values = self.source.master(weight) if masters else self.source.values(weight)
             values = values.float() if rows is None else values[rows].float()
-            return conversion.export(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
+            return conversion.to_layout(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
 
         return make
 
-    def _why_not(self, weight: Weight, rows: Tensor | None) -> str | None:
+    def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
         """Why a weight does not go over exactly; None if it does. Of its tensors only the small ones are read."""
         cell = None if weight.tag is None else table.cell_of_tag(weight.tag)
         found = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
@@ -319,17 +325,17 @@ class _Plan:
         assert cell is not None
         try:
             shape = (weight.shape[0], weight.shape[1])
-            conversion.scales(self.layout, cell.format, self.source.scales(weight), shape, rows)
-        except NotExact as error:
+            conversion.layout_scales(self.layout, cell.format, self.source.scales(weight), shape, rows)
+        except InexactConversionError as error:
             return str(error)
         return None
 
-    def _note_amax(self, weight: Weight, name: str, fmt: Format) -> None:
+    def _note_amax(self, weight: CheckpointWeight, name: str, fmt: Format) -> None:
         amax = fmt.copies[Copy.ROWWISE].amax
         if amax is not None:
             self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name]).hex()
 
-    def _input_scale(self, weight: Weight) -> Tensor | None:
+    def _input_scale(self, weight: CheckpointWeight) -> Tensor | None:
         if self.layout.input_scale is None:
             return None
         amax = self.source.input_amax(weight.name)
@@ -338,7 +344,7 @@ class _Plan:
         return torch.tensor(amax / self.layout.element.max, dtype=torch.float32)
 
     def _check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        fields = Fields(self.config, CONFIGURATION)
+        fields = FieldReader(self.config, CONFIGURATION)
         wanted = (fields.integer("vocab_size", 1, MOST), fields.integer("hidden_size", 1, MOST))
         held = shapes.get(_EMBEDDING)
         if held is not None and None not in wanted and tuple(held) != wanted:

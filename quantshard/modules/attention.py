@@ -190,7 +190,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         check_window(owner, self.window_size if window_size is None else window_size, kind)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
-        q, k, v = (inputs.cast(x).permute(order) for x in (query_layer, key_layer, value_layer))
+        q, k, v = (inputs.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer))
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
         plain = visible is None and self._dropout == 0
         backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, plain)
@@ -293,7 +293,8 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads: qkv by columns, `proj` by rows. With one fused weight
             its rows must be interleaved by group, as they are by default.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
+            `meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_backend: see `DotProductAttention`.
@@ -450,7 +451,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
 
     def _split_and_rotate(self, qkv: Tensor | Sequence[Tensor], freqs: RotaryEmbedding | None) -> Sequence[Tensor]:
         """[..., features], or three parts of it -> queries [..., h, d], keys and values [..., groups, d]."""
-        layout = rotary.Layout(self.qkv_format, self.rotary_pos_interleaved)
+        layout = rotary.HeadLayout(self.qkv_format, self.rotary_pos_interleaved)
         heads, groups = self._local_heads()
         if isinstance(qkv, Tensor) and isinstance(freqs, Tensor) and not self.interleaved:
             by_head = qkv.unflatten(-1, (-1, self.kv_channels))

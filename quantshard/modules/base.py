@@ -21,12 +21,12 @@ from quantshard import amax, backend, components, distribute, distributions, lim
 from quantshard import storage as storages
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
 from quantshard.modules import compiled, context, functional, inputs, operator_arguments, parallel, recompute
-from quantshard.modules.compiled import Traced
-from quantshard.modules.functional import Ready
+from quantshard.modules.compiled import TracedLinear
+from quantshard.modules.functional import PreparedLinear
 from quantshard.modules.linear_operands import LinearState
-from quantshard.modules.meshes import OnMesh, Parallelism
-from quantshard.modules.pieces import Pieces
-from quantshard.modules.recompute import Call
+from quantshard.modules.meshes import TensorParallelConfig, TensorParallelModule
+from quantshard.modules.pieces import PiecewiseAssignment
+from quantshard.modules.recompute import LinearContext
 from quantshard.recipe import Recipe
 from quantshard.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 from quantshard.tensor import QuantizedTensor
@@ -110,14 +110,14 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
 
 
-class QuantizedModule(OnMesh, Pieces):
+class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
     """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `_add_vector`."""
 
     def __init__(
         self,
         device: torch.device | str | None,
         params_dtype: torch.dtype | None,
-        parallelism: Parallelism = Parallelism(),  # noqa: B008 (frozen)
+        parallelism: TensorParallelConfig = TensorParallelConfig(),  # noqa: B008 (frozen)
     ) -> None:
         self_device = torch.device(device) if device is not None else _default_device()
         super().__init__(parallelism, self_device)
@@ -259,7 +259,7 @@ class QuantizedModule(OnMesh, Pieces):
                 quantized.append((param, values))
             else:
                 local.copy_(values)
-        weights = [name for name in names if components.quantized(self.get_parameter(name)) is not None]
+        weights = [name for name in names if components.quantized_local(self.get_parameter(name)) is not None]
         amax.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
         if self._plan.preserve_high_precision:
             for written, values in quantized:
@@ -297,7 +297,7 @@ class QuantizedModule(OnMesh, Pieces):
         with private_torch.set_aside(self, QuantizedTensor) as quantized, components.attributes_kept(sharded):
             super()._apply(fn, recurse)
         for param in quantized:
-            components.convert(param, fn)
+            components.move_parameter(param, fn)
         for name, buffer in before.items():
             if name.endswith((INPUT_HISTORY, GRAD_OUTPUT_HISTORY)):
                 moved = self.get_buffer(name)
@@ -325,8 +325,8 @@ class QuantizedModule(OnMesh, Pieces):
         layer: Projection,
         *,
         with_bias: bool = True,
-        ready: Ready | Traced | None = None,
-        again: functional.Again | None = None,
+        ready: PreparedLinear | TracedLinear | None = None,
+        again: functional.RecomputedInput | None = None,
     ) -> Sequence[Tensor]:
         """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force.
 
@@ -335,18 +335,20 @@ class QuantizedModule(OnMesh, Pieces):
         """
         x = self._input(x)
         found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
-        return compiled.linear(x, found) if isinstance(found, Traced) else functional.linear(x, found, again)
+        return (
+            compiled.traced_linear(x, found) if isinstance(found, TracedLinear) else functional.linear(x, found, again)
+        )
 
     def _input(self, x: Tensor) -> Tensor:
         """The input as this module computes with it, checked."""
-        return inputs.checked(type(self).__name__, x, self._dtype)
+        return inputs.checked_input(type(self).__name__, x, self._dtype)
 
     def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:
         return [self._local(bias) if with_bias else None for bias in layer.biases]
 
     def _ready(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
-    ) -> Ready | Traced:
+    ) -> PreparedLinear | TracedLinear:
         """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward.
 
         In a graph that is being traced it is told by names, and checked when its operator runs.
@@ -359,12 +361,12 @@ class QuantizedModule(OnMesh, Pieces):
 
     def _ready_now(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, with_bias: bool
-    ) -> Ready | Traced:
+    ) -> PreparedLinear | TracedLinear:
         tensors = [getattr(self, weight) for weight in layer.weights]
         if torch.compiler.is_compiling():
             return self._traced(layer, tensors, self._biases(layer, with_bias))
-        quantized = any(components.quantized(tensor) is not None for tensor in tensors)
-        call = recompute.call((id(self), ",".join(layer.weights)), quantized)
+        quantized = any(components.quantized_local(tensor) is not None for tensor in tensors)
+        call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized)
         checked = [self._operand(weight, call, device) for weight in layer.weights]
         if x_shape[-1] != checked[0].shape[1]:
             part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
@@ -374,13 +376,13 @@ class QuantizedModule(OnMesh, Pieces):
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         biases = self._biases(layer, with_bias)
-        return Ready(checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
+        return PreparedLinear(checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
 
-    def _traced(self, layer: Projection, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Traced:
+    def _traced(self, layer: Projection, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> TracedLinear:
         if self.tp_size > 1:
             raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
         setting = context.current_setting()
-        return Traced(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
+        return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
@@ -393,7 +395,7 @@ class QuantizedModule(OnMesh, Pieces):
         local = self._whole_on_rows if layer.mode == "row" else self._local
         return joined([local(bias) for bias in layer.biases]).to(dtype)
 
-    def _operand(self, name: str, call: Call, device: torch.device) -> Tensor:
+    def _operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
         checked = self._checked_weight(name, call.recipe)
         if call.strict:

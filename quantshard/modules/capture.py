@@ -43,7 +43,7 @@ def _states(model: nn.Module) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
             param = private_torch.local_tensor(module.get_parameter(name))
             found[f"{prefix}.{name}" if prefix else name] = param, state
     for name, parameter in model.named_parameters():
-        quantized = components.quantized(parameter)
+        quantized = components.quantized_local(parameter)
         if quantized is not None:
             found[name] = quantized, quantized._storage.state
     return found

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, functional, operators
-from quantshard.modules.functional import Ready, SavedLayer
-from quantshard.modules.operator_arguments import Backward, Forward, Fused
-from quantshard.modules.operators import Gradients, Results
+from quantshard.modules.functional import PreparedLinear, SavedLinear
+from quantshard.modules.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
+from quantshard.modules.operators import ForwardResults, StepGradients
 from quantshard.tensor import QuantizedTensor
 
 
-class Traced(NamedTuple):
+class TracedLinear(NamedTuple):
     """A linear layer in a graph that is being traced: its weights and biases, and how an operator finds the rest.
 
     `module`: the handle of its module; `names`: of the weights there; `prefix`: what stands before the names of the
@@ -50,20 +50,20 @@ class Traced(NamedTuple):
         return any(stored)
 
 
-def linear(x: Tensor, layer: Traced) -> list[Tensor]:
+def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
     """What `functional.linear` computes, as a step of the graph that is being traced."""
     if not context.quantizes(layer.setting) and not layer.stored:
         pairs = zip(layer.weights, layer.biases, strict=True)
         return [functional.plain_linear(x, weight, bias) for weight, bias in pairs]
-    return call("linear", x, [layer], [False])
+    return call_operator("linear", x, [layer], [False])
 
 
-def call(
+def call_operator(
     step: str,
     x: Tensor,
-    layers: Sequence[Traced],
+    layers: Sequence[TracedLinear],
     remakes: Sequence[bool],
-    fused: Fused = Fused(),  # noqa: B008 (immutable)
+    fused: FusedArguments = FusedArguments(),  # noqa: B008 (immutable)
     residual: Tensor | None = None,
 ) -> list[Tensor]:
     """The outputs of the last of some layers of one module, each reading what the one before gives; and x + residual.
@@ -84,16 +84,16 @@ def call(
     return found[: len(layers[-1].weights) + (residual is not None)]
 
 
-def _linear(asked: Forward, ready: list[Ready]) -> Results:
+def _linear(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     x, (layer,) = asked.x, ready
-    outputs, x_wgrad = functional.forward(x.reshape(-1, x.shape[-1]), x.shape, *layer, asked.layers.keeps[0])
-    return Results(outputs, [x_wgrad])
+    outputs, x_wgrad = functional.forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, asked.layers.keeps[0])
+    return ForwardResults(outputs, [x_wgrad])
 
 
-def _linear_backward(asked: Backward, layers: list[SavedLayer], _: list[Tensor]) -> Gradients:
+def _linear_backward(asked: BackwardArguments, layers: list[SavedLinear], _: list[Tensor]) -> StepGradients:
     (layer,) = layers
     dx, of_tensors = layer.saved.backward(asked.grads, layer.tensors, layer.needed)
-    return Gradients([dx], [of_tensors])
+    return StepGradients([dx], [of_tensors])
 
 
-operators.register("linear", _linear, _linear_backward)
+operators.register_step("linear", _linear, _linear_backward)

@@ -37,7 +37,7 @@ _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_p
 _init_plans: list[InitPlan] = []
 _autocasts: list[autocast] = []
 
-_queued_flush: weakref.ReferenceType[_Flush] | None = None
+_queued_flush: weakref.ReferenceType[_BackwardFlush] | None = None
 
 forward_amaxes = PendingAmaxes()
 """Amaxes of inputs and weights seen since the outermost autocast was entered."""
@@ -47,7 +47,7 @@ backward_amaxes = PendingAmaxes()
 
 
 @dataclass(frozen=True)
-class Setting:
+class AutocastSetting:
     """What one autocast asks for: a recipe, if strictly, and the group to reduce delayed amaxes over (None: all)."""
 
     recipe: Recipe
@@ -56,7 +56,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _RegisteredSetting:
     """A setting that outlives its autocast; its process group does not live on for it, and it goes with its group."""
 
     recipe: Recipe
@@ -65,7 +65,7 @@ class _Known:
 
 
 NO_AUTOCAST = "no autocast"
-_settings: dict[str, _Known] = {NO_AUTOCAST: _Known(HighPrecision())}
+_settings: dict[str, _RegisteredSetting] = {NO_AUTOCAST: _RegisteredSetting(HighPrecision())}
 _numbers = itertools.count(1)
 
 
@@ -76,13 +76,13 @@ _numbers = itertools.count(1)
 def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool) -> str:
     """A short name for a setting, the same for equal ones; never used again for another."""
     asked = resolve(recipe) if enabled else HighPrecision()
-    known = _Known(asked, None if group is None else weakref.ref(group), strict)
+    known = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
     for name, other in _settings.items():
         if other == known and name != NO_AUTOCAST:
             return name
     name = f"{asked.name} {next(_numbers)}"
     if group is not None:
-        known = _Known(asked, weakref.ref(group, lambda _: _settings.pop(name, None)), strict)
+        known = _RegisteredSetting(asked, weakref.ref(group, lambda _: _settings.pop(name, None)), strict)
     _settings[name] = known
     return name
 
@@ -113,11 +113,11 @@ def counts_calls(name: str) -> bool:
     )
 
 
-def setting(name: str) -> Setting:
+def setting(name: str) -> AutocastSetting:
     """The setting of that name, its group resolved: None only without process groups."""
     known = _settings[name]
     group = world() if known.group is None else known.group()
-    return Setting(known.recipe, group, known.strict)
+    return AutocastSetting(known.recipe, group, known.strict)
 
 
 def current_setting() -> str:
@@ -151,12 +151,12 @@ def flush_after_backward() -> None:
         backward_amaxes.drop()  # of a backward pass that failed
         _queued_flush = None
     if _queued_flush is None:
-        flush = _Flush()
+        flush = _BackwardFlush()
         _queued_flush = weakref.ref(flush)
         private_torch.at_end_of_backward(flush)
 
 
-class _Flush:
+class _BackwardFlush:
     """What is queued for the end of a backward pass, which alone holds it: it is gone if the pass fails."""
 
     def __call__(self) -> None:

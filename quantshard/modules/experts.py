@@ -50,7 +50,7 @@ def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> r
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class TokenRoute:
     """The way of each row of one dispatch, a row being one token for one of its experts.
 
     `order`: of the rows that this rank sends, sorted by expert, the place in [tokens, choices], flattened. `sent`,
@@ -81,7 +81,7 @@ class Dispatch:
 
     tokens: Tensor
     m_splits: list[int]
-    route: Route
+    route: TokenRoute
 
     def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """Send what the experts made of their tokens back, and sum it for each token. A collective call.
@@ -106,9 +106,9 @@ class Dispatch:
             )
         sorting = self.route.sorting
         if sorting is not None:
-            outputs = _Rows.apply(outputs, _inverse(sorting), sorting, 1)
-        returned = _Exchange.apply(outputs, self.route, False)
-        chosen = _Rows.apply(returned, _inverse(self.route.order), self.route.order, 1)
+            outputs = _TakeRows.apply(outputs, _inverse(sorting), sorting, 1)
+        returned = _AllToAllRows.apply(outputs, self.route, False)
+        chosen = _TakeRows.apply(returned, _inverse(self.route.order), self.route.order, 1)
         parts = chosen.float().view(len(weights), choices, chosen.shape[1]) * weights.float().unsqueeze(-1)
         return parts.sum(1).to(outputs.dtype)
 
@@ -141,11 +141,13 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     sent, received = _exchange_counts(chosen, num_experts, here, group)
     m_splits = received.sum(0).tolist()
     order = chosen.argsort(stable=True)
-    route = Route(order, sent.sum(1).tolist(), received.sum(1).tolist(), _sorting(received, chosen), choices, group)
-    rows = _Rows.apply(tokens, order // choices, _inverse(order), choices)
-    rows = _Exchange.apply(rows, route, True)
+    route = TokenRoute(
+        order, sent.sum(1).tolist(), received.sum(1).tolist(), _sorting(received, chosen), choices, group
+    )
+    rows = _TakeRows.apply(tokens, order // choices, _inverse(order), choices)
+    rows = _AllToAllRows.apply(rows, route, True)
     if route.sorting is not None:
-        rows = _Rows.apply(rows, route.sorting, _inverse(route.sorting), 1)
+        rows = _TakeRows.apply(rows, route.sorting, _inverse(route.sorting), 1)
     return Dispatch(rows, m_splits, route)
 
 
@@ -184,7 +186,7 @@ def _inverse(order: Tensor) -> Tensor:
     return inverse
 
 
-class _Rows(torch.autograd.Function):
+class _TakeRows(torch.autograd.Function):
     """x [rows, ...] -> x[index], where each row is taken `times` times; summed in a fixed order in backward."""
 
     @staticmethod
@@ -202,11 +204,11 @@ class _Rows(torch.autograd.Function):
         return rows, None, None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     """Rows to the ranks of a route, or back. What stands between is given gradients of the mean over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route, there: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, route: TokenRoute, there: bool) -> Tensor:
         ctx.route, ctx.there = route, there
         return _exchanged(x, route, there)
 
@@ -214,10 +216,10 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ranks = ctx.route.ranks
         grad = grads[0] * ranks if ctx.there else grads[0] / ranks
-        return _Exchange.apply(grad, ctx.route, not ctx.there), None, None
+        return _AllToAllRows.apply(grad, ctx.route, not ctx.there), None, None
 
 
-def _exchanged(x: Tensor, route: Route, there: bool) -> Tensor:
+def _exchanged(x: Tensor, route: TokenRoute, there: bool) -> Tensor:
     if route.group is None or route.ranks == 1:
         return x.view_as(x)
     sent, received = (route.sent, route.received) if there else (route.received, route.sent)

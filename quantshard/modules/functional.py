@@ -23,58 +23,58 @@ from quantshard import backend, compute, kernels, limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, parallel
 from quantshard.modules.linear_operands import (
+    GemmOperands,
     LinearState,
-    Wanted,
-    Ways,
+    OperandUsage,
     WgradOperand,
-    both_ways,
     cells,
+    gemm_operands,
     weight_operand,
 )
 from quantshard.modules.parallel import TensorParallel
-from quantshard.modules.recompute import Call
-from quantshard.operands import Split
+from quantshard.modules.recompute import LinearContext
+from quantshard.operands import OperandSplit
 from quantshard.recipe import Gemm, Recipe, TensorRole
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
 
 if kernels.USABLE:
-    from quantshard.sources import Source
+    from quantshard.sources import OperandProducer
 
 
-class Ready(NamedTuple):
+class PreparedLinear(NamedTuple):
     """A linear layer that is about to be called: its weights and biases, how it is computed, and what it carries."""
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
-    call: Call
+    call: LinearContext
     state: LinearState
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weights and biases, whose gradients `Saved.backward` gives in this order."""
+        """Weights and biases, whose gradients `LinearBackward.backward` gives in this order."""
         return (*self.weights, *self.biases)
 
     def saved(
         self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool
-    ) -> tuple[Saved, list[Tensor]]:
+    ) -> tuple[LinearBackward, list[Tensor]]:
         """What backward needs of a forward that has kept this of its input: besides tensors, and these.
 
         `rereads`: backward needs more of it than was kept.
         """
         rebuild, x_tensors = to_saved(kept)
         bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
-        saved = Saved(
+        saved = LinearBackward(
             self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads
         )  # fmt: skip
         return saved, [*self.weights, *x_tensors]
 
 
 @dataclass(frozen=True)
-class Saved:
+class LinearBackward:
     """A linear layer in backward, without its tensors. `rereads`: what wgrad reads of its input was not kept."""
 
-    call: Call
+    call: LinearContext
     state: LinearState
     rebuild: tuple[Any, ...]
     parts: int
@@ -88,45 +88,53 @@ class Saved:
         """How many gradients `backward` gives besides that of the input: of weights and biases."""
         return 2 * self.parts
 
-    def needed(self, x: bool, tensors: Sequence[bool]) -> Needed:
-        """From whether each of `Ready.tensors` needs a gradient."""
-        return Needed(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
+    def needed(self, x: bool, tensors: Sequence[bool]) -> LinearGradMask:
+        """From whether each of `PreparedLinear.tensors` needs a gradient."""
+        return LinearGradMask(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
 
-    def reread(self, make: Callable[[], Tensor | Source], needed: Needed) -> WgradOperand | None:
+    def reread(self, make: Callable[[], Tensor | OperandProducer], needed: LinearGradMask) -> WgradOperand | None:
         """The input as wgrad reads it, from the input itself, which `make` gives; None if forward has kept it."""
         if not self.rereads or not any(needed.weights):
             return None
-        return both_ways(make(), TensorRole.INPUT, self.call, self.state, Wanted(False, True)).second
+        return gemm_operands(make(), TensorRole.INPUT, self.call, self.state, OperandUsage(False, True)).second
 
     def backward(
-        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], needed: Needed, x_wgrad: WgradOperand | None = None
+        self,
+        grads: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        needed: LinearGradMask,
+        x_wgrad: WgradOperand | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input, and of weights and biases, from those of the outputs.
 
         `x_wgrad`: the input as wgrad reads it, if forward has not kept it.
         """
-        ways = quantized(grads, self.call, self.state, self.bias_dtypes, needed)
+        ways = gradient_operands(grads, self.call, self.state, self.bias_dtypes, needed)
         return self.gradients(ways, tensors, needed, x_wgrad)
 
     def gradients(
-        self, ways: Iterable[Ways], tensors: Sequence[Tensor], needed: Needed, x_wgrad: WgradOperand | None = None
+        self,
+        ways: Iterable[GemmOperands],
+        tensors: Sequence[Tensor],
+        needed: LinearGradMask,
+        x_wgrad: WgradOperand | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The same from the gradients of the outputs as the GEMMs read them."""
         weights, x_wgrad = tensors[: self.parts], x_wgrad or _from_saved(self.rebuild, tensors[self.parts :])
-        dx, dws, dbs = gradients(
+        dx, dws, dbs = backward_gemms(
             ways, weights, x_wgrad, self.call, self.state, self.x_shape, self.dtype, self.bias_dtypes, needed
         )
         return dx, [*dws, *dbs]
 
 
-class Again(NamedTuple):
+class RecomputedInput(NamedTuple):
     """An input that backward computes again: by `function` of `tensors`, which are kept for something else anyway."""
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor | None, ...]
 
 
-def linear(x: Tensor, layer: Ready, again: Again | None = None) -> tuple[Tensor, ...]:
+def linear(x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None) -> tuple[Tensor, ...]:
     """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype.
 
     `again`: gives x in backward, which so need not keep it.
@@ -136,7 +144,7 @@ def linear(x: Tensor, layer: Ready, again: Again | None = None) -> tuple[Tensor,
         return _plain_linears(x, weights, biases, state.tp)
     if again is not None and not can_reread(call.recipe):
         again = None
-    outputs: tuple[Tensor, ...] = _Linear.apply(x, layer, keeps_input(weights), again, *layer.tensors)
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, layer, keeps_input(weights), again, *layer.tensors)
     return outputs
 
 
@@ -155,7 +163,7 @@ def _plain_linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
 ) -> tuple[Tensor, ...]:
     if tp.mode == "column":
-        x = parallel.gather_rows(x, tp) if tp.sequence_parallel else parallel.copy(x, tp)
+        x = parallel.gather_rows(x, tp) if tp.sequence_parallel else parallel.copy_to_group(x, tp)
     if tp.mode != "row" or tp.size == 1:
         return tuple(plain_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     outputs = []
@@ -182,12 +190,12 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
     return _with_leading(y, x.shape)
 
 
-def _with_leading(y: Tensor, shape: Sequence[int], split: Split | None = None) -> Tensor:
+def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
     out: Tensor = torch.ops.aten._unsafe_view.default(y, [*_leading(shape, split), y.shape[-1]])
     return out
 
 
-def _leading(shape: Sequence[int], split: Split | None) -> list[int]:
+def _leading(shape: Sequence[int], split: OperandSplit | None) -> list[int]:
     """The dims before the last of an activation of which each rank has a piece of `shape`, once rows are gathered."""
     if split is None or split.dim != 0:
         return list(shape[:-1])
@@ -196,15 +204,20 @@ def _leading(shape: Sequence[int], split: Split | None) -> list[int]:
 
 def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of y [sequence, ..., features] over the ranks; under sequence parallelism this rank's part of it."""
-    return parallel.scatter_rows(y, tp) if tp.sequence_parallel else parallel.reduce(y, tp)
+    return parallel.scatter_rows(y, tp) if tp.sequence_parallel else parallel.reduce_from_group(y, tp)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layer: Ready, keeps_input: bool, again: Again | None, *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        layer: PreparedLinear,
+        keeps_input: bool,
+        again: RecomputedInput | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        outputs, x_wgrad = forward(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps_input and again is None)
+        outputs, x_wgrad = forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps_input and again is None)
         ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
         ctx.again = None if again is None else again.function
         ctx.save_for_backward(*saved, *(() if again is None else again.tensors))
@@ -215,7 +228,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
-        layer: Saved = ctx.layer
+        layer: LinearBackward = ctx.layer
         needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[4:])
         tensors = ctx.saved_tensors  # once: a checkpointed region allows no second look
         saved, others = tensors[: ctx.saved], tensors[ctx.saved :]
@@ -224,16 +237,16 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, *of_tensors
 
 
-class Needed(NamedTuple):
+class LinearGradMask(NamedTuple):
     """Which gradients are needed: of the input, of each weight, of each bias."""
 
     x: bool
     weights: Sequence[bool]
     biases: Sequence[bool]
 
-    def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> Wanted:
+    def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> OperandUsage:
         """What is wanted of the gradient of one weight's output."""
-        return Wanted(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
+        return OperandUsage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
 
 
 def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
@@ -247,20 +260,20 @@ def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[
     ]
 
 
-class SavedLayer(NamedTuple):
+class SavedLinear(NamedTuple):
     """A layer in backward with the tensors that were saved for it, and which gradients it needs."""
 
-    saved: Saved
+    saved: LinearBackward
     tensors: list[Tensor]
-    needed: Needed
+    needed: LinearGradMask
 
 
-def forward(
-    source: Tensor | Source,
+def forward_gemms(
+    source: Tensor | OperandProducer,
     x_shape: Sequence[int],
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    call: Call,
+    call: LinearContext,
     state: LinearState,
     keeps_input: bool,
 ) -> tuple[list[Tensor], WgradOperand]:
@@ -272,7 +285,7 @@ def forward(
         context.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
-    read = both_ways(source, TensorRole.INPUT, call, state, Wanted(True, keeps_input))
+    read = gemm_operands(source, TensorRole.INPUT, call, state, OperandUsage(True, keeps_input))
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = weight_operand(weight, part, call, state)
@@ -287,25 +300,29 @@ def forward(
     return outputs, read.second
 
 
-def quantized(
-    grads: Sequence[Tensor], call: Call, state: LinearState, bias_dtypes: Sequence[torch.dtype | None], needed: Needed
-) -> Iterator[Ways]:
+def gradient_operands(
+    grads: Sequence[Tensor],
+    call: LinearContext,
+    state: LinearState,
+    bias_dtypes: Sequence[torch.dtype | None],
+    needed: LinearGradMask,
+) -> Iterator[GemmOperands]:
     """Gradients of the outputs [..., out_features] as the GEMMs of `needed` read them, one at a time."""
     for part, (grad, bias) in enumerate(zip(grads, bias_dtypes, strict=True)):
         wanted = needed.of_gradient(part, bias)
-        yield both_ways(grad.reshape(-1, grad.shape[-1]), TensorRole.GRAD_OUTPUT, call, state, wanted, part)
+        yield gemm_operands(grad.reshape(-1, grad.shape[-1]), TensorRole.GRAD_OUTPUT, call, state, wanted, part)
 
 
-def gradients(
-    ways: Iterable[Ways],
+def backward_gemms(
+    ways: Iterable[GemmOperands],
     weights: Sequence[Tensor],
     x_wgrad: WgradOperand,
-    call: Call,
+    call: LinearContext,
     state: LinearState,
     x_shape: Sequence[int],
     x_dtype: torch.dtype,
     bias_dtypes: Sequence[torch.dtype | None],
-    needed: Needed,
+    needed: LinearGradMask,
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
 
@@ -335,7 +352,7 @@ def gradients(
             )  # fmt: skip
         if found.sums is not None and bias_dtype is not None:
             db = found.sums
-            db = (db if split is None or split.dim == 1 else parallel.reduce(db, state.tp)).to(bias_dtype)
+            db = (db if split is None or split.dim == 1 else parallel.reduce_from_group(db, state.tp)).to(bias_dtype)
         dws.append(dw)
         dbs.append(db)
     if not summands:

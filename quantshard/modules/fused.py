@@ -22,12 +22,12 @@ from quantshard import compute, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import compiled, context, functional, operators
 from quantshard.modules.base import QuantizedModule
-from quantshard.modules.compiled import Traced
-from quantshard.modules.functional import Needed, Ready, Saved, SavedLayer
-from quantshard.modules.linear_operands import Asked, Ways, WgradOperand, cells
-from quantshard.modules.norm import Normalization, Rule, parameters_of
-from quantshard.modules.operator_arguments import Backward, Forward, Fused
-from quantshard.modules.operators import Gradients, Results
+from quantshard.modules.compiled import TracedLinear
+from quantshard.modules.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
+from quantshard.modules.linear_operands import GemmOperands, OperandRequest, WgradOperand, cells
+from quantshard.modules.norm import Normalization, NormConfig, parameters_of
+from quantshard.modules.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
+from quantshard.modules.operators import ForwardResults, StepGradients
 from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
@@ -35,10 +35,10 @@ if kernels.USABLE:
     from quantshard.kernels import activation as activation_kernels
     from quantshard.kernels import norm as norm_kernels
     from quantshard.kernels import results
-    from quantshard.sources import Activated, Given, Normalized, Way
+    from quantshard.sources import ActivationProducer, NormProducer, QuantizeSpec, TensorProducer
 
 
-class Front(NamedTuple):
+class NormInput(NamedTuple):
     """What a normalization works on: x [..., size], what is added to it before, and its parameters."""
 
     x: Tensor
@@ -54,17 +54,19 @@ class Front(NamedTuple):
         return self.normalization.with_residual(self.x, self.weight, self.bias, self.residual)
 
 
-def front(module: QuantizedModule, normalization: Normalization, x: Tensor, residual: Tensor | None = None) -> Front:
+def front(
+    module: QuantizedModule, normalization: Normalization, x: Tensor, residual: Tensor | None = None
+) -> NormInput:
     """That of a module with a normalization in front, whose parameters begin with "layer_norm_"."""
     normalization.check(x)
     weight, bias = (module._whole_on_rows(f"layer_norm_{name}") for name in ("weight", "bias"))
-    return Front(x, residual, weight, bias, normalization)
+    return NormInput(x, residual, weight, bias, normalization)
 
 
-def fits(front: Front, *layers: Ready | Traced) -> bool:
+def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
     """True if `norm_linear` and `mlp` work on these."""
     x, residual, weight, bias, _ = front
-    has_kernels = compute.has_float_kernels if isinstance(layers[0], Ready) else compute.kernels_read
+    has_kernels = compute.has_float_kernels if isinstance(layers[0], PreparedLinear) else compute.kernels_read
     if not has_kernels(x, residual, weight, bias):
         return False
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -72,8 +74,8 @@ def fits(front: Front, *layers: Ready | Traced) -> bool:
     return all(_fits(layer, x.dtype) for layer in layers) and _alike(layers)
 
 
-def _fits(layer: Ready | Traced, dtype: torch.dtype) -> bool:
-    if isinstance(layer, Traced):
+def _fits(layer: PreparedLinear | TracedLinear, dtype: torch.dtype) -> bool:
+    if isinstance(layer, TracedLinear):
         return _setting_fits(layer.setting, dtype)
     roles = (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
     return _recipe_fits(layer.call.recipe, dtype) and all(layer.state.split(role) is None for role in roles)
@@ -89,52 +91,56 @@ def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
     return _recipe_fits(context.setting(setting).recipe, dtype)
 
 
-def _alike(layers: Sequence[Ready | Traced]) -> bool:
+def _alike(layers: Sequence[PreparedLinear | TracedLinear]) -> bool:
     """True unless they are traced and their weights differ: an operator takes all quantized or none, of one dtype."""
-    traced = [layer for layer in layers if isinstance(layer, Traced)]
+    traced = [layer for layer in layers if isinstance(layer, TracedLinear)]
     stored = {layer.stored for layer in traced}
     dtypes = {weight.dtype for layer in traced for weight in layer.weights}
     return len(stored) <= 1 and len(dtypes) <= 1
 
 
-def norm_linear(front: Front, layer: Ready | Traced) -> tuple[Sequence[Tensor], Tensor | None]:
+def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple[Sequence[Tensor], Tensor | None]:
     """The outputs of a linear layer [..., out_features] behind a normalization; and x + residual, if that is there."""
-    if isinstance(layer, Traced):
+    if isinstance(layer, TracedLinear):
         return _traced("norm_linear", front, [layer], [_remakes_in_graph(layer.setting, False, True)])
-    keeps = Keeps.of(layer, _remakes(layer.call.recipe, False, True))
-    *outputs, total = _NormLinear.apply(*front, layer, keeps, *layer.tensors)
+    keeps = SavedInputPolicy.of(layer, _remakes(layer.call.recipe, False, True))
+    *outputs, total = _NormLinearFunction.apply(*front, layer, keeps, *layer.tensors)
     return outputs, total
 
 
 def mlp(
-    front: Front, fc1: Ready | Traced, activation: str, fc2: Ready | Traced, recomputes: bool = False
+    front: NormInput,
+    fc1: PreparedLinear | TracedLinear,
+    activation: str,
+    fc2: PreparedLinear | TracedLinear,
+    recomputes: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The same of a normalization, two linear layers and an activation between them.
 
     `recomputes`: what wgrads read of the normalized rows and of the activation is made again in backward.
     """
-    if isinstance(fc1, Traced) and isinstance(fc2, Traced):
+    if isinstance(fc1, TracedLinear) and isinstance(fc2, TracedLinear):
         remakes = [_remakes_in_graph(fc1.setting, recomputes, True), _remakes_in_graph(fc2.setting, recomputes, False)]
         (out,), total = _traced("mlp", front, [fc1, fc2], remakes, activation)
         return out, total
-    assert isinstance(fc1, Ready) and isinstance(fc2, Ready)
+    assert isinstance(fc1, PreparedLinear) and isinstance(fc2, PreparedLinear)
     remakes = [_remakes(fc1.call.recipe, recomputes, True), _remakes(fc2.call.recipe, recomputes, False)]
-    keeps = (Keeps.of(fc1, remakes[0]), Keeps.of(fc2, remakes[1]))
-    out, total = _MLP.apply(*front, fc1, activation, fc2, keeps, *fc1.tensors, *fc2.tensors)
+    keeps = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
+    out, total = _MLPFunction.apply(*front, fc1, activation, fc2, keeps, *fc1.tensors, *fc2.tensors)
     return out, total
 
 
-class Keeps(NamedTuple):
+class SavedInputPolicy(NamedTuple):
     """Of what wgrad reads of an input: whether forward keeps the codes, or backward makes them again."""
 
     codes: bool
     rereads: bool
 
     @staticmethod
-    def of(layer: Ready, remakes: bool) -> Keeps:
+    def of(layer: PreparedLinear, remakes: bool) -> SavedInputPolicy:
         """For a layer whose codes backward could make again, if it needs them."""
         needed = functional.keeps_input(layer.weights)
-        return Keeps(needed and not remakes, needed and remakes)
+        return SavedInputPolicy(needed and not remakes, needed and remakes)
 
 
 def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
@@ -143,7 +149,7 @@ def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
     Those of normalized rows that one read makes it always does: that costs less than the memory until then.
     """
     read = cells(recipe, TensorRole.INPUT)
-    by_one_read = all(cell is not None and Way(cell).is_local for cell in read)
+    by_one_read = all(cell is not None and QuantizeSpec(cell).is_local for cell in read)
     return (asked or (normalized and by_one_read)) and functional.can_reread(recipe)
 
 
@@ -153,19 +159,19 @@ def _remakes_in_graph(setting: str, asked: bool, normalized: bool) -> bool:
 
 
 def _traced(
-    step: str, front: Front, layers: Sequence[Traced], remakes: Sequence[bool], activation: str = ""
+    step: str, front: NormInput, layers: Sequence[TracedLinear], remakes: Sequence[bool], activation: str = ""
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """The same as an operator in a graph that is being traced."""
     x, residual, weight, bias, norm = front
-    fused = Fused(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
-    found = compiled.call(step, x, layers, remakes, fused, residual)
+    fused = FusedArguments(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
+    found = compiled.call_operator(step, x, layers, remakes, fused, residual)
     return (found, None) if residual is None else (found[:-1], found[-1])
 
 
 # Forward and backward, run at once or as an operator -----------------------------------------------------------------
 
 
-class Entered(NamedTuple):
+class NormBackward(NamedTuple):
     """A normalization in backward: z = x + residual, the parameters, and the statistics of the rows of z."""
 
     z: Tensor
@@ -175,30 +181,30 @@ class Entered(NamedTuple):
     mean: Tensor | None
 
     @staticmethod
-    def of(front: Front) -> Entered:
+    def of(front: NormInput) -> NormBackward:
         """With z of the shape of x: x itself if there is no residual."""
         x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
         other = None if residual is None else results.matrix(private_torch.plain(residual))
         statistics, total = norm_kernels.norm_statistics(results.matrix(x), rule.eps, rule.centered, residual=other)
-        return Entered(x if residual is None else total.view(x.shape), front.weight, front.bias, *statistics)
+        return NormBackward(x if residual is None else total.view(x.shape), front.weight, front.bias, *statistics)
 
-    def normalized(self, rule: Rule) -> Normalized:
+    def normalized(self, rule: NormConfig) -> NormProducer:
         """The normalized rows as a source."""
         parameters = parameters_of(self.weight, self.bias, rule)
-        return Normalized(results.matrix(self.z), norm_kernels.Statistics(self.rstd, self.mean), parameters)
+        return NormProducer(results.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean), parameters)
 
-    def again(self, layer: Saved, rule: Rule, needed: Needed) -> WgradOperand | None:
+    def again(self, layer: LinearBackward, rule: NormConfig, needed: LinearGradMask) -> WgradOperand | None:
         """What wgrad of a layer reads of them, if backward is to make it."""
         return layer.reread(lambda: self.normalized(rule), needed)
 
     def gradients(
-        self, rule: Rule, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
+        self, rule: NormConfig, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of z, weight and bias, from those of the normalized rows and of z; `needs`: of which."""
         if dy is None:
             return of_total if needs[0] else None, None, None
         dz, dweight, dbias = norm_kernels.norm_backward(
-            results.matrix(dy), results.matrix(self.z), norm_kernels.Statistics(self.rstd, self.mean),
+            results.matrix(dy), results.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean),
             parameters_of(self.weight, self.bias, rule),
             residual_gradient=None if of_total is None else results.matrix(private_torch.plain(of_total)),
             for_parameters=needs[1] or needs[2],
@@ -211,7 +217,7 @@ class Entered(NamedTuple):
 
 
 _FRONT = 4  # tensors of it that may need a gradient
-_FRONT_SAVED = len(Entered._fields)
+_FRONT_SAVED = len(NormBackward._fields)
 
 
 def _front_needs(ctx: Any) -> list[bool]:
@@ -231,15 +237,17 @@ def _no_second_derivative() -> None:
         raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
 
 
-def _run_norm_linear(front: Front, layer: Ready, keeps: bool) -> tuple[list[Tensor], Entered, WgradOperand]:
+def _run_norm_linear(
+    front: NormInput, layer: PreparedLinear, keeps: bool
+) -> tuple[list[Tensor], NormBackward, WgradOperand]:
     """The outputs, and what backward needs."""
-    entered = Entered.of(front)
+    entered = NormBackward.of(front)
     source = entered.normalized(front.normalization.rule)
-    outputs, kept = functional.forward(source, front.x.shape, *layer, keeps)
+    outputs, kept = functional.forward_gemms(source, front.x.shape, *layer, keeps)
     return outputs, entered, kept
 
 
-class _NormLinear(torch.autograd.Function):
+class _NormLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -248,12 +256,12 @@ class _NormLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         normalization: Normalization,
-        layer: Ready,
-        keeps: Keeps,
+        layer: PreparedLinear,
+        keeps: SavedInputPolicy,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        front = Front(x, residual, weight, bias, normalization)
+        front = NormInput(x, residual, weight, bias, normalization)
         outputs, entered, kept = _run_norm_linear(front, layer, keeps.codes)
         ctx.rule = normalization.rule
         ctx.layer, saved = layer.saved(kept, x.shape, x.dtype, keeps.rereads)
@@ -265,47 +273,47 @@ class _NormLinear(torch.autograd.Function):
         _no_second_derivative()
         *of_outputs, of_total = grads
         entered, saved = _split(ctx.saved_tensors, _FRONT_SAVED)
-        layer: Saved = ctx.layer
+        layer: LinearBackward = ctx.layer
         given = functional.filled(of_outputs, [weight.shape[0] for weight in saved[: layer.parts]])
         dy: Tensor | None = None
         dtensors: list[Tensor | None] = [None] * layer.tensors
-        front, needs = Entered(*entered), _front_needs(ctx)
+        front, needs = NormBackward(*entered), _front_needs(ctx)
         if given:
             needed = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 3 :])
             dy, dtensors = layer.backward(given, saved, needed, front.again(layer, ctx.rule, needed))
         return (*_of_front(ctx, *front.gradients(ctx.rule, dy, of_total, needs)), None, None, None, *dtensors)
 
 
-class Between(NamedTuple):
+class ActivationInputs(NamedTuple):
     """The inputs [tokens, features] of an activation, `up` if it is gated: outputs of the layer in front of it."""
 
     gate: Tensor
     up: Tensor | None = None
 
-    def activated(self, activation: str) -> Activated:
+    def activated(self, activation: str) -> ActivationProducer:
         """Its result as a source."""
-        return Activated(self.gate, activation, self.up)
+        return ActivationProducer(self.gate, activation, self.up)
 
 
 def _run_mlp(
-    front: Front, fc1: Ready, activation: str, fc2: Ready, keeps: Sequence[bool]
-) -> tuple[Tensor, Entered, Between, list[WgradOperand]]:
+    front: NormInput, fc1: PreparedLinear, activation: str, fc2: PreparedLinear, keeps: Sequence[bool]
+) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """The output, and what backward needs."""
-    entered = Entered.of(front)
+    entered = NormBackward.of(front)
     source = entered.normalized(front.normalization.rule)
-    inner, kept1 = functional.forward(source, front.x.shape, *fc1, keeps[0])
-    between = Between(*[results.matrix(each) for each in inner])
-    (out,), kept2 = functional.forward(between.activated(activation), inner[0].shape, *fc2, keeps[1])
+    inner, kept1 = functional.forward_gemms(source, front.x.shape, *fc1, keeps[0])
+    between = ActivationInputs(*[results.matrix(each) for each in inner])
+    (out,), kept2 = functional.forward_gemms(between.activated(activation), inner[0].shape, *fc2, keeps[1])
     return out, entered, between, [kept1, kept2]
 
 
 def _mlp_gradients(
     dout: Tensor,
-    front: Entered,
-    rule: Rule,
+    front: NormBackward,
+    rule: NormConfig,
     inner: list[Tensor],
     activation: str,
-    layers: Sequence[SavedLayer],
+    layers: Sequence[SavedLinear],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Of the normalized rows, and of weights and biases of both layers.
 
@@ -313,11 +321,11 @@ def _mlp_gradients(
     emptied behind their last use.
     """
     fc1, fc2 = layers
-    hidden = fc2.saved.reread(partial(Between(*inner).activated, activation), fc2.needed)
+    hidden = fc2.saved.reread(partial(ActivationInputs(*inner).activated, activation), fc2.needed)
     dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
-    ways = _through_activation(dh, Between(*inner), activation, fc1.saved, fc1.needed)
+    ways = _through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed)
     del dh
     inner.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)
@@ -325,7 +333,7 @@ def _mlp_gradients(
     return dy, of_fc1, of_fc2
 
 
-class _MLP(torch.autograd.Function):
+class _MLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -334,14 +342,14 @@ class _MLP(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         normalization: Normalization,
-        fc1: Ready,
+        fc1: PreparedLinear,
         activation: str,
-        fc2: Ready,
-        keeps: tuple[Keeps, Keeps],
+        fc2: PreparedLinear,
+        keeps: tuple[SavedInputPolicy, SavedInputPolicy],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        front = Front(x, residual, weight, bias, normalization)
+        front = NormInput(x, residual, weight, bias, normalization)
         out, entered, between, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps])
         ctx.rule, ctx.activation = normalization.rule, activation
         ctx.fc1, saved1 = fc1.saved(kept[0], x.shape, x.dtype, keeps[0].rereads)
@@ -355,17 +363,17 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         dout, of_total = grads
-        fc1: Saved = ctx.fc1
-        fc2: Saved = ctx.fc2
+        fc1: LinearBackward = ctx.fc1
+        fc2: LinearBackward = ctx.fc2
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), _FRONT_SAVED, 2, ctx.inner)
-        entered, needs, of_tensors = Entered(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 5 :]
+        entered, needs, of_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 5 :]
         dy: Tensor | None = None
         of_fc1: list[Tensor | None] = [None] * fc1.tensors
         of_fc2: list[Tensor | None] = [None] * fc2.tensors
         if dout is not None:
             layers = (
-                SavedLayer(fc1, saved1, fc1.needed(any(needs), of_tensors[: fc1.tensors])),
-                SavedLayer(fc2, saved2, fc2.needed(True, of_tensors[fc1.tensors :])),
+                SavedLinear(fc1, saved1, fc1.needed(any(needs), of_tensors[: fc1.tensors])),
+                SavedLinear(fc2, saved2, fc2.needed(True, of_tensors[fc1.tensors :])),
             )
             dy, of_fc1, of_fc2 = _mlp_gradients(dout, entered, ctx.rule, inner, ctx.activation, layers)
         return (*_of_front(ctx, *entered.gradients(ctx.rule, dy, of_total, needs)), *[None] * 5, *of_fc1, *of_fc2)
@@ -379,28 +387,32 @@ def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
     return parts
 
 
-def _through_activation(dh: Tensor | None, between: Between, activation: str, fc1: Saved, needed: Needed) -> list[Ways]:
+def _through_activation(
+    dh: Tensor | None, between: ActivationInputs, activation: str, fc1: LinearBackward, needed: LinearGradMask
+) -> list[GemmOperands]:
     """Gradients of the outputs of fc1 as its GEMMs read them, from that of the activation's result."""
     assert dh is not None
     gate, up = between
     parts = 1 if up is None else 2
     asked = [
-        Asked(TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part)
+        OperandRequest(
+            TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part
+        )
         for part in range(parts)
     ]
     rows, device = results.matrix(dh), gate.device
     if any(each.reads_values for each in asked):
-        given = [Given(torch.empty_like(gate), sources.zero(device).view(1, 1)) for _ in asked]
-        wanted = [results.Outputs(high=each.values, amax=each.amax) for each in given]
+        given = [TensorProducer(torch.empty_like(gate), sources.zero(device).view(1, 1)) for _ in asked]
+        wanted = [results.EpilogueRequest(high=each.values, amax=each.amax) for each in given]
         _activation_backward(rows, gate, up, activation, wanted)
         return [each.of(values) for each, values in zip(asked, given, strict=True)]
-    ready = [each.both(gate.shape[1], device).prepared(Given(gate)) for each in asked]  # of the shape of gate
+    ready = [each.both(gate.shape[1], device).prepared(TensorProducer(gate)) for each in asked]  # of the shape of gate
     targets = _activation_backward(rows, gate, up, activation, [each.outputs for each in ready])
     return [each.taken(told, found) for each, told, found in zip(asked, ready, targets, strict=False)]
 
 
 def _activation_backward(
-    dh: Tensor, gate: Tensor, up: Tensor | None, activation: str, wanted: Sequence[results.Outputs]
+    dh: Tensor, gate: Tensor, up: Tensor | None, activation: str, wanted: Sequence[results.EpilogueRequest]
 ) -> tuple[results.Targets, results.Targets]:
     of_up = wanted[1] if up is not None else None
     return activation_kernels.activate_backward_and_quantize(dh, gate, activation, up, wanted[0], of_up)
@@ -409,60 +421,60 @@ def _activation_backward(
 # As operators --------------------------------------------------------------------------------------------------------
 
 
-def _normalization(x: Tensor, fused: Fused) -> Normalization:
+def _normalization(x: Tensor, fused: FusedArguments) -> Normalization:
     return Normalization(fused.normalization, x.shape[-1], fused.eps, fused.zero_centered_gamma)
 
 
-def _front_of(asked: Forward) -> Front:
+def _front_of(asked: ForwardArguments) -> NormInput:
     x, fused = asked.x, asked.fused
     assert fused.norm_weight is not None
-    return Front(x, asked.residual, fused.norm_weight, fused.norm_bias, _normalization(x, fused))
+    return NormInput(x, asked.residual, fused.norm_weight, fused.norm_bias, _normalization(x, fused))
 
 
 def _results(
-    asked: Forward,
+    asked: ForwardArguments,
     outputs: Sequence[Tensor],
-    entered: Entered,
+    entered: NormBackward,
     inputs: Sequence[WgradOperand],
     inner: Sequence[Tensor | None] = (),
-) -> Results:
+) -> ForwardResults:
     total = [] if asked.residual is None else [entered.z]
     made = [tensor for tensor in (entered.rstd, entered.mean, *inner) if tensor is not None]
-    return Results([*outputs, *total], inputs, made)
+    return ForwardResults([*outputs, *total], inputs, made)
 
 
-def _entered_again(asked: Backward, others: list[Tensor]) -> tuple[Entered, Rule, list[Tensor]]:
+def _entered_again(asked: BackwardArguments, others: list[Tensor]) -> tuple[NormBackward, NormConfig, list[Tensor]]:
     """The normalization in backward, and what was saved besides."""
     x, fused = asked.x, asked.fused
     assert x is not None and fused.norm_weight is not None
     rule, (rstd, *left) = _normalization(x, fused).rule, others
     mean = left.pop(0) if rule.centered else None
-    return Entered(x, fused.norm_weight, fused.norm_bias, rstd, mean), rule, left
+    return NormBackward(x, fused.norm_weight, fused.norm_bias, rstd, mean), rule, left
 
 
-def _norm_linear_forward(asked: Forward, ready: list[Ready]) -> Results:
+def _norm_linear_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     outputs, entered, kept = _run_norm_linear(_front_of(asked), ready[0], asked.layers.keeps[0])
     return _results(asked, outputs, entered, [kept])
 
 
-def _norm_linear_backward(asked: Backward, layers: list[SavedLayer], others: list[Tensor]) -> Gradients:
+def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
     front, rule, _ = _entered_again(asked, others)
     saved, tensors, needed = layers[0]
     dy, dtensors = saved.backward(asked.grads, tensors, needed, front.again(saved, rule, needed))
-    return Gradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [dtensors])
+    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [dtensors])
 
 
-def _mlp_forward(asked: Forward, ready: list[Ready]) -> Results:
+def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     fc1, fc2 = ready
     out, entered, between, kept = _run_mlp(_front_of(asked), fc1, asked.fused.activation, fc2, asked.layers.keeps)
     return _results(asked, [out], entered, kept, between)
 
 
-def _mlp_backward(asked: Backward, layers: list[SavedLayer], others: list[Tensor]) -> Gradients:
+def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
     front, rule, inner = _entered_again(asked, others)
     dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, inner, asked.fused.activation, layers)
-    return Gradients(front.gradients(rule, dy, asked.of_total, asked.need_front), dtensors)
+    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), dtensors)
 
 
-operators.register("norm_linear", _norm_linear_forward, _norm_linear_backward)
-operators.register("mlp", _mlp_forward, _mlp_backward)
+operators.register_step("norm_linear", _norm_linear_forward, _norm_linear_backward)
+operators.register_step("mlp", _mlp_forward, _mlp_backward)

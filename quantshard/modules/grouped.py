@@ -19,7 +19,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Encoding
 from quantshard.modules import context
 from quantshard.modules.linear_operands import cells, note_amaxes
-from quantshard.modules.recompute import Call
+from quantshard.modules.recompute import LinearContext
 from quantshard.recipe import Cell, TensorRole
 from quantshard.storage import KEY
 from quantshard.tensor import QuantizedTensor
@@ -27,12 +27,12 @@ from quantshard.tensor import QuantizedTensor
 if kernels.USABLE:
     from quantshard.kernels import grouped as grouped_kernel
     from quantshard.kernels import grouped_matmul, scales
-    from quantshard.kernels.grouped import Segments
-    from quantshard.kernels.grouped_matmul import Codes, Weights
-    from quantshard.kernels.targets import Request
+    from quantshard.kernels.grouped import ExpertSegments
+    from quantshard.kernels.grouped_matmul import EncodedRows, ExpertWeights
+    from quantshard.kernels.targets import QuantizeRequest
 
 
-class Layer(NamedTuple):
+class ExpertsLayer(NamedTuple):
     """The linear layers of all experts, about to be called.
 
     `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `block`: elements under one
@@ -44,7 +44,7 @@ class Layer(NamedTuple):
     biases: Sequence[Tensor]
     counts: Sequence[int]
     block: int
-    call: Call
+    call: LinearContext
     histories: Mapping[TensorRole, Sequence[Tensor]]
     record: bool
     amax_group: amax.Groups
@@ -61,11 +61,13 @@ class Layer(NamedTuple):
             self.call.amaxes[role, 0] = found
         return found
 
-    def segments(self, device: torch.device) -> Segments:
+    def segments(self, device: torch.device) -> ExpertSegments:
         """Which rows are of which expert."""
-        return Segments.of(self.counts, device, grouped_kernel.MANY_ROWS if self.block else 1)
+        return ExpertSegments.of(self.counts, device, grouped_kernel.MANY_ROWS if self.block else 1)
 
-    def quantized(self, values: Tensor, role: TensorRole, segments: Segments, second: bool) -> tuple[Codes, Codes]:
+    def quantized(
+        self, values: Tensor, role: TensorRole, segments: ExpertSegments, second: bool
+    ) -> tuple[EncodedRows, EncodedRows]:
         """An input or output gradient [tokens, features] for its first GEMM and, if `second`, for wgrad.
 
         A gradient that is not finite makes a scale of its expert NaN: codes saturate, so it would come out finite, and
@@ -78,20 +80,22 @@ class Layer(NamedTuple):
         if role is TensorRole.GRAD_OUTPUT:
             poison = torch.ones(len(segments), dtype=torch.float32, device=values.device)
         one, two = (
-            None if cell is None else Request(cell.format.copies[Copy.ROWWISE], cell.scaling)
+            None if cell is None else QuantizeRequest(cell.format.copies[Copy.ROWWISE], cell.scaling)
             for cell in cells(self.call.recipe, role)
         )
         assert one is not None
-        found, turned = grouped_kernel.quantize_blocks(values, segments, one, two if second else None, poison)
+        found, transposed = grouped_kernel.quantize_expert_blocks(
+            values, segments, one, two if second else None, poison
+        )
         encoding = one.copy.codes.encoding
         first, *more = (
-            Codes(target.codes, target.scale, encoding, self.block, poison)
-            for target in (found, turned)
+            EncodedRows(target.codes, target.scale, encoding, self.block, poison)
+            for target in (found, transposed)
             if target is not None and target.scale is not None
         )
         return first, more[0] if more else first
 
-    def _by_experts(self, values: Tensor, role: TensorRole, segments: Segments) -> Codes:
+    def _by_experts(self, values: Tensor, role: TensorRole, segments: ExpertSegments) -> EncodedRows:
         """Under one scale for each expert."""
         cell, _ = cells(self.call.recipe, role)
         assert cell is not None
@@ -99,22 +103,24 @@ class Layer(NamedTuple):
         notes = bool(cell.scaling.history) and self.record and (role, 0) not in self.call.amaxes
         amaxes = self.past(role)
         if amaxes is None:
-            amaxes = grouped_kernel.amaxes(values, segments)
+            amaxes = grouped_kernel.expert_amaxes(values, segments)
         stored, multipliers = scales.scales(amaxes, copy, cell.scaling, values.dtype)
         seen = torch.zeros_like(stored) if notes else None
         poisoned = stored if role is TensorRole.GRAD_OUTPUT else None
-        codes = grouped_kernel.quantize(values, segments, copy.codes.encoding, multipliers, seen, poisoned)
+        codes = grouped_kernel.quantize_expert_rows(values, segments, copy.codes.encoding, multipliers, seen, poisoned)
         if seen is not None:
             keys = [weight._storage.state[KEY] for weight in self.weights]
             note_amaxes(role, keys, self.histories[role], seen, self.amax_group)
-        return Codes(codes, stored, copy.codes.encoding)
+        return EncodedRows(codes, stored, copy.codes.encoding)
 
-    def operands(self, weights: Sequence[QuantizedTensor], biases: Sequence[Tensor] = ()) -> Weights:
+    def operands(self, weights: Sequence[QuantizedTensor], biases: Sequence[Tensor] = ()) -> ExpertWeights:
         """Weights as kernels read them."""
         copy = weights[0]._storage.cell.format.copies[Copy.ROWWISE]
         codes, scale = copy.codes.name, copy.scale.name
         parts = [weight._storage.components for weight in weights]
-        return Weights([p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding, self.block)
+        return ExpertWeights(
+            [p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding, self.block
+        )
 
 
 def are_readable(
@@ -140,36 +146,38 @@ def are_readable(
     return {part.get_device() for part in parts} == {x.get_device()} and all(part.is_contiguous() for part in parts)
 
 
-def linear(x: Tensor, layer: Layer) -> Tensor:
+def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
     """Rows x [tokens, in_features] times the weight [out_features, in_features] of their expert transposed, plus its
     bias, in x's dtype."""
     keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
-    out: Tensor = _Experts.apply(x, layer, keeps_input, *layer.weights, *layer.biases)
+    out: Tensor = _ExpertsFunction.apply(x, layer, keeps_input, *layer.weights, *layer.biases)
     return out
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _ExpertsBackward:
     """What backward knows of forward besides tensors; `encoding`: of the input, `bias_dtype`: None without biases."""
 
-    layer: Layer
-    segments: Segments
+    layer: ExpertsLayer
+    segments: ExpertSegments
     encoding: Encoding
     dtype: torch.dtype
     bias_dtype: torch.dtype | None
 
 
-class _Experts(torch.autograd.Function):
+class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Layer, keeps_input: bool, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: ExpertsLayer, keeps_input: bool, *tensors: Tensor) -> Tensor:
         if layer.call.repeated:
             context.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x.device)
         read, kept = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
         weights = layer.operands(layer.weights, layer.biases)
-        y = grouped_matmul.rows_times_weights(read, weights, segments, x.dtype, turned=True)
+        y = grouped_matmul.rows_times_weights(read, weights, segments, x.dtype, transposed=True)
         bias_dtype = layer.biases[0].dtype if layer.biases else None
-        ctx.saved = _Saved(layer._replace(weights=(), biases=()), segments, kept.encoding, x.dtype, bias_dtype)
+        ctx.saved = _ExpertsBackward(
+            layer._replace(weights=(), biases=()), segments, kept.encoding, x.dtype, bias_dtype
+        )
         parts = (kept.codes, kept.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
         ctx.save_for_backward(*parts, *layer.weights)
         return y
@@ -179,26 +187,32 @@ class _Experts(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         codes, scale, *weights = ctx.saved_tensors
-        saved: _Saved = ctx.saved
-        x, needs = Codes(codes, scale, saved.encoding, saved.layer.block), ctx.needs_input_grad
+        saved: _ExpertsBackward = ctx.saved
+        x, needs = EncodedRows(codes, scale, saved.encoding, saved.layer.block), ctx.needs_input_grad
         return _gradients(private_torch.plain(grads[0]), x, weights, saved, needs[0], needs[3:])
 
 
 def _gradients(
-    grad: Tensor, x: Codes, weights: Sequence[QuantizedTensor], saved: _Saved, needs_x: bool, needs: Sequence[bool]
+    grad: Tensor,
+    x: EncodedRows,
+    weights: Sequence[QuantizedTensor],
+    saved: _ExpertsBackward,
+    needs_x: bool,
+    needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Of all inputs of `_Experts`, from that of the output [tokens, out_features]; `needs`: of weights and biases."""
+    """Of all inputs of `_ExpertsFunction`, from that of the output [tokens, out_features]; `needs`: of weights and
+    biases."""
     layer, segments, count = saved.layer._replace(weights=weights), saved.segments, len(weights)
     needs_weights = any(needs[:count])
-    read, turned = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
+    read, transposed = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
     dx = None
     if needs_x:
-        dx = grouped_matmul.rows_times_weights(read, layer.operands(weights), segments, saved.dtype, turned=False)
+        dx = grouped_matmul.rows_times_weights(read, layer.operands(weights), segments, saved.dtype, transposed=False)
     found: list[Tensor | None] = [None] * len(needs)
     if needs_weights:
-        dws = grouped_matmul.weight_gradients(turned, x, segments, weights[0].dtype)
+        dws = grouped_matmul.weight_gradients(transposed, x, segments, weights[0].dtype)
         found[:count] = dws.unbind()
     if any(needs[count:]):
-        found[count:] = grouped_kernel.sums(grad, segments).to(saved.bias_dtype).unbind()
+        found[count:] = grouped_kernel.expert_sums(grad, segments).to(saved.bias_dtype).unbind()
     wanted = (value if needed else None for value, needed in zip(found, needs, strict=True))
     return dx, None, None, *wanted

@@ -19,7 +19,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules import experts, functional, grouped, recompute, unsupported
 from quantshard.modules.base import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
 from quantshard.modules.linear_operands import LinearState
-from quantshard.modules.meshes import Parallelism
+from quantshard.modules.meshes import TensorParallelConfig
 from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor import QuantizedTensor
 
@@ -50,7 +50,7 @@ class GroupedLinear(QuantizedModule):
         params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         parallel_mode: how tensor parallelism cuts each weight: "column" (out_features; the output stays cut) or "row"
             (in_features; the input is cut). All ranks of the group have the same tokens.
-        tp_group, tp_size, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
+        tp_group, tp_size, tp_mesh, weight_mesh: tensor parallelism, see `meshes.TensorParallelConfig`.
         ep_mesh: the axis of a mesh that the experts are spread over, e.g. `mesh["ep"]`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
@@ -82,7 +82,7 @@ class GroupedLinear(QuantizedModule):
         **others: Any,
     ) -> None:
         unsupported.refuse("GroupedLinear", others)
-        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, False, tp_mesh, weight_mesh))
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, False, tp_mesh, weight_mesh))
         self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
         self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
         self.local_gemms = experts.local_experts("GroupedLinear", num_gemms, ep_mesh)
@@ -139,7 +139,7 @@ class GroupedLinear(QuantizedModule):
         tokens = inp.reshape(-1, inp.shape[-1])
         splits = self._checked_splits(m_splits, tokens.shape[0])
         together = self._together(tokens, splits)
-        out = self._one_by_one(tokens, splits) if together is None else grouped.linear(tokens, together)
+        out = self._one_by_one(tokens, splits) if together is None else grouped.grouped_linear(tokens, together)
         out = functional.shaped_as(out, inp)
         if not self.return_bias:
             return out
@@ -152,14 +152,14 @@ class GroupedLinear(QuantizedModule):
         ]
         return torch.cat(outputs)
 
-    def _together(self, tokens: Tensor, splits: Sequence[int]) -> grouped.Layer | None:
+    def _together(self, tokens: Tensor, splits: Sequence[int]) -> grouped.ExpertsLayer | None:
         """All experts as one layer, where kernels quantize and multiply them at once and that is faster; else None."""
         if not self._may_be_together(tokens):
             return None
         weights = [private_torch.registered_parameter(self, layer.weights[0]) for layer in self._layers]
         if not isinstance(weights[0], QuantizedTensor):
             return None
-        call = recompute.call((id(self), "experts"), True)
+        call = recompute.linear_context((id(self), "experts"), True)
         block = backend.block_together(call.recipe)
         if block is None:
             if call.strict:
@@ -175,7 +175,7 @@ class GroupedLinear(QuantizedModule):
         histories = self._histories(call.recipe)
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)
-        return grouped.Layer(weights, biases, splits, block, call, histories, self.training, group)
+        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, self.training, group)
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""

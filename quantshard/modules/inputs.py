@@ -10,7 +10,7 @@ from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 
 
-def cast(x: Tensor) -> Tensor:
+def autocast_input(x: Tensor) -> Tensor:
     """x in the dtype of the `torch.autocast` that is entered for its device; as it is without one.
 
     A module that gets it computes as it does for such an input outside: it does not mix the dtypes of two. As in
@@ -27,7 +27,7 @@ def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
 
-def checked(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
+def checked_input(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
     """The input of a module, cast.
 
     Raises:
@@ -42,4 +42,4 @@ def checked(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
         raise ConfigurationError(
             f"{owner}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as x.to({params_dtype})"
         )
-    return cast(x)
+    return autocast_input(x)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
-from quantshard.modules.meshes import Parallelism
+from quantshard.modules.meshes import TensorParallelConfig
 from quantshard.modules.norm import Normalization
 
 
@@ -37,7 +37,8 @@ class LayerNormLinear(QuantizedModule):
         parallel_mode: "column" or None; see `Linear`.
         parameters_split, separate_outputs: see `Linear`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
+            `meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
@@ -75,7 +76,9 @@ class LayerNormLinear(QuantizedModule):
                 "LayerNormLinear(parallel_mode='row') would take a part of the features, but a normalization needs all "
                 "of them; use 'column', or a LayerNorm or RMSNorm and a Linear(parallel_mode='row')"
             )
-        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
+        super().__init__(
+            device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh)
+        )
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs

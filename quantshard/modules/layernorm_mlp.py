@@ -20,8 +20,8 @@ from quantshard import compute, kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused, inputs, unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule
-from quantshard.modules.functional import Again
-from quantshard.modules.meshes import Parallelism
+from quantshard.modules.functional import RecomputedInput
+from quantshard.modules.meshes import TensorParallelConfig
 from quantshard.modules.norm import Normalization
 
 if kernels.USABLE:
@@ -31,7 +31,7 @@ if kernels.USABLE:
 _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
 
 
-class Curve(NamedTuple):
+class ActivationFunction(NamedTuple):
     """An elementwise function, and its gradient: (gradient of the output, input) -> gradient of the input."""
 
     value: Callable[[Tensor], Tensor]
@@ -44,14 +44,14 @@ def _qgelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 _CURVES = {
-    "gelu": Curve(
+    "gelu": ActivationFunction(
         lambda x: F.gelu(x, approximate="tanh"),  # TransformerEngine's gelu is the tanh form
         lambda dy, x: torch.ops.aten.gelu_backward.default(dy, x, approximate="tanh"),
     ),
-    "relu": Curve(F.relu, lambda dy, x: dy * (x > 0)),
-    "silu": Curve(F.silu, torch.ops.aten.silu_backward.default),
-    "srelu": Curve(lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * F.relu(x)),
-    "qgelu": Curve(lambda x: x * torch.sigmoid(_QGELU * x), _qgelu_gradient),
+    "relu": ActivationFunction(F.relu, lambda dy, x: dy * (x > 0)),
+    "silu": ActivationFunction(F.silu, torch.ops.aten.silu_backward.default),
+    "srelu": ActivationFunction(lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * F.relu(x)),
+    "qgelu": ActivationFunction(lambda x: x * torch.sigmoid(_QGELU * x), _qgelu_gradient),
 }
 _GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
 ACTIVATIONS = (*_CURVES, *_GATED)
@@ -68,15 +68,15 @@ def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     if alike and compute.has_float_kernels(x, up):
         out = _KernelActivation.apply(x, up, activation)
     else:
-        out = _Activation.apply(x, up, _curve(activation))
+        out = _OracleActivation.apply(x, up, _curve(activation))
     return cast(Tensor, out)
 
 
-def _curve(activation: str) -> Curve:
+def _curve(activation: str) -> ActivationFunction:
     return _CURVES[_GATED.get(activation, activation)]
 
 
-def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, curve: Curve) -> tuple[Tensor, Tensor | None]:
+def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, curve: ActivationFunction) -> tuple[Tensor, Tensor | None]:
     """Of x, and of up."""
     dy, high = dy.float(), x.float()
     if up is None:
@@ -84,9 +84,9 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, curve: Curve) -> tuple[
     return curve.gradient(dy * up.float(), high).to(x.dtype), (dy * curve.value(high)).to(up.dtype)
 
 
-class _Activation(torch.autograd.Function):
+class _OracleActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, curve: Curve) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, curve: ActivationFunction) -> Tensor:
         ctx.save_for_backward(x, up)
         ctx.curve = curve
         out = curve.value(x.float())
@@ -106,7 +106,7 @@ class _KernelActivation(torch.autograd.Function):
         ctx.activation = activation
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         gate, other = results.matrix(x), None if up is None else results.matrix(up)
-        outputs = results.Outputs(high=results.matrix(out))
+        outputs = results.EpilogueRequest(high=results.matrix(out))
         activation_kernel.activate_and_quantize(gate, activation, other, outputs)
         return out
 
@@ -119,7 +119,7 @@ class _KernelActivation(torch.autograd.Function):
         dh, gate, other = results.matrix(dy), results.matrix(x), None if up is None else results.matrix(up)
         dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        into_x, into_up = results.Outputs(high=dx), None if dup is None else results.Outputs(high=dup)
+        into_x, into_up = results.EpilogueRequest(high=dx), None if dup is None else results.EpilogueRequest(high=dup)
         activation_kernel.activate_backward_and_quantize(dh, gate, ctx.activation, other, into_x, into_up)
         return dx.view(x.shape), None if dup is None else dup.view(x.shape), None
 
@@ -148,7 +148,8 @@ class LayerNormMLP(QuantizedModule):
         return_layernorm_output: return the normalized input too, last.
         return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
         set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
+            `meshes.TensorParallelConfig`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
             it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
@@ -191,7 +192,9 @@ class LayerNormMLP(QuantizedModule):
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
-        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
+        super().__init__(
+            device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh)
+        )
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.recompute_activation = recompute_activation
@@ -228,7 +231,7 @@ class LayerNormMLP(QuantizedModule):
         """
         unsupported.refuse("LayerNormMLP.forward", others)
         inp = self._input(inp)
-        residual = None if residual is None else inputs.cast(residual)
+        residual = None if residual is None else inputs.autocast_input(residual)
         front, normed = fused.front(self, self.normalization, inp, residual), None
         fc1 = self._ready(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
@@ -238,7 +241,7 @@ class LayerNormMLP(QuantizedModule):
         else:
             normed, total = front.normalized()
             inner = self._project(normed, self._fc1, ready=fc1)
-            again = Again(self._activate, tuple(inner)) if self.recompute_activation else None
+            again = RecomputedInput(self._activate, tuple(inner)) if self.recompute_activation else None
             (out,) = self._project(
                 self._activate(*inner), self._fc2, with_bias=not self.return_bias, ready=fc2, again=again
             )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.modules import unsupported
 from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
-from quantshard.modules.meshes import Parallelism
+from quantshard.modules.meshes import TensorParallelConfig
 
 
 class Linear(QuantizedModule):
@@ -32,7 +32,8 @@ class Linear(QuantizedModule):
         separate_outputs: return a tuple of the parts' outputs instead of one concatenated output.
         parallel_mode: how tensor parallelism cuts the weight: "column" (out_features; the output stays cut) or "row"
             (in_features; the input is cut).
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
+            `meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: shown in printed tables and messages.
@@ -61,7 +62,9 @@ class Linear(QuantizedModule):
         **others: Any,
     ) -> None:
         unsupported.refuse("Linear", others)
-        super().__init__(device, params_dtype, Parallelism(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh))
+        super().__init__(
+            device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh)
+        )
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.separate_outputs = separate_outputs

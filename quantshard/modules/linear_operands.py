@@ -18,9 +18,9 @@ from quantshard.amax import Groups, history_amax, including
 from quantshard.formats import ALL
 from quantshard.modules import context, parallel
 from quantshard.modules.parallel import TensorParallel
-from quantshard.modules.recompute import Call
-from quantshard.numerics import Words
-from quantshard.operands import Operand, Split
+from quantshard.modules.recompute import LinearContext
+from quantshard.numerics import RandomBits
+from quantshard.operands import Operand, OperandSplit
 from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.sharding import Shard
 from quantshard.storage import (
@@ -36,7 +36,7 @@ from quantshard.tensor import QuantizedTensor
 
 if kernels.USABLE:
     from quantshard import sources
-    from quantshard.sources import Given, Sinks, Way
+    from quantshard.sources import QuantizeSpec, ReductionOutputs, TensorProducer
 
 
 @dataclass
@@ -57,7 +57,7 @@ class LinearState:
     amax_group: Groups = None
     data_group: Groups = None
 
-    def split(self, role: TensorRole) -> Split | None:
+    def split(self, role: TensorRole) -> OperandSplit | None:
         """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
 
         Along features, it stays so. Along tokens (under sequence parallelism) the GEMMs need it gathered.
@@ -69,7 +69,7 @@ class LinearState:
         return self.tp.split(0) if self.tp.sequence_parallel else None
 
     @property
-    def weight_split(self) -> Split | None:
+    def weight_split(self) -> OperandSplit | None:
         """How a weight [out_features, in_features] is cut over the ranks."""
         if self.tp.size == 1 or self.tp.mode is None:
             return None
@@ -86,7 +86,7 @@ class WgradOperand:
 
     operand: Operand
     transposed: bool
-    split: Split | None = None
+    split: OperandSplit | None = None
     cell: Cell | None = None
     words: operands.WordsOf | None = None
 
@@ -102,7 +102,7 @@ class WgradOperand:
         return WgradOperand(whole, self.transposed)
 
 
-class Wanted(NamedTuple):
+class OperandUsage(NamedTuple):
     """What is wanted of an input or output gradient: an operand of its first GEMM, one of wgrad, and of a gradient its
     sum over tokens and a poison."""
 
@@ -112,7 +112,7 @@ class Wanted(NamedTuple):
     poison: bool = False
 
 
-class Ways(NamedTuple):
+class GemmOperands(NamedTuple):
     """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
 
     `sums`: over tokens, float32. `poison`: float32 scalar, NaN if not all values are finite, else 0: codes saturate, so
@@ -125,35 +125,35 @@ class Ways(NamedTuple):
     poison: Tensor | None = None
 
 
-def both_ways(
-    values: Tensor | sources.Source,
+def gemm_operands(
+    values: Tensor | sources.OperandProducer,
     role: TensorRole,
-    call: Call,
+    call: LinearContext,
     state: LinearState,
-    wanted: Wanted,
+    wanted: OperandUsage,
     part: int = 0,
-) -> Ways:
+) -> GemmOperands:
     """An input or output gradient [tokens, features] for its two GEMMs.
 
     `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
     input whose tokens are spread over ranks is not gathered for wgrad yet.
     """
     if not isinstance(values, Tensor):
-        return Asked(role, call, state, wanted, part).of(values)
+        return OperandRequest(role, call, state, wanted, part).of(values)
     values = private_torch.plain(values)
     first, second = cells(call.recipe, role)
     if state.split(role) is None and compute.has_kernels(values) and sources.covers(values.dtype, first, second):
-        return Asked(role, call, state, wanted, part).of(Given(values))
-    delayed = _Delayed.of(role, first or second, call, state, part)
+        return OperandRequest(role, call, state, wanted, part).of(TensorProducer(values))
+    delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(compute.block_amax(values, (ALL, ALL)).view(()))
     amax = None if delayed is None else delayed.amax
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
-    words = _Words.of_layer(state, part)
+    words = _GradientRandomBits.of_layer(state, part)
     as_is, kept = _in_pieces(values, role, first, second, state.split(role), amax, words, wanted)
-    return Ways(as_is, kept, sums, poison)
+    return GemmOperands(as_is, kept, sums, poison)
 
 
 def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
@@ -161,20 +161,24 @@ def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
     return recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD), recipe.cell(role, Gemm.WGRAD)
 
 
-class Asked:
+class OperandRequest:
     """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer."""
 
-    def __init__(self, role: TensorRole, call: Call, state: LinearState, wanted: Wanted, part: int = 0) -> None:
+    def __init__(
+        self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int = 0
+    ) -> None:
         self.wanted = wanted
         self.first, self.second = cells(call.recipe, role)
         self.shared = wanted.second and serves_both(self.first, self.second)
-        self.delayed = _Delayed.of(role, self.first or self.second, call, state, part)
-        self.words = _Words.of_layer(state, part)
+        self.delayed = _DelayedScale.of(role, self.first or self.second, call, state, part)
+        self.words = _GradientRandomBits.of_layer(state, part)
         amax = None if self.delayed is None else self.delayed.amax.view(1, 1)
         reads = wanted.first or self.shared
         self.ways = (
-            Way(self.first, amax, self.words.whole(DGRAD_STREAM)) if self.first is not None and reads else None,
-            Way(self.second, amax, self.words.whole(WGRAD_STREAM))
+            QuantizeSpec(self.first, amax, self.words.whole(DGRAD_STREAM))
+            if self.first is not None and reads
+            else None,
+            QuantizeSpec(self.second, amax, self.words.whole(WGRAD_STREAM))
             if self.second is not None and wanted.second and not self.shared
             else None,
         )
@@ -185,33 +189,35 @@ class Asked:
         plain = (self.wanted.first and self.first is None) or (self.wanted.second and self.second is None)
         return plain or any(way is not None and way.measures for way in self.ways)
 
-    def of(self, source: sources.Source) -> Ways:
+    def of(self, source: sources.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
         given = source.measured() if self.reads_values else None
         source = source if given is None else given
         ready = self.both(source.shape[1], source.device).prepared(source, given)
         return self.taken(ready, source.emit(ready.outputs), None if given is None else given.values)
 
-    def both(self, features: int, device: torch.device) -> sources.Both:
+    def both(self, features: int, device: torch.device) -> sources.BidirectionalQuantization:
         """The same as a kernel is told it."""
         delayed, wanted = self.delayed, self.wanted
-        sinks = Sinks(
+        sinks = ReductionOutputs(
             sources.zero(device) if delayed is not None and delayed.notes else None,
             torch.empty(features, dtype=torch.float32, device=device) if wanted.sums else None,
         )
-        return sources.Both(*self.ways, self.shared, wanted.poison, sinks)
+        return sources.BidirectionalQuantization(*self.ways, self.shared, wanted.poison, sinks)
 
-    def taken(self, ready: sources.Prepared, targets: sources.Targets, values: Tensor | None = None) -> Ways:
+    def taken(
+        self, ready: sources.PreparedQuantization, targets: sources.Targets, values: Tensor | None = None
+    ) -> GemmOperands:
         """What a kernel has made of a source; `values`: its own, where a GEMM takes them as they are."""
-        as_is, turned = ready.finish(targets)
+        as_is, transposed = ready.finish(targets)
         outputs = ready.outputs
         if self.delayed is not None and outputs.amax is not None:
             self.delayed.note(outputs.amax)
-        first, second = as_is if as_is is not None else values, turned if turned is not None else values
+        first, second = as_is if as_is is not None else values, transposed if transposed is not None else values
         nothing = torch.empty(0, dtype=torch.float32)
-        return Ways(
+        return GemmOperands(
             nothing if first is None else first,
-            WgradOperand(nothing if second is None or not self.wanted.second else second, turned is not None),
+            WgradOperand(nothing if second is None or not self.wanted.second else second, transposed is not None),
             outputs.sums,
             ready.poison,
         )
@@ -222,10 +228,10 @@ def _in_pieces(
     role: TensorRole,
     first: Cell | None,
     second: Cell | None,
-    split: Split | None,
+    split: OperandSplit | None,
     amax: Tensor | None,
-    words: _Words,
-    wanted: Wanted,
+    words: _GradientRandomBits,
+    wanted: OperandUsage,
 ) -> tuple[Operand, WgradOperand]:
     """The same step by step, of a piece too."""
     shared = serves_both(first, second)
@@ -241,25 +247,25 @@ def _in_pieces(
     if second is None or shared:
         kept = WgradOperand(piece if shared else values, False, spread)
     else:
-        kept = _turned(values.t(), second, split, amax, words.of(WGRAD_STREAM))
+        kept = _transposed_operand(values.t(), second, split, amax, words.of(WGRAD_STREAM))
     return as_is, kept if role is TensorRole.INPUT else kept.whole()
 
 
 def _quantized(
-    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: operands.WordsOf
+    values: Tensor, cell: Cell, split: OperandSplit | None, amax: Tensor | None, words: operands.WordsOf
 ) -> QuantizedStorage:
     """This rank's piece of an operand."""
     shape = (values.shape[0], values.shape[1])
-    drawn = words(operands.shard_of(shape, cell, split)) if cell.scaling.stochastic_rounding else None
-    return operands.quantize(values, cell, amax=amax, words=drawn, split=split)
+    drawn = words(operands.operand_shard(shape, cell, split)) if cell.scaling.stochastic_rounding else None
+    return operands.quantize_operand(values, cell, amax=amax, words=drawn, split=split)
 
 
-def _gathered(piece: Operand, split: Split) -> Operand:
+def _gathered(piece: Operand, split: OperandSplit) -> Operand:
     return operands.gather_values(piece, split) if isinstance(piece, Tensor) else operands.gather(piece, split)
 
 
-def _turned(
-    values: Tensor, cell: Cell, split: Split | None, amax: Tensor | None, words: operands.WordsOf
+def _transposed_operand(
+    values: Tensor, cell: Cell, split: OperandSplit | None, amax: Tensor | None, words: operands.WordsOf
 ) -> WgradOperand:
     """An operand of wgrad from the transposed values [features, tokens], of which `split` says how they were cut."""
     if split is None or split.dim == 1:  # features stay apart
@@ -276,7 +282,7 @@ def serves_both(first: Cell | None, second: Cell | None) -> bool:
 
 
 def keeps_transposed(first: Cell | None, second: Cell | None, values: Tensor) -> bool:
-    """True if what `both_ways` gives for wgrad is of the transposed values, where these are not cut.
+    """True if what `gemm_operands` gives for wgrad is of the transposed values, where these are not cut.
 
     `values`: or a tensor of their dtype and device, also one that is traced.
     """
@@ -285,7 +291,7 @@ def keeps_transposed(first: Cell | None, second: Cell | None, values: Tensor) ->
     return compute.kernels_on(values.device) and sources.covers(values.dtype, first, second)
 
 
-class _Words:
+class _GradientRandomBits:
     """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
 
     Ranks that work on different data have streams of their own; those of one group, a tensor-parallel one, share the
@@ -297,23 +303,25 @@ class _Words:
         self.draw: int | Tensor | None = None
 
     @staticmethod
-    def of_layer(state: LinearState, part: int) -> _Words:
+    def of_layer(state: LinearState, part: int) -> _GradientRandomBits:
         """Of the gradient of one of its weights' outputs."""
-        return _Words(state.weights[part], state.tp.group if state.data_group is None else state.data_group)
+        return _GradientRandomBits(
+            state.weights[part], state.tp.group if state.data_group is None else state.data_group
+        )
 
     def of(self, stream: int) -> operands.WordsOf:
         """Words of one of the uses of a gradient, for any rectangle of it."""
 
-        def words(shard: Shard) -> Words:
+        def words(shard: Shard) -> RandomBits:
             if self.draw is None:
                 self.draw = next_draw(self.weight)
             base = parallel.stream_base(self.group) * STREAMS_PER_RANK
             key = int(self.weight[KEY])
-            return Words(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
+            return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
 
         return words
 
-    def whole(self, stream: int) -> Callable[[tuple[int, int]], Words]:
+    def whole(self, stream: int) -> Callable[[tuple[int, int]], RandomBits]:
         """The same, of a matrix that is whole, by its shape."""
         return lambda shape: self.of(stream)(sharding.whole(shape))
 
@@ -336,7 +344,7 @@ def note_amaxes(
 
 
 @dataclass
-class _Delayed:
+class _DelayedScale:
     """One tensor under delayed scaling: the amax of its history, to scale by, and where its own is noted for later.
 
     `notes`: whether it is to be. Of an input or a weight that is done once for a call: its backward and its
@@ -348,7 +356,9 @@ class _Delayed:
     note: Callable[[Tensor], None]
 
     @staticmethod
-    def of(role: TensorRole, cell: Cell | None, call: Call, state: LinearState, part: int = 0) -> _Delayed | None:
+    def of(
+        role: TensorRole, cell: Cell | None, call: LinearContext, state: LinearState, part: int = 0
+    ) -> _DelayedScale | None:
         """None unless `cell` scales by past amaxes."""
         if cell is None or not cell.scaling.history:
             return None
@@ -371,18 +381,18 @@ class _Delayed:
             of = 0 if role is TensorRole.GRAD_OUTPUT else part
             note_amaxes(role, [state.weights[of][KEY]], [history], seen.view(1), group)
 
-        return _Delayed(amax, known is None and state.record, note)
+        return _DelayedScale(amax, known is None and state.record, note)
 
 
-def weight_operand(weight: Tensor, part: int, call: Call, state: LinearState) -> Operand:
+def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
     """A weight for the GEMM: as it is stored, or quantized now from high precision."""
     if isinstance(weight, QuantizedTensor):
         return weight._storage
     cell = call.recipe.weight
     if cell is None:
         return weight
-    delayed = _Delayed.of(TensorRole.WEIGHT, cell, call, state, part)
+    delayed = _DelayedScale.of(TensorRole.WEIGHT, cell, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(compute.block_amax(weight.detach(), (ALL, ALL)).view(()))
     amax = None if delayed is None else delayed.amax
-    return operands.quantize(weight, cell, amax=amax, split=state.weight_split)
+    return operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)

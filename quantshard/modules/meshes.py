@@ -26,7 +26,7 @@ AXIS = "tp"
 
 
 @dataclass(frozen=True)
-class Parallelism:
+class TensorParallelConfig:
     """What a module was asked to do about tensor parallelism; the arguments have TransformerEngine's meaning.
 
     `tp_mesh`: the tensor-parallel axis of a device mesh, or `tp_group`: its process group. `tp_size`: what the size of
@@ -92,10 +92,10 @@ def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None
             )
 
 
-class OnMesh(nn.Module):
+class TensorParallelModule(nn.Module):
     """A module whose own parameters are cut over a tensor-parallel mesh as `_cuts` says, by name: a dim, or None."""
 
-    def __init__(self, asked: Parallelism, device: torch.device) -> None:
+    def __init__(self, asked: TensorParallelConfig, device: torch.device) -> None:
         super().__init__()
         self._cuts: dict[str, int | None] = {}
         self._asked = asked

@@ -26,7 +26,7 @@ from quantshard import compute, kernels, private_torch
 from quantshard.amax import world
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base import QuantizedModule
-from quantshard.modules.meshes import Parallelism
+from quantshard.modules.meshes import TensorParallelConfig
 
 if kernels.USABLE:
     from quantshard.kernels import norm as norm_kernel
@@ -35,7 +35,7 @@ if kernels.USABLE:
 KINDS = ("LayerNorm", "RMSNorm")
 
 
-class Rule(NamedTuple):
+class NormConfig(NamedTuple):
     """Which normalization: with centering LayerNorm, without it RMSNorm; gamma is the weight plus `offset`."""
 
     eps: float
@@ -45,24 +45,24 @@ class Rule(NamedTuple):
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
     """LayerNorm over the last dim of x [..., size]; weight and bias are [size]."""
-    return _normalize(x, weight, bias, Rule(eps, True, float(zero_centered_gamma)))
+    return _normalize(x, weight, bias, NormConfig(eps, True, float(zero_centered_gamma)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
     """RMSNorm over the last dim of x [..., size]; weight is [size]."""
-    return _normalize(x, weight, None, Rule(eps, False, float(zero_centered_gamma)))
+    return _normalize(x, weight, None, NormConfig(eps, False, float(zero_centered_gamma)))
 
 
-def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig) -> Tensor:
     if compute.has_float_kernels(x, weight, bias):
         out, _ = _KernelNorm.apply(x, None, weight, bias, rule)
     else:
-        out = _Norm.apply(x, weight, bias, *rule)
+        out = _OracleNorm.apply(x, weight, bias, *rule)
     return cast(Tensor, out)
 
 
 def _add_and_normalize(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig
 ) -> tuple[Tensor, Tensor]:
     """The normalized sum, and the sum."""
     alike = x.shape == residual.shape and x.dtype == residual.dtype
@@ -81,7 +81,7 @@ def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     return x * scale, scale
 
 
-class Needed(NamedTuple):
+class NormGradMask(NamedTuple):
     """Of which inputs gradients are needed."""
 
     x: bool
@@ -94,7 +94,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype | None, rule: Rule, needed: Needed
+    dy: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype | None, rule: NormConfig, needed: NormGradMask
 ) -> Gradients:
     unit, scale = _unit(x.float(), rule.eps, rule.centered)
     dy = dy.float()
@@ -112,13 +112,13 @@ def _gradients(
     return dx, dweight, dbias
 
 
-class _Norm(torch.autograd.Function):
+class _OracleNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, offset: float
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rule = Rule(eps, centered, offset)
+        ctx.rule = NormConfig(eps, centered, offset)
         ctx.bias_dtype = None if bias is None else bias.dtype
         out = _unit(x.float(), eps, centered)[0] * (weight.float() + offset)
         if bias is not None:
@@ -128,13 +128,13 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        found = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, Needed(*ctx.needs_input_grad[:3]))
+        found = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, NormGradMask(*ctx.needs_input_grad[:3]))
         return *found, None, None, None
 
 
-def parameters_of(weight: Tensor, bias: Tensor | None, rule: Rule) -> norm_kernel.Parameters:
+def parameters_of(weight: Tensor, bias: Tensor | None, rule: NormConfig) -> norm_kernel.NormParameters:
     """The parameters of a normalization as its kernels take them."""
-    return norm_kernel.Parameters(weight.contiguous(), None if bias is None else bias.contiguous(), rule.offset)
+    return norm_kernel.NormParameters(weight.contiguous(), None if bias is None else bias.contiguous(), rule.offset)
 
 
 class _KernelNorm(torch.autograd.Function):
@@ -145,7 +145,7 @@ class _KernelNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, rule: Rule
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, rule: NormConfig
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         x = private_torch.plain(x)
@@ -153,7 +153,7 @@ class _KernelNorm(torch.autograd.Function):
         other = None if residual is None else results.matrix(private_torch.plain(residual))
         statistics, total = norm_kernel.norm_statistics(rows, rule.eps, rule.centered, residual=other)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        outputs = results.Outputs(high=results.matrix(out))
+        outputs = results.EpilogueRequest(high=results.matrix(out))
         norm_kernel.normalize_and_quantize(total, statistics, parameters_of(weight, bias, rule), outputs)
         total = x if residual is None else total.view(x.shape)
         ctx.save_for_backward(total, weight, bias, *statistics)
@@ -164,7 +164,7 @@ class _KernelNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy, of_sum = grads
         z, weight, bias, *statistics = ctx.saved_tensors
-        needed = Needed(any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4])
+        needed = NormGradMask(any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4])
         bias_dtype = None if bias is None else bias.dtype
         if dy is None:
             dx, dweight, dbias = of_sum, None, None
@@ -175,7 +175,7 @@ class _KernelNorm(torch.autograd.Function):
             dx, dweight, dbias = norm_kernel.norm_backward(
                 results.matrix(private_torch.plain(dy)),
                 results.matrix(z),
-                norm_kernel.Statistics(*statistics),
+                norm_kernel.NormStatistics(*statistics),
                 parameters_of(weight, bias, ctx.rule),
                 residual_gradient=None if of_sum is None else results.matrix(private_torch.plain(of_sum)),
                 for_parameters=needed.weight or needed.bias,
@@ -222,9 +222,9 @@ class Normalization:
         return _add_and_normalize(x, residual, weight, bias, self.rule)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> NormConfig:
         """The numbers that it is computed by."""
-        return Rule(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
+        return NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
 
     def check(self, x: Tensor) -> None:
         """Raise ConfigurationError if the rows of x are not of `size` elements."""
@@ -263,7 +263,7 @@ class _NormModule(QuantizedModule):
             raise ConfigurationError(
                 f"{kind}(params_dtype={params_dtype}, dtype={dtype}): they mean the same; give one"
             )
-        asked = Parallelism(tp_group, tp_size, bool(sequence_parallel), tp_mesh, weight_mesh)
+        asked = TensorParallelConfig(tp_group, tp_size, bool(sequence_parallel), tp_mesh, weight_mesh)
         super().__init__(device, params_dtype or dtype, asked)
         self.normalization = Normalization(kind, _size(kind, normalized_shape, hidden_size), eps, zero_centered_gamma)
         self.normalization.add_parameters(self)
@@ -299,7 +299,8 @@ class LayerNorm(_NormModule):
         hidden_size: TransformerEngine's old name for `normalized_shape`.
         sequence_parallel: the input's rows (dim 0) are spread over the ranks of tensor parallelism, so that the
             gradients of the parameters are summed over them.
-        tp_group, tp_size, tp_mesh, weight_mesh: see `meshes.Parallelism`; the parameters are whole on every rank.
+        tp_group, tp_size, tp_mesh, weight_mesh: see `meshes.TensorParallelConfig`; the parameters are whole on every
+            rank.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
     """
 

@@ -19,7 +19,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules import context
 from quantshard.modules.linear_operands import LinearState, WgradOperand, cells, keeps_transposed
-from quantshard.modules.recompute import Call
+from quantshard.modules.recompute import LinearContext
 from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.storage import QuantizedStorage
 from quantshard.tensor import QuantizedTensor
@@ -27,19 +27,19 @@ from quantshard.tensor import QuantizedTensor
 T = TypeVar("T")
 
 
-class Owner(Protocol):
+class LinearModule(Protocol):
     """What is asked of the module of a linear layer: a `QuantizedModule`."""
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState: ...
 
-    def _operand(self, name: str, call: Call, device: torch.device) -> Tensor: ...
+    def _operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor: ...
 
 
-_modules: WeakValueDictionary[int, Owner] = WeakValueDictionary()
+_modules: WeakValueDictionary[int, LinearModule] = WeakValueDictionary()
 _numbers = count()
 
 
-def handle(module: Owner) -> Tensor:
+def handle(module: LinearModule) -> Tensor:
     """A number for a module, as an int64 tensor: one graph serves all values of a tensor, but not of an int."""
     number = next(_numbers)
     _modules[number] = module
@@ -49,7 +49,7 @@ def handle(module: Owner) -> Tensor:
 # Arguments -----------------------------------------------------------------------------------------------------------
 
 
-class Weights(NamedTuple):
+class WeightArguments(NamedTuple):
     """The weights of some layers as operators take them: `plain`, or none and the `components` of quantized ones.
 
     `names`: those of the components, with commas, each behind the number of its weight and a colon.
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
     dtype: torch.dtype
 
 
-class Layers(NamedTuple):
+class LayerArguments(NamedTuple):
     """Which linear layers of a module, one behind the other, and what is wanted of them.
 
     `weights`: their names, with commas, and semicolons between layers; so are the `prefixes` of histories' names.
@@ -93,7 +93,7 @@ class Layers(NamedTuple):
         """Shape of the input of a layer: the first has that of x, or of x normalized."""
         return tuple(x_shape) if layer == 0 else (*x_shape[:-1], self.by_layer(self.out_features)[layer - 1][0])
 
-    def states(self) -> tuple[Owner, list[LinearState]]:
+    def states(self) -> tuple[LinearModule, list[LinearState]]:
         """The module, and the state of each layer."""
         module, recipe = _modules.get(int(self.module)), context.setting(self.setting).recipe
         if module is None:
@@ -105,7 +105,7 @@ class Layers(NamedTuple):
         states = [module._linear_state(names, recipe, prefix) for names, prefix in named]
         return module, [replace(state, record=self.record) for state in states]
 
-    def weights_of(self, module: Owner, given: Weights) -> list[list[Tensor]]:
+    def weights_of(self, module: LinearModule, given: WeightArguments) -> list[list[Tensor]]:
         """The weights of each layer, put together again; a copy that was not given is that of the live one."""
         if given.plain:
             return self.by_layer(given.plain)
@@ -117,7 +117,7 @@ class Layers(NamedTuple):
         pairs = zip(names, components, strict=True)
         return self.by_layer([_rebuilt(getattr(module, name), found, given.dtype) for name, found in pairs])
 
-    def amaxes(self, given: Weights, layer: int) -> list[tuple[TensorRole, int]]:
+    def amaxes(self, given: WeightArguments, layer: int) -> list[tuple[TensorRole, int]]:
         """Of which tensors backward needs the amax that forward scaled by: of role and part."""
         recipe, found = context.setting(self.setting).recipe, []
         quantizes = any(not isinstance(weight, QuantizedTensor) for weight in given.plain)
@@ -135,7 +135,7 @@ def _rebuilt(weight: Tensor, components: dict[str, Tensor], dtype: torch.dtype) 
     return QuantizedTensor(whole, dtype)
 
 
-class Fused(NamedTuple):
+class FusedArguments(NamedTuple):
     """What an operator does besides linear layers: a normalization in front, an activation between two; "" for none.
 
     `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: of the normalization.
@@ -149,22 +149,22 @@ class Fused(NamedTuple):
     activation: str = ""
 
 
-class Forward(NamedTuple):
+class ForwardArguments(NamedTuple):
     """Arguments of a step's forward, grouped. `biases`: those that there are, in the order of their weights."""
 
     x: Tensor
-    weights: Weights
-    layers: Layers
-    fused: Fused
+    weights: WeightArguments
+    layers: LayerArguments
+    fused: FusedArguments
     residual: Tensor | None
     biases: Sequence[Tensor]
 
     @staticmethod
-    def of(arguments: Sequence[Any]) -> Forward:
-        return Forward(*_grouped(arguments))
+    def of(arguments: Sequence[Any]) -> ForwardArguments:
+        return ForwardArguments(*_grouped(arguments))
 
 
-class Backward(NamedTuple):
+class BackwardArguments(NamedTuple):
     """Arguments of a step's backward, grouped.
 
     `grads`: of the outputs of the last layer. `x`: what is normalized, x + residual if there is a residual; or the
@@ -174,9 +174,9 @@ class Backward(NamedTuple):
     """
 
     grads: Sequence[Tensor]
-    weights: Weights
-    layers: Layers
-    fused: Fused
+    weights: WeightArguments
+    layers: LayerArguments
+    fused: FusedArguments
     x: Tensor | None
     saved: Sequence[Tensor]
     of_total: Tensor | None
@@ -187,8 +187,8 @@ class Backward(NamedTuple):
     bias_dtypes: str
 
     @staticmethod
-    def of(arguments: Sequence[Any]) -> Backward:
-        return Backward(*_grouped(arguments))
+    def of(arguments: Sequence[Any]) -> BackwardArguments:
+        return BackwardArguments(*_grouped(arguments))
 
     @property
     def dtypes_of_biases(self) -> list[torch.dtype | None]:
@@ -206,7 +206,7 @@ def _grouped(arguments: Sequence[Any]) -> Iterator[Any]:
     """The first argument, the three groups that operators share, and the others."""
     left = iter(arguments)
     yield next(left)
-    for group in (Weights, Layers, Fused):
+    for group in (WeightArguments, LayerArguments, FusedArguments):
         yield group(*(next(left) for _ in group._fields))
     yield from left
 
@@ -226,7 +226,7 @@ PLACES = {argument.split()[-1]: place for place, argument in enumerate(FORWARD.p
 """Name of an argument of forward -> its index."""
 
 
-class KeptInput(NamedTuple):
+class SavedInput(NamedTuple):
     """What is kept of the input of a layer for wgrad: quantized by `cell`, or in high precision; or its transpose.
 
     `shape`: rows and columns.
@@ -237,7 +237,9 @@ class KeptInput(NamedTuple):
     shape: tuple[int, int]
 
     @staticmethod
-    def of(layers: Layers, layer: int, fused: Fused, x_shape: Sequence[int], like: Tensor) -> KeptInput | None:
+    def of(
+        layers: LayerArguments, layer: int, fused: FusedArguments, x_shape: Sequence[int], like: Tensor
+    ) -> SavedInput | None:
         """None if there is nothing, or if it is x itself. `like`: a tensor of the dtype of x, where that is."""
         first, second = cells(context.setting(layers.setting).recipe, TensorRole.INPUT)
         is_x = layer == 0 and second is None and not fused.normalization
@@ -248,9 +250,9 @@ class KeptInput(NamedTuple):
         for size in leading:
             tokens = tokens * size
         if second is None or not keeps_transposed(first, second, like):
-            return KeptInput(second, False, (tokens, features))
+            return SavedInput(second, False, (tokens, features))
         padding = -tokens % 16 if second.scaling.random_hadamard else 0  # the transform pads the summed dim
-        return KeptInput(second, True, (features, tokens + padding))
+        return SavedInput(second, True, (features, tokens + padding))
 
     def tensors(self, operand: WgradOperand) -> list[Tensor]:
         """Those of an operand."""

@@ -3,7 +3,7 @@
 Quantizing, noting amaxes and counting random draws stay out of the compiled graph, so a compiled layer has the bits of
 an uncompiled one by construction, and what lies between operators is what is compiled. An operator takes tensors and
 names: so the module goes in as a handle, the setting of autocast by its name, a quantized weight as its components.
-What backward needs it returns behind its results. Of each step that `register` makes known there are three:
+What backward needs it returns behind its results. Of each step that `register_step` makes known there are three:
 
     NAME             forward; it may run again in backward where a compiled function checkpoints
     NAME_recording   the same where it notes amaxes, as under delayed scaling, or draws random words: never twice, nor
@@ -24,16 +24,24 @@ from torch import Tensor
 from quantshard import ops, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import context, functional, recompute
-from quantshard.modules.functional import Needed, Ready, Saved, SavedLayer
+from quantshard.modules.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
 from quantshard.modules.linear_operands import WgradOperand
-from quantshard.modules.operator_arguments import BACKWARD, FORWARD, PLACES, Backward, Forward, KeptInput, Layers
-from quantshard.modules.recompute import Call
+from quantshard.modules.operator_arguments import (
+    BACKWARD,
+    FORWARD,
+    PLACES,
+    BackwardArguments,
+    ForwardArguments,
+    LayerArguments,
+    SavedInput,
+)
+from quantshard.modules.recompute import LinearContext
 from quantshard.tensor import QuantizedTensor
 
 # Forward -------------------------------------------------------------------------------------------------------------
 
 
-class Results(NamedTuple):
+class ForwardResults(NamedTuple):
     """What a step's forward gives: its outputs, with x + residual behind them if there is a residual.
 
     `inputs`: what wgrad reads of the input of each layer. `others`: what backward needs besides, the statistics of a
@@ -45,19 +53,19 @@ class Results(NamedTuple):
     others: Sequence[Tensor] = ()
 
 
-ForwardOf = Callable[[Forward, list[Ready]], Results]
+ForwardOf = Callable[[ForwardArguments, list[PreparedLinear]], ForwardResults]
 """Computes a step, of layers that are ready."""
 
 
 def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
-    asked = Forward.of(arguments)
+    asked = ForwardArguments.of(arguments)
     layers = asked.layers
     ready = _ready(asked)
     context.drop_failed_backward()  # autocast does it on entering, but where that is compiled nothing is left of it
     results = body(asked, ready)
     found = [*results.outputs]
     for index, (layer, x_wgrad) in enumerate(zip(ready, results.inputs, strict=True)):
-        kept = KeptInput.of(layers, index, asked.fused, asked.x.shape, asked.x)
+        kept = SavedInput.of(layers, index, asked.fused, asked.x.shape, asked.x)
         found += [] if kept is None else kept.tensors(x_wgrad)
         # the call keeps its own
         found += [layer.call.amaxes[key].clone() for key in layers.amaxes(asked.weights, index)]
@@ -65,23 +73,23 @@ def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
     return [tensor.contiguous() for tensor in (*found, *results.others)]
 
 
-def _ready(asked: Forward) -> list[Ready]:
+def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
     layers, given = asked.layers, asked.weights
     module, states = layers.states()
     biases, ready = iter(asked.biases), []
     weights, biased = layers.weights_of(module, given), layers.by_layer(layers.biased)
     for index, names in enumerate(layers.names):
-        call = recompute.call((id(module), ",".join(names)), not given.plain, layers.setting)
+        call = recompute.linear_context((id(module), ",".join(names)), not given.plain, layers.setting)
         for name in names:
             module._operand(name, call, asked.x.device)
         added = [next(biases) if adds else None for adds in biased[index]]
-        ready.append(Ready(weights[index], added, call, states[index]))
+        ready.append(PreparedLinear(weights[index], added, call, states[index]))
     return ready
 
 
 def _forward_shapes(*arguments: Any) -> list[Tensor]:
     private_torch.check_order_is_kept()
-    asked = Forward.of(arguments)
+    asked = ForwardArguments.of(arguments)
     x, layers = asked.x, asked.layers
     if context.is_delayed(layers.setting) and private_torch.is_recomputed_in_graph():
         raise UnsupportedOperationError(
@@ -94,7 +102,7 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
     if asked.residual is not None:
         found.append(torch.empty_like(x, memory_format=torch.contiguous_format))
     for index in range(len(layers.names)):
-        kept = KeptInput.of(layers, index, asked.fused, x.shape, x)
+        kept = SavedInput.of(layers, index, asked.fused, x.shape, x)
         found += [] if kept is None else kept.empty(x)
         found += [x.new_empty((), dtype=torch.float32) for _ in layers.amaxes(asked.weights, index)]
     rows = x.reshape(-1, x.shape[-1]).shape[0]
@@ -107,11 +115,11 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    asked = Forward.of(inputs)
+    asked = ForwardArguments.of(inputs)
     _, weights, layers, fused, residual, biases = asked
     outputs, is_added = len(layers.names[-1]), residual is not None
     x = output[outputs] if is_added else asked.x
-    reads_x = layers.keeps[0] and KeptInput.of(layers, 0, fused, asked.x.shape, asked.x) is None
+    reads_x = layers.keeps[0] and SavedInput.of(layers, 0, fused, asked.x.shape, asked.x) is None
     saved = [x if fused.normalization or reads_x else None, *weights.plain, *output[outputs + is_added :]]
     ctx.save_for_backward(layers.module, fused.norm_weight, fused.norm_bias, *saved)
     ctx.dtype, ctx.layers, ctx.fused, ctx.x_shape = weights.dtype, layers[1:], fused[2:], asked.x.shape
@@ -123,7 +131,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _gradients(step: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     module, norm_weight, norm_bias, x, *saved = ctx.saved_tensors
     weights, saved = saved[: ctx.parts], saved[ctx.parts :]
-    layers = Layers(module, *ctx.layers)
+    layers = LayerArguments(module, *ctx.layers)
     need = {name: ctx.needs_input_grad[place] for name, place in PLACES.items()}
     need_front = [need["x"] or need["residual"], need["norm_weight"], need["norm_bias"]]
     biases = iter(need["biases"])
@@ -146,7 +154,7 @@ def _gradients(step: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ..
     return tuple(gradients.values())
 
 
-class Gradients(NamedTuple):
+class StepGradients(NamedTuple):
     """Those of x and of the normalization's weight and bias; and of each layer's weights, then biases.
 
     None for what is not needed.
@@ -156,12 +164,12 @@ class Gradients(NamedTuple):
     layers: Sequence[Sequence[Tensor | None]]
 
 
-BackwardOf = Callable[[Backward, list[SavedLayer], list[Tensor]], Gradients]
-"""Computes the gradients, with the `others` of `Results`."""
+BackwardOf = Callable[[BackwardArguments, list[SavedLinear], list[Tensor]], StepGradients]
+"""Computes the gradients, with the `others` of `ForwardResults`."""
 
 
 def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:
-    asked = Backward.of(arguments)
+    asked = BackwardArguments.of(arguments)
     layers, others = _saved(asked)
     front, of_layers = body(asked, layers, others)
     weights = chain.from_iterable(found[: len(found) // 2] for found in of_layers)
@@ -169,7 +177,7 @@ def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:
     return [gradient.contiguous() for gradient in (*front, *weights, *biases) if gradient is not None]
 
 
-def _saved(asked: Backward) -> tuple[list[SavedLayer], list[Tensor]]:
+def _saved(asked: BackwardArguments) -> tuple[list[SavedLinear], list[Tensor]]:
     """The layers, and what forward saved besides for them."""
     layers, like, left = asked.layers, asked.grads[0], iter(asked.saved)
     module, states = layers.states()
@@ -177,26 +185,26 @@ def _saved(asked: Backward) -> tuple[list[SavedLayer], list[Tensor]]:
     need_weights, need_biases = layers.by_layer(asked.need_weights), layers.by_layer(asked.need_biases)
     found = []
     for index, weights in enumerate(layers.weights_of(module, asked.weights)):
-        kept = KeptInput.of(layers, index, asked.fused, asked.x_shape, like)
+        kept = SavedInput.of(layers, index, asked.fused, asked.x_shape, like)
         x_wgrad = WgradOperand(like.new_empty(0), False)
         if kept is not None:
             x_wgrad = kept.operand(left)
         elif asked.x is not None and not asked.fused.normalization:
             x_wgrad = WgradOperand(asked.x.reshape(-1, asked.x.shape[-1]), False)
-        call = Call(now.recipe, now.amax_reduction_group, now.strict)
+        call = LinearContext(now.recipe, now.amax_reduction_group, now.strict)
         call.amaxes.update((key, next(left)) for key in layers.amaxes(asked.weights, index))
         rebuild, tensors = functional.to_saved(x_wgrad)
-        saved = Saved(
+        saved = LinearBackward(
             call, states[index], rebuild, len(weights), bias_dtypes[index],
             layers.input_shape(asked.x_shape, index), like.dtype, layers.remakes[index],
         )  # fmt: skip
-        needed = Needed(index > 0 or asked.reads_gradient_of_x, need_weights[index], need_biases[index])
-        found.append(SavedLayer(saved, [*weights, *tensors], needed))
+        needed = LinearGradMask(index > 0 or asked.reads_gradient_of_x, need_weights[index], need_biases[index])
+        found.append(SavedLinear(saved, [*weights, *tensors], needed))
     return found, list(left)
 
 
 def _backward_shapes(*arguments: Any) -> list[Tensor]:
-    asked = Backward.of(arguments)
+    asked = BackwardArguments.of(arguments)
     layers, like, fused = asked.layers, asked.grads[0], asked.fused
     need_x, *need_parameters = asked.need_front
     found = [like.new_empty(asked.x_shape)] if need_x else []
@@ -216,7 +224,7 @@ def _backward_shapes(*arguments: Any) -> list[Tensor]:
 # Registration --------------------------------------------------------------------------------------------------------
 
 
-def register(name: str, forward: ForwardOf, backward: BackwardOf) -> None:
+def register_step(name: str, forward: ForwardOf, backward: BackwardOf) -> None:
     """Make the operators of a step known."""
     for suffix, schema, body, shapes in (
         ("", FORWARD, partial(_forward, forward), _forward_shapes),

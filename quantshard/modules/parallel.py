@@ -10,8 +10,8 @@ pairs that are one another's backward (Megatron-LM's, Shoeybi et al., 2019, and 
     split_rows   forward keeps this rank's rows   backward joins the ranks' rows
     join_rows    forward joins the ranks' rows    backward keeps this rank's rows
 
-What follows `copy` and `gather_rows` differs between ranks, which cut its weights; what follows `reduce` and
-`join_rows` is the same on every rank.
+What follows `copy_to_group` and `gather_rows` differs between ranks, which cut its weights; what follows
+`reduce_from_group` and `join_rows` is the same on every rank.
 
 Rows are those of dim 0: an activation is [sequence, batch, hidden], and under sequence parallelism each rank holds
 sequence / ranks consecutive rows, in the order of the group. A sum is taken in the dtype of its tensor, as users of
@@ -32,7 +32,7 @@ from quantshard import amax, numerics, private_torch
 from quantshard import storage as storages
 from quantshard.amax import Group, Groups
 from quantshard.errors import ConfigurationError
-from quantshard.operands import Split
+from quantshard.operands import OperandSplit
 
 _SEED_GROUP_ALIKE = (
     "bring torch's CPU generator into one state on the ranks of a tensor-parallel group (torch.manual_seed)"
@@ -73,9 +73,9 @@ class TensorParallel:
             )
         return cls(group, dist.get_world_size(group), rank, mode, sequence_parallel)
 
-    def split(self, dim: int) -> Split:
-        """A matrix that is cut along `dim` over this group, for `operands.quantize` and `operands.gather`."""
-        return Split(dim, self.group)
+    def split(self, dim: int) -> OperandSplit:
+        """A matrix that is cut along `dim` over this group, for `operands.quantize_operand` and `operands.gather`."""
+        return OperandSplit(dim, self.group)
 
 
 NONE = TensorParallel()
@@ -118,9 +118,9 @@ def stream_base(group: Groups) -> int:
     return first // period * stride + first % period
 
 
-def copy(x: Tensor, tp: TensorParallel) -> Tensor:
+def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """x, the same on every rank. Its gradient, of which each rank has a part, is summed over the ranks."""
-    return x if tp.size == 1 else _Copy.apply(x, tp)
+    return x if tp.size == 1 else _CopyToGroup.apply(x, tp)
 
 
 def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
@@ -130,7 +130,7 @@ def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
     parameter, so for small ones. It is given in float32 if it is of 16 bits: so its gradient is rounded once, behind
     the sum.
     """
-    return copy(param.float() if tp.size > 1 and param.dtype.itemsize < 4 else param, tp)
+    return copy_to_group(param.float() if tp.size > 1 and param.dtype.itemsize < 4 else param, tp)
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     return _AddBias.apply(y, bias)
 
 
-def reduce(x: Tensor, tp: TensorParallel) -> Tensor:
+def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of x over the ranks, on every rank."""
-    return x if tp.size == 1 else _Reduce.apply(x, tp)
+    return x if tp.size == 1 else _ReduceFromGroup.apply(x, tp)
 
 
 def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -216,7 +216,7 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     return kept / (1 - p) if p < 1 else kept
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
@@ -224,7 +224,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce(grads[0], ctx.tp), None
+        return reduce_from_group(grads[0], ctx.tp), None
 
 
 class _AddBias(torch.autograd.Function):
@@ -239,7 +239,7 @@ class _AddBias(torch.autograd.Function):
         return grads[0], grads[0].reshape(-1, grads[0].shape[-1]).sum(0, dtype=ctx.dtype)
 
 
-class _Reduce(torch.autograd.Function):
+class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
@@ -250,7 +250,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return copy(grads[0], ctx.tp), None
+        return copy_to_group(grads[0], ctx.tp), None
 
 
 class _GatherRows(torch.autograd.Function):

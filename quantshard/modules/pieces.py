@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantshard import components, private_torch
 from quantshard.components import FORMAT_SUFFIX
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
-from quantshard.modules.state_dict import Saved
+from quantshard.modules.state_dict import ComponentStateDict
 
 LOADED = "_is_hf_initialized"
 """Attribute of a tensor, or a module, that transformers does not initialize."""
@@ -29,7 +29,7 @@ _FEW = 16
 """As many different numbers a weight may have that are all whole, from 0 to 255, before they are taken for codes."""
 
 
-class Pieces(Saved):
+class PiecewiseAssignment(ComponentStateDict):
     """A module whose weights take their codes, scales and state one by one.
 
     `_awaits_values`: it was made on the meta device and not filled since.
@@ -76,7 +76,7 @@ class Pieces(Saved):
 
     def _check_values(self, weight: str, own: Tensor, value: Tensor) -> None:
         """Codes that were cast to a weight's dtype on the way: it loses everything that tells of them."""
-        if getattr(value, LOADED, False) and components.quantized(own) is None and _look_like_codes(value):
+        if getattr(value, LOADED, False) and components.quantized_local(own) is None and _look_like_codes(value):
             raise CheckpointError(
                 f"{type(self).__name__}.{weight}: the checkpoint has whole numbers from 0 to 255 for it, which are "
                 "codes of a quantized weight and not values, but this model's weight is in high precision; build the "
@@ -86,7 +86,7 @@ class Pieces(Saved):
     def _take(self, weight: str, own: Tensor, suffix: str, value: Tensor) -> None:
         name, live = f"{type(self).__name__}.{weight}", self._state_keys(weight)[suffix]
         if suffix == FORMAT_SUFFIX:
-            components.fitting(own, {suffix: value}, name)
+            components.fitting_pairs(own, {suffix: value}, name)
             return
         state, key = self.weight_state(weight), suffix.removeprefix("_")
         if key not in state:
@@ -97,7 +97,7 @@ class Pieces(Saved):
         state[key] = components.state_like(live.detach(), value.detach(), value.device)
 
     def _take_component(self, weight: str, own: Tensor, suffix: str, value: Tensor) -> None:
-        name, quantized = f"{type(self).__name__}.{weight}", components.quantized(own)
+        name, quantized = f"{type(self).__name__}.{weight}", components.quantized_local(own)
         if quantized is None:
             raise CheckpointError(
                 f"{name}: it was given quantized codes ({value.dtype}), but this model's weight is in high precision; "
@@ -112,7 +112,7 @@ class Pieces(Saved):
         given[suffix] = value
         if all(component.key_suffix in given for component in quantized._storage.cell.format.components):
             values = {key: piece.detach() for key, piece in given.items()}
-            new = components.assigned(own, components.fitting(own, values, name))
+            new = components.assigned(own, components.fitting_pairs(own, values, name))
             if all(getattr(piece, LOADED, False) for piece in given.values()):
                 setattr(new, LOADED, True)
             super().register_parameter(weight, new)

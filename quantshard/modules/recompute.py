@@ -1,9 +1,9 @@
 """Activation recomputation: what the first forward of a checkpointed region did, its second forward does again.
 
 `torch.utils.checkpoint`, reentrant or not, runs a region's forward a second time in backward. By then autocast was
-left, and delayed scaling has recorded new amaxes. So each linear layer leaves a `Call` with the region, and the second
-forward takes the recipe and the amaxes to scale by from there: it quantizes to the same bits and records nothing
-twice.
+left, and delayed scaling has recorded new amaxes. So each linear layer leaves a `LinearContext` with the region, and
+the second forward takes the recipe and the amaxes to scale by from there: it quantizes to the same bits and records
+nothing twice.
 
 Which region that is `quantshard.checkpoint` knows by itself: it tells the first run of its function from later ones. Of
 `torch.utils.checkpoint` it must be found out (`private_torch.checkpointed_regions`).
@@ -35,7 +35,7 @@ _CALLS = "_quantshard_calls"
 
 
 @dataclass
-class Call:
+class LinearContext:
     """One forward of one linear layer.
 
     `group`: over which delayed scaling reduces amaxes. `amaxes`: those to scale by under delayed scaling, kept by the
@@ -50,15 +50,15 @@ class Call:
     repeated: bool = False
 
 
-class _Calls:
+class _RegionContexts:
     """The calls in the first forward of a region, in order for each layer, and how far a second one has come."""
 
     def __init__(self) -> None:
-        self.made: dict[Layer, list[Call]] = defaultdict(list)
+        self.made: dict[Layer, list[LinearContext]] = defaultdict(list)
         self.replay: Any = None
         self.repeated: dict[Layer, int] = {}
 
-    def next(self, layer: Layer, replay: Any) -> Call | None:
+    def next(self, layer: Layer, replay: Any) -> LinearContext | None:
         if replay != self.replay:
             self.replay, self.repeated = replay, {}
         index = self.repeated.get(layer, 0)
@@ -67,7 +67,7 @@ class _Calls:
         return made[index] if index < len(made) else None
 
 
-class _Region:
+class _CheckpointRegion:
     """The function of one `quantshard.checkpoint`: its first run is the first forward, each later one recomputes it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -82,15 +82,15 @@ class _Region:
             _running.regions.pop()
 
 
-class _Running(threading.local):
+class _RunningRegions(threading.local):
     """The regions of `quantshard.checkpoint` that run on this thread, the innermost last: with which run of it that is,
     and the backward pass in which it began."""
 
     def __init__(self) -> None:
-        self.regions: list[tuple[_Region, int, int | None]] = []
+        self.regions: list[tuple[_CheckpointRegion, int, int | None]] = []
 
 
-_running = _Running()
+_running = _RunningRegions()
 
 
 def _regions() -> CheckpointedRegions:
@@ -108,7 +108,7 @@ def _regions() -> CheckpointedRegions:
     return replace(found, entered=tuple(entered))
 
 
-def call(layer: Layer, quantized: bool, setting: str | None = None) -> Call:
+def linear_context(layer: Layer, quantized: bool, setting: str | None = None) -> LinearContext:
     """How a layer is to be computed now: as autocast says, or in a second forward as in the first.
 
     `setting`: that of autocast when the running code was compiled; None if it was not.
@@ -124,7 +124,7 @@ def call(layer: Layer, quantized: bool, setting: str | None = None) -> Call:
             raise regions.unknown
         if private_torch.in_backward():
             _check_known_without_first(quantized, setting)
-        current = Call(asked.recipe, asked.amax_reduction_group, asked.strict)
+        current = LinearContext(asked.recipe, asked.amax_reduction_group, asked.strict)
     else:
         first = _calls_of(regions.replayed).next(layer, regions.replay)
         if first is None:
@@ -144,10 +144,10 @@ def call(layer: Layer, quantized: bool, setting: str | None = None) -> Call:
     return current
 
 
-def _calls_of(region: Any) -> _Calls:
+def _calls_of(region: Any) -> _RegionContexts:
     if not hasattr(region, _CALLS):
-        setattr(region, _CALLS, _Calls())  # lives as long as the region, which is what autograd keeps of it
-    found: _Calls = getattr(region, _CALLS)
+        setattr(region, _CALLS, _RegionContexts())  # lives as long as the region, which is what autograd keeps of it
+    found: _RegionContexts = getattr(region, _CALLS)
     return found
 
 
@@ -181,7 +181,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     if use_reentrant:
         function, args, kwargs = _by_position(function, args, kwargs)
     if not torch.compiler.is_compiling():  # a graph is told by names what its layers do, and recomputes that
-        function = _Region(function)
+        function = _CheckpointRegion(function)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 

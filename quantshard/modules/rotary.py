@@ -103,11 +103,11 @@ def apply_rotary_pos_emb(
     unsupported.refuse("apply_rotary_pos_emb", others)
     if tensor_format not in ("sbhd", "bshd"):
         raise ConfigurationError(f"apply_rotary_pos_emb(tensor_format={tensor_format!r}): use 'sbhd' or 'bshd'")
-    layout = Layout(tensor_format, interleaved)
+    layout = HeadLayout(tensor_format, interleaved)
     return _rotate(t, _table(t, freqs, layout), layout)
 
 
-class Layout(NamedTuple):
+class HeadLayout(NamedTuple):
     """Of queries or keys: "sbhd" or "bshd", and which features make a plane."""
 
     tensor_format: str
@@ -118,7 +118,7 @@ class Layout(NamedTuple):
         return t.shape[self.tensor_format.index("s")]
 
 
-def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout: Layout) -> tuple[Tensor, Tensor]:
+def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout: HeadLayout) -> tuple[Tensor, Tensor]:
     """`apply_rotary_pos_emb` of both, whose cosines and sines are taken once if their angles are the same."""
     for_q, for_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
     table = _table(q, for_q, layout)
@@ -127,7 +127,7 @@ def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout
 
 
 def rotate_projection(
-    qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: Layout
+    qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, of which the first two are rotated, of one tensor that holds all their heads.
 
@@ -148,14 +148,14 @@ def rotate_projection(
     return _rotate(q, table, layout), _rotate(k, table, layout), v
 
 
-class Table(NamedTuple):
+class RotaryTable(NamedTuple):
     """Cosines and sines of each position and feature, float32 [s, 1, 1, rotated], or [1, s, ...] in "bshd"."""
 
     cos: Tensor
     sin: Tensor
 
 
-def _table(t: Tensor, freqs: Tensor, layout: Layout) -> Table:
+def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
     length, rotated = layout.length(t), freqs.shape[-1]
     if freqs.shape[0] < length or rotated > t.shape[-1]:
         raise ConfigurationError(
@@ -166,27 +166,28 @@ def _table(t: Tensor, freqs: Tensor, layout: Layout) -> Table:
     freqs = freqs[:length].to(device=t.device, dtype=torch.float32)
     if layout.tensor_format == "bshd":
         freqs = freqs.transpose(0, 1)
-    return Table(freqs.cos(), freqs.sin())
+    return RotaryTable(freqs.cos(), freqs.sin())
 
 
-def _has_kernel(t: Tensor, table: Table) -> bool:
+def _has_kernel(t: Tensor, table: RotaryTable) -> bool:
     """Kernels take angles for constants, one for each position and feature; they run as operators, so in graphs too."""
     by_position = table.cos.numel() == max(table.cos.shape[:2]) * table.cos.shape[-1]
     return by_position and compute.kernels_read(t) and not table.cos.requires_grad
 
 
-def _rotate(t: Tensor, table: Table, layout: Layout) -> Tensor:
+def _rotate(t: Tensor, table: RotaryTable, layout: HeadLayout) -> Tensor:
     if _has_kernel(t, table):
         return cast(Tensor, _KernelRotate.apply(t, *table, layout, False))
     rotated = table.cos.shape[-1]
     x = t[..., :rotated].float()
-    turned = (x * table.cos + _quarter_turn(x, layout.interleaved) * table.sin).to(t.dtype)
-    return turned if rotated == t.shape[-1] else torch.cat((turned, t[..., rotated:]), dim=-1)
+    rotated_part = (x * table.cos + _quarter_turn(x, layout.interleaved) * table.sin).to(t.dtype)
+    return rotated_part if rotated == t.shape[-1] else torch.cat((rotated_part, t[..., rotated:]), dim=-1)
 
 
 torch.library.define(
     "quantshard::rotate",
-    "(Tensor t, Tensor cos, Tensor sin, str tensor_format, bool interleaved, bool backward, int turned) -> Tensor",
+    "(Tensor t, Tensor cos, Tensor sin, str tensor_format, bool interleaved, bool backward, int rotated_heads)"
+    " -> Tensor",
 )
 torch.library.define(
     "quantshard::rotate_back",
@@ -196,11 +197,13 @@ torch.library.define(
 
 @torch.library.impl("quantshard::rotate", "default")
 def _launch(
-    t: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool, backward: bool, turned: int
+    t: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool, backward: bool, rotated_heads: int
 ) -> Tensor:
-    """The first `turned` heads of t rotated, and the others as they are."""
+    """The first `rotated_heads` heads of t rotated, and the others as they are."""
     cos, sin = (part.reshape(-1, part.shape[-1]) for part in (cos, sin))
-    return rotary_kernel.rotate(t, cos, sin, tensor_format, interleaved=interleaved, backward=backward, turned=turned)
+    return rotary_kernel.rotate(
+        t, cos, sin, tensor_format, interleaved=interleaved, backward=backward, rotated_heads=rotated_heads
+    )
 
 
 @torch.library.register_fake("quantshard::rotate")
@@ -231,7 +234,7 @@ class _KernelRotate(torch.autograd.Function):
     """A rotation is linear, and its gradient that by the negative angles: so is any further one."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, layout: Layout, backward: bool) -> Tensor:
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.layout, ctx.backward = layout, backward
         out: Tensor = torch.ops.quantshard.rotate(t, cos, sin, *layout, backward, t.shape[-2])
@@ -246,7 +249,7 @@ class _KernelRotate(torch.autograd.Function):
 class _KernelRotateProjection(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int, groups: int
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, heads: int, groups: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout

@@ -11,7 +11,7 @@ from quantshard import components, private_torch
 from quantshard.errors import CheckpointError
 
 
-class Saved(nn.Module):
+class ComponentStateDict(nn.Module):
     """A module whose `_weights` are saved by their components and state.
 
     `_born_states`: that which they were born with. It stays that of a plain weight, and of one that takes the place of
@@ -24,18 +24,20 @@ class Saved(nn.Module):
     @property
     def _plain_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of weights that are not quantized, live."""
-        return {name: s for name, s in self._born_states.items() if components.quantized(getattr(self, name)) is None}
+        return {
+            name: s for name, s in self._born_states.items() if components.quantized_local(getattr(self, name)) is None
+        }
 
     def weight_state(self, name: str) -> dict[str, Tensor]:
         """The key, draws and amax history of a weight, live."""
-        quantized = components.quantized(getattr(self, name))
+        quantized = components.quantized_local(getattr(self, name))
         return self._born_states[name] if quantized is None else quantized._storage.state
 
     def _state_keys(self, name: str) -> dict[str, Tensor]:
         """Key suffix -> live tensor, for all that the state dict holds of a weight."""
         param = getattr(self, name)
         assert param is not None
-        if components.quantized(param) is not None:
+        if components.quantized_local(param) is not None:
             return components.state_of(param)
         return {"": param, **{f"_{key}": value for key, value in self._born_states[name].items()}}
 
@@ -63,7 +65,7 @@ class Saved(nn.Module):
             keys = self._state_keys(name)
             found = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
             self._drop_placeholders(name, found)
-            is_quantized = components.quantized(getattr(self, name)) is not None
+            is_quantized = components.quantized_local(getattr(self, name)) is not None
             try:
                 ready.append((name, self._fitting(name, found, prefix, is_quantized, assign)))
             except CheckpointError as error:
@@ -77,7 +79,7 @@ class Saved(nn.Module):
                 value = self._assign(name, pairs)
                 rest.update({} if value is None else {prefix + name: value})
             else:
-                components.write(getattr(self, name), pairs)
+                components.write_components(getattr(self, name), pairs)
         others: list[str] = []
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
         missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
@@ -86,7 +88,7 @@ class Saved(nn.Module):
         """Take loaded tensors in place of a weight's own; gives that of a weight in high precision, which PyTorch
         assigns."""
         param, state = getattr(self, name), self._born_states[name]
-        if components.quantized(param) is not None:
+        if components.quantized_local(param) is not None:
             if pairs:
                 setattr(self, name, components.assigned(param, pairs))
             return None
@@ -102,10 +104,10 @@ class Saved(nn.Module):
 
         With `full_state_dict` it fills in the live parameter; `ignore_frozen_params` drops the codes alone.
         """
-        local = components.quantized(getattr(self, name))
+        local = components.quantized_local(getattr(self, name))
         if local is None:
             return
-        given = components.quantized(found.get(""))
+        given = components.quantized_local(found.get(""))
         if given is not None and given._storage is local._storage:
             del found[""]
         if "" not in found and not getattr(self, name).requires_grad:
@@ -123,7 +125,7 @@ class Saved(nn.Module):
                 "to_empty() first, or load_state_dict(assign=True)"
             )
         if is_quantized:
-            return components.fitting(param, found, prefix + name)
+            return components.fitting_pairs(param, found, prefix + name)
         live = self._state_keys(name)
         for suffix, value in found.items():
             if suffix == "" and not value.is_floating_point():

@@ -55,7 +55,8 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         activation: of the MLP; see `LayerNormMLP`.
         normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads, and the features of the MLP.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see `meshes.Parallelism`.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
+            `meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_backend: see `DotProductAttention`.
@@ -164,7 +165,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
             **others: TransformerEngine's other arguments; see `unsupported`.
         """
         unsupported.refuse("TransformerLayer.forward", others)
-        hidden_states = inputs.cast(hidden_states)
+        hidden_states = inputs.autocast_input(hidden_states)
         attended: Tensor = self.self_attention(
             hidden_states, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,

@@ -16,7 +16,7 @@ import torch
 from quantshard.errors import ConfigurationError
 
 
-class Unsupported(NamedTuple):
+class UnsupportedArgument(NamedTuple):
     """An argument's default in TransformerEngine, and why other values are refused, with the way out.
 
     `hint`: it changes no result, so that all values are accepted.
@@ -27,15 +27,15 @@ class Unsupported(NamedTuple):
     hint: bool = False
 
 
-Arguments = dict[str, Unsupported]
+Arguments = dict[str, UnsupportedArgument]
 
 
 def _because(reason: str, **defaults: Any) -> Arguments:
-    return {name: Unsupported(default, reason) for name, default in defaults.items()}
+    return {name: UnsupportedArgument(default, reason) for name, default in defaults.items()}
 
 
 def _hints(reason: str, **defaults: Any) -> Arguments:
-    return {name: Unsupported(default, reason, hint=True) for name, default in defaults.items()}
+    return {name: UnsupportedArgument(default, reason, hint=True) for name, default in defaults.items()}
 
 
 NO_OVERLAP = "the collectives of tensor parallelism are not overlapped with GEMMs; leave it out"

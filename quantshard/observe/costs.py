@@ -44,7 +44,7 @@ def gather_bytes(fmt: Format, shard: Shard, *, in_backward: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedScaleCost:
     """What it costs a rank that scale blocks of one weight are not its own alone.
 
     `scale_bytes`: the scales that other ranks keep too. `blocks`: the blocks that reach beyond the rank's piece.
@@ -58,7 +58,7 @@ class Shared:
     warning: str = ""
 
 
-def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Sequence[str]) -> Shared:
+def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Sequence[str]) -> SharedScaleCost:
     """What sharing blocks costs the rank of `shard`; `mesh`: axis -> size, with one entry of `placements` each."""
     parts = [part for part in _scales(fmt) if shard.shares_blocks(part)]
     shapes = [shard.component_shape(part) for part in parts]
@@ -74,7 +74,7 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
         if share > SCALES_WARNING:
             warning = f"scales weigh {of_codes}: {_way_out(fmt, shard, mesh, placements)}"
     straddling = sum(shard.straddling(part) for part in blocks)
-    return Shared(_codes_and(fmt, shard, parts)[1], straddling, reduced, note, warning)
+    return SharedScaleCost(_codes_and(fmt, shard, parts)[1], straddling, reduced, note, warning)
 
 
 def _who_keeps(shard: Shard, parts: list[Component]) -> str:

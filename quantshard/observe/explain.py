@@ -26,7 +26,7 @@ from quantshard import recipe as recipes
 from quantshard.errors import FallbackError
 from quantshard.formats import Role
 from quantshard.observe import costs
-from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, Shared
+from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.table import Report, Row
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
@@ -59,7 +59,7 @@ def explain(
     """
     chosen = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
-    states = _States(optimizer)
+    states = _OptimizerStates(optimizer)
     rows, seen, optimized, attention = [], set(), 0, []
     some = next(model.parameters(), None)
     for prefix, module in model.named_modules():
@@ -85,17 +85,19 @@ def _row(
     module: nn.Module,
     param: Tensor,
     gathers: FsdpGather | None,
-    states: _States,
+    states: _OptimizerStates,
     chosen: Recipe | None,
 ) -> Row:
     local = private_torch.local_tensor(param)
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized._storage
     codes, scales = _resident(local, storage, gathers)
     forward, backward = _wire(storage, local, gathers)
     gemm = gemm_of(leaf, module, param, storage, chosen)
     mesh, placements = _placed(param)
-    shared = Shared() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
+    shared = (
+        SharedScaleCost() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
+    )
     return Row(
         name=name,
         shape=tuple(param.shape),
@@ -157,7 +159,7 @@ def _bf16_wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGat
     return _held_numel(storage, local, gathers) * BF16_BYTES * (2 if gathers.in_backward else 1)
 
 
-class Gemm(NamedTuple):
+class GemmPath(NamedTuple):
     """How a parameter's GEMMs run: "native", "emulated" or "" if it has none, why, and which fallbacks they take."""
 
     path: str = ""
@@ -167,30 +169,30 @@ class Gemm(NamedTuple):
 
 def gemm_of(
     leaf: str, module: nn.Module, param: Tensor, storage: QuantizedStorage | None, chosen: Recipe | None = None
-) -> Gemm:
+) -> GemmPath:
     """How the GEMMs of one parameter `leaf` of a module run under the recipe `chosen`."""
     # fully_shard makes a module's class anew: FSDPLinear(FSDPModule, Linear)
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     ours = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
     if param.ndim != 2 or "Embedding" in kind.__name__ or (ours and leaf not in getattr(module, "_weights", ())):
-        return Gemm()
+        return GemmPath()
     device = _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
     joint = () if describe is None else describe(chosen, device)
     if storage is not None:
-        return Gemm(*backend.gemm_path(storage.cell, device), (*backend.fallbacks(storage, chosen, device), *joint))
+        return GemmPath(*backend.gemm_path(storage.cell, device), (*backend.fallbacks(storage, chosen, device), *joint))
     if not ours:
         path, reason = backend.gemm_path(None, device)
         taken = ("not ours",) if chosen is not None and chosen.table else ()
-        return Gemm(path, f"{reason}: {kind.__name__} is not one of quantshard's modules", taken)
+        return GemmPath(path, f"{reason}: {kind.__name__} is not one of quantshard's modules", taken)
     cell = None if chosen is None else chosen.weight
     path, reason = backend.gemm_path(cell, device)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
-    return Gemm(path, reason, (*backend.fallbacks(None, chosen, device), *joint))
+    return GemmPath(path, reason, (*backend.fallbacks(None, chosen, device), *joint))
 
 
-def fallbacks_of(gemm: Gemm, shared: Shared, moments_note: str) -> tuple[str, ...]:
+def fallbacks_of(gemm: GemmPath, shared: SharedScaleCost, moments_note: str) -> tuple[str, ...]:
     """Names in `limits.FALLBACKS` of all that one parameter takes."""
     thin, moments = bool(shared.warning), bool(moments_note)
     return (*gemm.fallbacks, *["thin shards"] * thin, *["float32 moments"] * moments)
@@ -243,7 +245,7 @@ def _local_rows(param: Tensor, storage: QuantizedStorage | None) -> tuple[int, i
 # Optimizer
 
 
-class _States:
+class _OptimizerStates:
     """The states that an optimizer keeps for each parameter: read, not asked for, so any optimizer will do."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:

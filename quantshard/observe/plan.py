@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import components, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.observe import costs
-from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, Shared
+from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, gemm_of
 from quantshard.observe.table import Report, Row
 from quantshard.recipe import STATE_CELLS
@@ -65,7 +65,7 @@ def plan(
         raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
     if not isinstance(layers, Iterable):
         raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
-    place = _Place.of(mesh, rank)
+    place = _MeshRank.of(mesh, rank)
     cut_by_tp, inner = dict(tensor_parallel or {}), {id(module) for layer in layers for module in layer.modules()}
     moments = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
     _check_arguments(model, place, cut_by_tp, moments)
@@ -80,14 +80,14 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MeshRank:
     """One rank of a mesh."""
 
     mesh: dict[str, int]
     at: dict[str, int]
 
     @classmethod
-    def of(cls, mesh: Mapping[str, int], rank: int) -> _Place:
+    def of(cls, mesh: Mapping[str, int], rank: int) -> _MeshRank:
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
         if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
@@ -133,7 +133,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]
 
 
 def _check_arguments(
-    model: nn.Module, place: _Place, cut_by_tp: Mapping[str, int], moments: Mapping[str, torch.dtype]
+    model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], moments: Mapping[str, torch.dtype]
 ) -> None:
     named = dict(model.named_parameters())
     if any(isinstance(param, DTensor) for param in named.values()):
@@ -157,13 +157,13 @@ def _row(
     leaf: str,
     module: nn.Module,
     param: Tensor,
-    place: _Place,
+    place: _MeshRank,
     tp_dim: int | None,
     gathered_again: bool,
     moments: Mapping[str, torch.dtype],
 ) -> tuple[Row, int]:
     """The row of one parameter, and how many of its elements the optimizer has here."""
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized._storage
     shard = _cut(name, param, storage, place, tp_dim)
     assert shard.cut is not None
@@ -172,7 +172,7 @@ def _row(
     held = shard.cut.chunk * shard.cut.parent.shape[1]  # FSDP2 pads plain tensors to the largest piece
     forward = bf16_forward = 0
     if storage is None:
-        codes, scales, shared = held * param.itemsize, 0, Shared()
+        codes, scales, shared = held * param.itemsize, 0, SharedScaleCost()
     else:
         fmt = storage.cell.format
         (codes, scales), shared = (
@@ -212,7 +212,7 @@ def _row(
     return row, math.prod(shard.shape) if param.requires_grad else 0
 
 
-def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Place, tp_dim: int | None) -> Shard:
+def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _MeshRank, tp_dim: int | None) -> Shard:
     """This rank's piece of a parameter, whose dims after the first are taken together."""
     shape = (*param.shape, 1)[0], math.prod(param.shape[1:])
     shard = sharding.whole(shape) if storage is None else storage.shard

@@ -68,7 +68,7 @@ def largest_ratio(beta1: float, beta2: float) -> float:
     return _float32((1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2)))
 
 
-class Updated(NamedTuple):
+class AdamUpdate(NamedTuple):
     """What one step makes of a parameter: float32, of its shape."""
 
     master: Tensor
@@ -78,7 +78,7 @@ class Updated(NamedTuple):
 
 def adam(
     grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: Hyperparameters, bounded: bool = False
-) -> Updated:
+) -> AdamUpdate:
     """One Adam step in float32; the arguments are not changed.
 
         m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
@@ -114,7 +114,7 @@ def adam(
         update = torch.where(exp_avg_sq == 0, 0.0, update)
     if h.decoupled and h.weight_decay != 0:
         update = update + h.weight_decay * master
-    return Updated(master - h.lr * update, exp_avg, exp_avg_sq)
+    return AdamUpdate(master - h.lr * update, exp_avg, exp_avg_sq)
 
 
 def power(base: float, exponent: int | Tensor) -> float | Tensor:

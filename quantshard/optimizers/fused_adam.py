@@ -16,7 +16,7 @@ from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import guards, loading, members, on_device, options
 from quantshard.optimizers.adam import Hyperparameters
 from quantshard.optimizers.on_device import COUNTERS
-from quantshard.optimizers.on_kernels import OnKernels
+from quantshard.optimizers.on_kernels import KernelStep
 from quantshard.optimizers.state import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -25,7 +25,7 @@ from quantshard.optimizers.state import (
     PLAIN_DTYPES,
     ROLES,
     WEIGHT,
-    State,
+    OptimizerState,
     assign,
     check_dtype,
     floor_of,
@@ -33,7 +33,7 @@ from quantshard.optimizers.state import (
     make_state,
     make_weight,
 )
-from quantshard.optimizers.step import Work, rounded_roles
+from quantshard.optimizers.step import ParameterStep, rounded_roles
 
 SEED = "rounding_seed"
 
@@ -136,17 +136,17 @@ class FusedAdam(torch.optim.Optimizer):
             "adam_w_mode": adam_w_mode,
             **dict.fromkeys(COUNTERS, 0),
         }
-        self._members, self._kept = members.Members("FusedAdam"), ""
-        super().__init__(members.checked("FusedAdam", params), defaults)
+        self._members, self._kept = members.ParameterRegistry("FusedAdam"), ""
+        super().__init__(members.checked_params("FusedAdam", params), defaults)
         if capturable:
             self.register_state_dict_post_hook(on_device.make_numbers)  # the first, so that others see what is returned
-        self._kernels = OnKernels()
-        self._states: dict[Tensor, dict[str, State]] = {}
-        self._weights: dict[Tensor, State] = {}
+        self._kernels = KernelStep()
+        self._states: dict[Tensor, dict[str, OptimizerState]] = {}
+        self._weights: dict[Tensor, OptimizerState] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
-        self._remembered = on_device.Remembered()
+        self._remembered = on_device.BadStepRecord()
         for group in self.param_groups:
             self._adopt(group)
         self._check_parameters()
@@ -197,7 +197,7 @@ class FusedAdam(torch.optim.Optimizer):
                 mapping.pop(swap.old, None)
             self._names[swap.new], self._streams[swap.new] = self._names.pop(swap.old), self._streams.pop(swap.old)
         for group in self.param_groups:
-            if any(components.quantized(swap.new) is not None for swap in swaps):
+            if any(components.quantized_local(swap.new) is not None for swap in swaps):
                 group.pop(SEED, None)  # of a key: drawn again, it is what an optimizer built now would have
         for swap in swaps:
             if swap.new.requires_grad:
@@ -247,7 +247,7 @@ class FusedAdam(torch.optim.Optimizer):
         if remainders:
             self._check_remainders()
         guards.check_trainable("FusedAdam", name, param, PLAIN_DTYPES)
-        if self._capturable and not self._master_weights and components.quantized(param) is not None:
+        if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
             raise ConfigurationError(
                 f"FusedAdam(capturable=True, master_weights=False): {name} is {private_torch.local_tensor(param)!r}, "
                 "and a step reads the number of its random draw on the host, so a captured one would repeat it; use "
@@ -320,7 +320,7 @@ class FusedAdam(torch.optim.Optimizer):
         assign(held, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
         self._kept = members.VALUES
 
-    def _state_of(self, param: Tensor, state_name: str) -> State:
+    def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
         self._follow()
         self._check_known(param)
         held = self._states.get(param, {})
@@ -360,7 +360,7 @@ class FusedAdam(torch.optim.Optimizer):
             ConfigurationError: its parameters were replaced; see `step`.
         """
         self._follow()
-        if loading.load(self, state_dict, self._names, loading.fused_adam_options):
+        if loading.load_optimizer_state(self, state_dict, self._names, loading.fused_adam_options):
             self._kept = members.VALUES
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
@@ -415,7 +415,9 @@ class FusedAdam(torch.optim.Optimizer):
             self._versions[item.param] = guards.weight_version(item.param)
         return loss
 
-    def _flags(self, work: list[Work], reduction: FlatMax, exceeding: Tensor | None = None) -> guards.GradientFlags:
+    def _flags(
+        self, work: list[ParameterStep], reduction: FlatMax, exceeding: Tensor | None = None
+    ) -> guards.GradientFlags:
         """What all ranks know of the gradients, after all that was registered has been reduced."""
         gradients = ((self._names[item.param], item.param, item.grad) for item in work)
         wrong = on_device.wrong_rates(self.param_groups, len(work)) if self._capturable else None
@@ -424,7 +426,7 @@ class FusedAdam(torch.optim.Optimizer):
         flags.gather()
         return flags
 
-    def _begin(self, hyperparameters: list[Hyperparameters]) -> Iterator[Work]:
+    def _begin(self, hyperparameters: list[Hyperparameters]) -> Iterator[ParameterStep]:
         """The parameters with a state, checked to be as this optimizer left them."""
         seed = self._seed
         for number, group in enumerate(self.param_groups):
@@ -441,11 +443,11 @@ class FusedAdam(torch.optim.Optimizer):
                 if self._versions.setdefault(param, version) != version and MASTER in states:
                     self._take_over(param, states[MASTER])
                 of_group, stream = hyperparameters[number], self._streams[param]
-                yield Work(param, grad, states, self._weights[param], number, of_group, seed, stream)
+                yield ParameterStep(param, grad, states, self._weights[param], number, of_group, seed, stream)
 
-    def _take_over(self, param: Tensor, master: State) -> None:
+    def _take_over(self, param: Tensor, master: OptimizerState) -> None:
         """Take the values that others gave a parameter over into its master."""
-        if components.quantized(param) is not None:
+        if components.quantized_local(param) is not None:
             raise ConfigurationError(
                 f"{self._names[param]} was given new values after this FusedAdam was built, and the next step "
                 "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"

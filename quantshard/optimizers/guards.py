@@ -35,7 +35,7 @@ def initial_master(param: Tensor) -> Tensor:
     """The local float32 values that a parameter's master starts from: those that the weight was initialized with where
     they were kept (`get_high_precision_init_val`), else its present ones; a new tensor."""
     local = private_torch.local_tensor(param).detach()
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     if quantized is None:
         return local.to(torch.float32, copy=True)
     kept = quantized.get_high_precision_init_val()
@@ -44,7 +44,7 @@ def initial_master(param: Tensor) -> Tensor:
     return kept.to(quantized.device, torch.float32, copy=True)
 
 
-def largest(value: int, params: Iterable[Tensor]) -> int:
+def largest_over_ranks(value: int, params: Iterable[Tensor]) -> int:
     """The largest of the values that ranks have, where the parameters lie on several meshes or other ranks hold others;
     else the value itself.
 
@@ -65,19 +65,19 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
 
     Ranks may hold different experts, so where meshes differ it is the largest that one of their ranks has found.
     """
-    first = next((found for param in params if (found := components.quantized(param)) is not None), None)
+    first = next((found for param in params if (found := components.quantized_local(param)) is not None), None)
     if first is None:
         info = torch.iinfo(torch.int64)
         seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
     else:
         low, high = numerics.random_words(int(first._storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
         seed = int(high << 32 | low) - (1 << 63)
-    return largest(seed, params)
+    return largest_over_ranks(seed, params)
 
 
 def weight_version(param: Tensor) -> int:
     """How often a parameter was given new values; of one that is not quantized, not through `.data`."""
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     if quantized is None:
         return private_torch.in_place_changes(param)
     return quantized._storage.seen_version()
@@ -85,7 +85,7 @@ def weight_version(param: Tensor) -> int:
 
 def plain_versions(params: Iterable[Tensor]) -> dict[Tensor, int]:
     """`weight_version` of those that are not quantized."""
-    return {param: weight_version(param) for param in params if components.quantized(param) is None}
+    return {param: weight_version(param) for param in params if components.quantized_local(param) is None}
 
 
 def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -98,7 +98,7 @@ def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torc
         raise ConfigurationError(
             f"{optimizer}: {name} is on the meta device; call reset_parameters() on the modules first"
         )
-    if components.quantized(param) is None and param.dtype not in dtypes:
+    if components.quantized_local(param) is None and param.dtype not in dtypes:
         raise ConfigurationError(limits.refusal("wider parameters", f"{optimizer}: {name} is {param.dtype}"))
 
 
@@ -117,7 +117,7 @@ def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Ten
     named = list(named)
     components.check_offsets(named)
     for name, param in named:
-        quantized = components.quantized(param)
+        quantized = components.quantized_local(param)
         checked = keys.setdefault(private_torch.mesh_group(param), dict(also or {}))
         if quantized is None:
             continue
@@ -368,4 +368,4 @@ def _flags_of(
 
 def _is_wide(param: Tensor) -> bool:
     """Whether optimizers compute in float64."""
-    return param.dtype is torch.float64 and components.quantized(param) is None
+    return param.dtype is torch.float64 and components.quantized_local(param) is None

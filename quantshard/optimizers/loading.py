@@ -43,7 +43,9 @@ def with_hooks(
     return hooked
 
 
-def load(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options) -> bool:
+def load_optimizer_state(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options
+) -> bool:
     """Load a state dict into an optimizer's live states and groups; whether a state now has other values on this rank.
 
     `options`: from a parameter's live and loaded state, what the optimizer must be constructed with, for messages.

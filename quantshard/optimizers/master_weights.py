@@ -75,8 +75,10 @@ class MasterWeights(torch.optim.Optimizer):
                 f"MasterWeights({type(optimizer_class).__name__} object): give the class, which is built over the "
                 f"masters, and its options: MasterWeights(torch.optim.{type(optimizer_class).__name__}, params, lr=...)"
             )
-        self._members, self._is_assigned = members.Members("MasterWeights"), False
-        super().__init__(members.checked("MasterWeights", params), {})  # the inner optimizer fills in its defaults
+        self._members, self._is_assigned = members.ParameterRegistry("MasterWeights"), False
+        super().__init__(
+            members.checked_params("MasterWeights", params), {}
+        )  # the inner optimizer fills in its defaults
         self._make = lambda groups: optimizer_class(groups, **settings)
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._masters: dict[Tensor, Tensor] = {}
@@ -174,7 +176,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
         guards.check_trainable("MasterWeights", self._names[param], param, (*PLAIN_DTYPES, torch.float64))
-        if components.quantized(param) is None and param.dtype in (torch.float32, torch.float64):
+        if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
             return param
         master = guards.initial_master(param)
         if isinstance(param, DTensor):
@@ -242,7 +244,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         self._follow()
         self._overflown = None
-        self._is_assigned |= loading.load(
+        self._is_assigned |= loading.load_optimizer_state(
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
         )
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
@@ -329,7 +331,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _take_over(self, param: Tensor, name: str) -> None:
         """Give the master of a parameter the values that others gave it."""
-        if components.quantized(param) is not None:
+        if components.quantized_local(param) is not None:
             raise ConfigurationError(
                 f"{name} was given new values after this MasterWeights was built, and the next step would "
                 "overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
@@ -372,10 +374,10 @@ class MasterWeights(torch.optim.Optimizer):
         """Round masters to the nearest values that the parameters can hold."""
         written = [param for param in self._updated(self._masters) if self._masters[param] is not param]
         values = {param: private_torch.local_tensor(self._masters[param]) for param in written}
-        quantized = ((param, values[param]) for param in written if components.quantized(param) is not None)
+        quantized = ((param, values[param]) for param in written if components.quantized_local(param) is not None)
         amax.requantize_(quantized, judged=True)
         for param in written:
-            if components.quantized(param) is None:
+            if components.quantized_local(param) is None:
                 private_torch.local_tensor(param).copy_(values[param])
         for param in self._updated(self._masters):
             self._versions[param] = guards.weight_version(param)

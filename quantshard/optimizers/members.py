@@ -21,7 +21,7 @@ UPDATES, VALUES = "updates that were made", "values that were loaded or set"
 """What states may hold that new ones would not."""
 
 
-class Replaced(NamedTuple):
+class ParameterSwap(NamedTuple):
     """A parameter whose place in a group another has taken."""
 
     old: Tensor
@@ -30,7 +30,7 @@ class Replaced(NamedTuple):
     position: int
 
 
-def checked(optimizer: str, params: Iterable[Any]) -> list[Any]:
+def checked_params(optimizer: str, params: Iterable[Any]) -> list[Any]:
     """What an optimizer was given, as a list, where it can be trained.
 
     Raises:
@@ -79,7 +79,7 @@ def checked_group(optimizer: str, number: int, group: Mapping[str, Any]) -> dict
     return {**group, "params": params}
 
 
-class Members:
+class ParameterRegistry:
     """The parameters that an optimizer knows, by group and position.
 
     Args:
@@ -96,7 +96,7 @@ class Members:
 
     def replaced(
         self, groups: list[dict[str, Any]], names: Mapping[Tensor, str], kept: Callable[[], str]
-    ) -> list[Replaced]:
+    ) -> list[ParameterSwap]:
         """The parameters whose places in the groups others have taken; from now on those are the ones known.
 
         `kept`: in words, what the states hold that would be lost, asked only if there are any; empty if nothing. All
@@ -130,7 +130,7 @@ class Members:
                 "add_param_group(), leave some as they are by giving them no gradient, or build a new optimizer"
             )
 
-    def _differences(self, groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> Iterator[Replaced]:
+    def _differences(self, groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> Iterator[ParameterSwap]:
         for number, (group, held) in enumerate(zip(groups, self._held, strict=True)):
             for position, (old, new) in enumerate(zip(held, group["params"], strict=True)):
                 if new is old:
@@ -140,9 +140,9 @@ class Members:
                         f"{self._optimizer}: {names[new]} was moved to group {number}, position {position}; parameters "
                         "of an optimizer keep their places, by which states are saved: build a new one"
                     )
-                yield Replaced(old, new, number, position)
+                yield ParameterSwap(old, new, number, position)
 
-    def _described(self, one: Replaced, names: Mapping[Tensor, str]) -> str:
+    def _described(self, one: ParameterSwap, names: Mapping[Tensor, str]) -> str:
         old, new = tuple(one.old.shape), tuple(one.new.shape)
         return (
             f"{names[one.old]} (group {one.group}, position {one.position}, shape {old}) was replaced by another "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantshard.optimizers import guards
-from quantshard.optimizers.step import Work
+from quantshard.optimizers.step import ParameterStep
 
 Group = dict[str, Any]
 
@@ -40,13 +40,13 @@ def wrong_rates(groups: list[Group], count: int) -> Tensor:
     return functional.pad((bad * guards.RATE).view(1), (0, count))[:count]
 
 
-class Remembered:
+class BadStepRecord:
     """The flags of the last bad step."""
 
     def __init__(self) -> None:
         self._flags: guards.GradientFlags | None = None
 
-    def finish(self, left: list[Work], flags: guards.GradientFlags, groups: list[Group]) -> None:
+    def finish(self, left: list[ParameterStep], flags: guards.GradientFlags, groups: list[Group]) -> None:
         """What a step does after the reduction: a bad step is undone, not left out."""
         bad, table = flags.bad(), flags.table
         if self._flags is None or self._flags.table.shape != table.shape:

@@ -1,9 +1,9 @@
 """A step of FusedAdam in the kernels over many tensors, for parameters where kernels run.
 
 A plan for each device holds the addresses of what a step reads and writes, and lasts until one of them changes; it also
-holds the tensors, so that no address is given to another tensor meanwhile. What no kernel takes is left to `step.Work`:
-gradients of other dtypes than float32, bfloat16 and float16, tensors that are not contiguous, pieces of more than two
-dims that are cut along another than the first.
+holds the tensors, so that no address is given to another tensor meanwhile. What no kernel takes is left to
+`step.ParameterStep`: gradients of other dtypes than float32, bfloat16 and float16, tensors that are not contiguous,
+pieces of more than two dims that are cut along another than the first.
 
 The kernels write new values as they compute them, so ranks agree before on whether a step is skipped: where they share
 blocks that is one collective more than in `step`, and a pass over states and weights less.
@@ -24,38 +24,44 @@ from quantshard.amax import FlatMax, Groups
 from quantshard.formats import Copy
 from quantshard.optimizers.adam import Hyperparameters
 from quantshard.optimizers.guards import LARGEST_GRADIENT
-from quantshard.optimizers.rounding import Place
-from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, RemainderState, State
-from quantshard.optimizers.step import Work
+from quantshard.optimizers.rounding import TensorRegion
+from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
+from quantshard.optimizers.step import ParameterStep
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
     from quantshard.kernels import adam_parameters
-    from quantshard.kernels.adam_parameters import Low, Parameter, Plain, Rectangle, Scaled
-    from quantshard.kernels.adam_plan import GRADIENT_DTYPES, Plan
+    from quantshard.kernels.adam_parameters import (
+        AdamParameter,
+        MasterRemainder,
+        MatrixRegion,
+        PlainTensor,
+        ScaledTensor,
+    )
+    from quantshard.kernels.adam_plan import GRADIENT_DTYPES, AdamLaunchPlan
 
 
 @dataclass
-class _Planned:
+class _DevicePlan:
     """What is planned on one device: for each parameter its place in the work, and by place the amaxes that ranks
     share, each with these ranks."""
 
-    plan: Plan
+    plan: AdamLaunchPlan
     places: list[int]
     shared: dict[int, list[tuple[Tensor, Groups]]]
 
 
-class OnKernels:
+class KernelStep:
     """The parameters of an optimizer that kernels take, step by step: `take`, `exceeding`, `update`, `finished`."""
 
     def __init__(self) -> None:
-        self._planned: list[_Planned] = []
+        self._planned: list[_DevicePlan] = []
         self._signature: list[int] = []
-        self._captured: list[Plan] = []  # CUDA graphs hold the addresses of their tables
-        self._work: Sequence[Work] = ()
+        self._captured: list[AdamLaunchPlan] = []  # CUDA graphs hold the addresses of their tables
+        self._work: Sequence[ParameterStep] = ()
         self._left: set[int] = set()
 
-    def take(self, work: Sequence[Work], hyperparameters: Sequence[Hyperparameters], seed: int | None) -> bool:
+    def take(self, work: Sequence[ParameterStep], hyperparameters: Sequence[Hyperparameters], seed: int | None) -> bool:
         """Begin a step: True if kernels run where any of its parameters is, and so on every rank.
 
         `hyperparameters`: of each group. `seed`: of the optimizer's random words.
@@ -85,8 +91,8 @@ class OnKernels:
         return True
 
     @staticmethod
-    def _plans(work: Sequence[Work], groups: int) -> list[_Planned]:
-        found: dict[torch.device, list[tuple[int, Parameter]]] = {}
+    def _plans(work: Sequence[ParameterStep], groups: int) -> list[_DevicePlan]:
+        found: dict[torch.device, list[tuple[int, AdamParameter]]] = {}
         for place, item in enumerate(work):
             local = private_torch.local_tensor(item.param)
             parameter = _parameter(item) if compute.has_kernels(local) else None
@@ -94,10 +100,13 @@ class OnKernels:
                 found.setdefault(local.device, []).append((place, parameter))
         planned = []
         for device, pairs in found.items():
-            plan, places = Plan([parameter for _, parameter in pairs], groups, device), [place for place, _ in pairs]
+            plan, places = (
+                AdamLaunchPlan([parameter for _, parameter in pairs], groups, device),
+                [place for place, _ in pairs],
+            )
             grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
             shared = {place: list(_shared(work[place], number, grids)) for number, place in enumerate(places)}
-            planned.append(_Planned(plan, places, {place: amaxes for place, amaxes in shared.items() if amaxes}))
+            planned.append(_DevicePlan(plan, places, {place: amaxes for place, amaxes in shared.items() if amaxes}))
         return planned
 
     def exceeding(self) -> Tensor:
@@ -116,7 +125,7 @@ class OnKernels:
                 columns[place] = numerics.exceeds(grad, LARGEST_GRADIENT).to(device)
         return torch.stack(columns)
 
-    def update(self, skip: Tensor) -> list[Work]:
+    def update(self, skip: Tensor) -> list[ParameterStep]:
         """Make the step where `skip`, a bool scalar, is false; a collective call where ranks share blocks.
 
         Returns what is left to be finished: it is measured.
@@ -143,7 +152,7 @@ class OnKernels:
                 item.weight.written(drawn=item.source is item.weight)
 
 
-def _signature(work: Sequence[Work]) -> list[int]:
+def _signature(work: Sequence[ParameterStep]) -> list[int]:
     """What plans depend on, but for what is fixed when a state is made."""
     found: list[int] = []
     for item in work:
@@ -157,14 +166,16 @@ def _fits(grad: Tensor | None, device: torch.device) -> bool:
     return grad is not None and grad.dtype in GRADIENT_DTYPES and grad.device == device
 
 
-def _draw(item: Work) -> int:
+def _draw(item: ParameterStep) -> int:
     """The number of the draw of a quantized weight's own words, where it has no master."""
     storage = item.weight.storage
     return int(storage.state[DRAWS]) if storage is not None and item.source is item.weight else 0
 
 
-def _shared(item: Work, number: int, grids: dict[tuple[int, str, str], Tensor]) -> Iterator[tuple[Tensor, Groups]]:
-    """The amaxes of a parameter that ranks share, in the order of `Work.measure`."""
+def _shared(
+    item: ParameterStep, number: int, grids: dict[tuple[int, str, str], Tensor]
+) -> Iterator[tuple[Tensor, Groups]]:
+    """The amaxes of a parameter that ranks share, in the order of `ParameterStep.measure`."""
     plans_roles = dict(zip(ROLES, adam_parameters.ROLES, strict=True))
     for role, state in item.targets.items():
         if state.storage is None:
@@ -177,7 +188,7 @@ def _shared(item: Work, number: int, grids: dict[tuple[int, str, str], Tensor]) 
 # ------------------------------------------------------------------------------------------------ what a plan is told
 
 
-def _parameter(item: Work) -> Parameter | None:
+def _parameter(item: ParameterStep) -> AdamParameter | None:
     """What a plan is told of a parameter; None if kernels do not take it."""
     rectangle = _rectangle(item.param)
     things = {role: _thing(state) for role, state in {**item.targets, WEIGHT: item.weight}.items()}
@@ -185,7 +196,7 @@ def _parameter(item: Work) -> Parameter | None:
         return None
     storage = item.weight.storage
     key = 0 if storage is None else int(storage.state[KEY])
-    return Parameter(
+    return AdamParameter(
         weight=things[WEIGHT],  # type: ignore[arg-type]
         exp_avg=things[EXP_AVG],  # type: ignore[arg-type]
         exp_avg_sq=things[EXP_AVG_SQ],  # type: ignore[arg-type]
@@ -198,19 +209,21 @@ def _parameter(item: Work) -> Parameter | None:
     )
 
 
-def _rectangle(param: Tensor) -> Rectangle | None:
+def _rectangle(param: Tensor) -> MatrixRegion | None:
     """Which part of a global matrix the local elements are; None for a piece that is none. See `Draw.words`."""
-    quantized = components.quantized(param)
-    place = Place.of(param) if quantized is None else Place.of_shard(quantized._storage.shard)
+    quantized = components.quantized_local(param)
+    place = TensorRegion.of(param) if quantized is None else TensorRegion.of_shard(quantized._storage.shard)
     whole, origin, shape = place.global_shape, place.origin, place.shape
     if len(shape) < 2:
-        return Rectangle((1, math.prod(whole)), (0, sum(origin)), (1, math.prod(shape)))
+        return MatrixRegion((1, math.prod(whole)), (0, sum(origin)), (1, math.prod(shape)))
     if len(shape) > 2 and shape[1:] != whole[1:]:
         return None
-    return Rectangle((whole[0], math.prod(whole[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:])))
+    return MatrixRegion(
+        (whole[0], math.prod(whole[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:]))
+    )
 
 
-def _thing(state: State) -> Plain | Low | Scaled | None:
+def _thing(state: OptimizerState) -> PlainTensor | MasterRemainder | ScaledTensor | None:
     """One state or weight; None if kernels do not take it."""
     storage = state.storage
     if storage is None:
@@ -218,11 +231,11 @@ def _thing(state: State) -> Plain | Low | Scaled | None:
         if not tensor.is_contiguous():
             return None
         if isinstance(state, RemainderState):
-            return Low(tensor)
-        return Plain(tensor)
+            return MasterRemainder(tensor)
+        return PlainTensor(tensor)
     fmt, origin = storage.cell.format, storage.shard.origin
     packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
     if origin[1] % packed or not all(part.is_contiguous() for part in storage.components.values()):
         return None
     history = storage.state.get(AMAX_HISTORY)
-    return Scaled(fmt, storage.cell.scaling, storage.shard, storage.components, history, frozenset(state.shared))
+    return ScaledTensor(fmt, storage.cell.scaling, storage.shard, storage.components, history, frozenset(state.shared))

@@ -20,7 +20,7 @@ from quantshard.sharding import Shard
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorRegion:
     """Where a local tensor lies in the global one: the global shape, the index of its first element, its own shape."""
 
     global_shape: tuple[int, ...]
@@ -28,35 +28,35 @@ class Place:
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(param: Tensor) -> Place:
+    def of(param: Tensor) -> TensorRegion:
         """The place of the local part of a plain parameter."""
         shape = tuple(private_torch.local_tensor(param).shape)
-        return Place(tuple(param.shape), private_torch.global_offset(param), shape)
+        return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
 
     @staticmethod
-    def of_shard(shard: Shard) -> Place:
+    def of_shard(shard: Shard) -> TensorRegion:
         """The place of a rectangle."""
-        return Place(shard.global_shape, shard.origin, shard.shape)
+        return TensorRegion(shard.global_shape, shard.origin, shard.shape)
 
 
-class Draw(NamedTuple):
+class StateDraw(NamedTuple):
     """Names the random words of one state in one step: the optimizer's seed, the step and the number of the state.
 
-    `turned`: the 16 highest and lowest bits of each word change places. So two states can share a stream: what decides
+    `swapped`: the 16 highest and lowest bits of each word change places. So two states can share a stream: what decides
     are the highest bits.
     """
 
     seed: int
     step: int | Tensor
     stream: int
-    turned: bool = False
+    swapped: bool = False
 
-    def words(self, place: Place, device: torch.device) -> Tensor:
+    def words(self, place: TensorRegion, device: torch.device) -> Tensor:
         """Int64 in [0, 2**32), of the place's shape: one for each element of the global tensor, in row-major order."""
         words = self._words(place, device)
-        return words >> 16 | (words & 0xFFFF) << 16 if self.turned else words
+        return words >> 16 | (words & 0xFFFF) << 16 if self.swapped else words
 
-    def _words(self, place: Place, device: torch.device) -> Tensor:
+    def _words(self, place: TensorRegion, device: torch.device) -> Tensor:
         if len(place.shape) == 2:
             rectangle = (place.global_shape, place.origin, place.shape)
             return numerics.random_words(self.seed, self.step, self.stream, *rectangle, device=device)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def adopt(master: Tensor, param: Tensor, written: Tensor) -> None:
     master.copy_(torch.where(param == written, master, param.to(master.dtype)))
 
 
-def rounded(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
+def round_to(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
     """Float32 -> `dtype`, stochastically if there are words, else to nearest (as `numerics.split_bfloat16` does).
 
     Stochastic rounding saturates at the largest finite value of the dtype. Other dtypes than bfloat16 and float16 are

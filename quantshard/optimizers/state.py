@@ -21,7 +21,7 @@ from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
 from quantshard.optimizers import rounding
-from quantshard.optimizers.rounding import Draw, Place
+from quantshard.optimizers.rounding import StateDraw, TensorRegion
 from quantshard.recipe import STATE_CELLS, Cell
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
@@ -37,7 +37,7 @@ PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of masters, and of parameters that are not quantized: float32, in which all arithmetic is, holds their values."""
 
 
-class State(ABC):
+class OptimizerState(ABC):
     """One state of one parameter, local to this rank, or the parameter itself: read and written in float32."""
 
     owner: Tensor
@@ -101,14 +101,14 @@ class State(ABC):
         return None
 
     @abstractmethod
-    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         """Write the local values: rounded stochastically with the words of `draw`, without one to nearest.
 
         `begun` is what `begin` returned.
         """
 
 
-class FloatState(State):
+class FloatState(OptimizerState):
     """A float32 or bfloat16 state: one tensor of the parameter's shape.
 
     `keep_positive`: a positive value never becomes zero. For the second moment: a zero under the square root would
@@ -130,10 +130,10 @@ class FloatState(State):
         return torch.finfo(self.local.dtype).eps > torch.finfo(torch.float32).eps
 
     @cached_property
-    def place(self) -> Place:
+    def place(self) -> TensorRegion:
         """Which part of the global tensor it is."""
-        quantized = components.quantized(self.owner)
-        return Place.of(self.owner) if quantized is None else Place.of_shard(quantized._storage.shard)
+        quantized = components.quantized_local(self.owner)
+        return TensorRegion.of(self.owner) if quantized is None else TensorRegion.of_shard(quantized._storage.shard)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name: self.tensor}
@@ -146,12 +146,12 @@ class FloatState(State):
 
     def adopt(self) -> None:
         param = private_torch.local_tensor(self.owner).detach()
-        rounding.adopt(self.local, param, rounding.rounded(self.local, param.dtype, None))
+        rounding.adopt(self.local, param, rounding.round_to(self.local, param.dtype, None))
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         dtype = self.local.dtype
         words = None if draw is None else draw.words(self.place, values.device)
-        new = rounding.rounded(values, dtype, words)
+        new = rounding.round_to(values, dtype, words)
         if self.keep_positive and self.rounds:
             limits = torch.finfo(dtype)
             new.masked_fill_((new == 0) & (values > 0), limits.smallest_normal * limits.eps)
@@ -166,7 +166,7 @@ class PlainWeight(FloatState):
         self.keep_positive = False
 
 
-class RemainderState(State):
+class RemainderState(OptimizerState):
     """The float32 master of a bfloat16 parameter: the parameter, and here the 16 bits that it lacks. It writes both.
 
     They are kept as uint8 [..., 2], low byte first, since neither gloo nor NCCL can gather int16.
@@ -190,12 +190,12 @@ class RemainderState(State):
     def read(self) -> Tensor:
         return numerics.join_bfloat16(*self.live())
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         for target, half in zip(self.live(), numerics.split_bfloat16(values), strict=True):
             target.copy_(half)
 
 
-class QuantizedState(State):
+class QuantizedState(OptimizerState):
     """A state in components of a format row, blocked by index in the global tensor. `keep_positive`: see above."""
 
     def __init__(self, param: Tensor, cell: Cell, keep_positive: bool = False) -> None:
@@ -227,9 +227,11 @@ class QuantizedState(State):
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         return Requantization(self.storage, values, self.shared, reduction)
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         assert begun is not None
-        begun.commit(values, None if draw is None else draw.words(Place.of_shard(self.storage.shard), values.device))
+        begun.commit(
+            values, None if draw is None else draw.words(TensorRegion.of_shard(self.storage.shard), values.device)
+        )
         if self.keep_positive:
             for copy in self.storage.cell.format.copies.values():
                 codes = self.storage.components[copy.codes.name]
@@ -261,7 +263,7 @@ class QuantizedWeight(QuantizedState):
         if drawn:
             self.storage.state[DRAWS].add_(1)
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: Draw | None = None) -> None:
+    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         assert begun is not None
         begun.commit(values, None if draw is None else storages.rounding_words(self.storage))
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
@@ -279,12 +281,12 @@ def check_dtype(role: str, dtype: torch.dtype) -> None:
 
 
 def floor_of(dtype: torch.dtype) -> float:
-    """`State.floor` of states of 2-D parameters that are asked for by this dtype."""
+    """`OptimizerState.floor` of states of 2-D parameters that are asked for by this dtype."""
     cell = STATE_CELLS[dtype]
     return 0.0 if cell is None else cell.format.copies[Copy.ROWWISE].codes.encoding.floor
 
 
-def make_state(param: Tensor, dtype: torch.dtype, role: str) -> State:
+def make_state(param: Tensor, dtype: torch.dtype, role: str) -> OptimizerState:
     """A zero state for a parameter. Scaled states are for 2-D parameters; the few others stay float32."""
     cell, keep_positive = STATE_CELLS[dtype], role == EXP_AVG_SQ
     if cell is not None and param.ndim == 2:
@@ -292,17 +294,17 @@ def make_state(param: Tensor, dtype: torch.dtype, role: str) -> State:
     return FloatState(param, torch.float32 if cell is not None else dtype, keep_positive)
 
 
-def make_weight(param: Tensor) -> State:
+def make_weight(param: Tensor) -> OptimizerState:
     """A parameter, to be read and written as its states are."""
-    return PlainWeight(param) if components.quantized(param) is None else QuantizedWeight(param)
+    return PlainWeight(param) if components.quantized_local(param) is None else QuantizedWeight(param)
 
 
-def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> State | None:
+def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> OptimizerState | None:
     """A master for a parameter that is coarser than `dtype`, holding nothing yet; None for others, which need none.
 
     With `remainders`, that of a bfloat16 parameter is the 16 bits that the parameter lacks of a float32.
     """
-    if components.quantized(param) is None:
+    if components.quantized_local(param) is None:
         if torch.finfo(param.dtype).eps <= torch.finfo(dtype).eps:
             return None
         if remainders and param.dtype is torch.bfloat16:
@@ -310,7 +312,7 @@ def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> State | 
     return make_state(param, dtype, MASTER)
 
 
-def assign(state: State, values: Tensor) -> None:
+def assign(state: OptimizerState, values: Tensor) -> None:
     """Give a state local values, float32, rounded to nearest; a collective call where it shares blocks with ranks."""
     reduction = FlatMax()
     begun = state.begin(values, reduction)

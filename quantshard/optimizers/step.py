@@ -15,11 +15,11 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.amax import FlatMax, Requantization
 from quantshard.optimizers.adam import Hyperparameters, adam
-from quantshard.optimizers.rounding import Draw
-from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, RemainderState, State
+from quantshard.optimizers.rounding import StateDraw
+from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
 
 
-def rounded_roles(targets: Mapping[str, State]) -> list[str]:
+def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
     """Which of a parameter's states, and it itself, are rounded stochastically.
 
     Small updates must add up in the master, or where there is none in the parameter; beside a master the parameter is
@@ -28,7 +28,7 @@ def rounded_roles(targets: Mapping[str, State]) -> list[str]:
     return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 
-class Work:
+class ParameterStep:
     """One parameter's part of a step: `measure`d where ranks share blocks, and finished after the reduction.
 
     `targets`: by role, what is written; a parameter whose master writes it is left out. `group`: the number of its
@@ -39,8 +39,8 @@ class Work:
         self,
         param: Tensor,
         grad: Tensor | None,
-        states: Mapping[str, State],
-        weight: State,
+        states: Mapping[str, OptimizerState],
+        weight: OptimizerState,
         group: int,
         hyperparameters: Hyperparameters,
         seed: int | None,
@@ -63,16 +63,16 @@ class Work:
             # Without a gradient, zeros hold the place: all ranks must register the same shapes.
             self._begin(self._new_values(), reduction)
 
-    def _draws(self) -> dict[str, Draw]:
+    def _draws(self) -> dict[str, StateDraw]:
         if self.seed is None:
             return {}
         return {role: self._draw(self.seed, role) for role in rounded_roles(self.targets)}
 
-    def _draw(self, seed: int, role: str) -> Draw:
+    def _draw(self, seed: int, role: str) -> StateDraw:
         """The moments share their words, which take a good part of a step's time."""
-        turned = role == EXP_AVG_SQ
-        stream = self.stream + ROLES.index(EXP_AVG if turned else role)
-        return Draw(seed, self.hyperparameters.step, stream, turned)
+        swapped = role == EXP_AVG_SQ
+        stream = self.stream + ROLES.index(EXP_AVG if swapped else role)
+        return StateDraw(seed, self.hyperparameters.step, stream, swapped)
 
     def _new_values(self) -> dict[str, Tensor]:
         master = self.source.read()

@@ -31,18 +31,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def private_name(path: str, feature: str, instead: str = "") -> Any:
-    """What PyTorch has by a dotted name, e.g. "torch._C._x"; where this version has nothing, a `Missing` in its place.
+    """What PyTorch has by a dotted name, e.g. "torch._C._x"; where this version has nothing, a `MissingName` in its
+    place.
 
     `feature`: what does not work without it, as the subject of a sentence. `instead`: what does.
     """
     NAMES[path] = feature
     try:
-        return found(path)
+        return resolve_name(path)
     except (AttributeError, ImportError):
-        return Missing(path, feature, instead)
+        return MissingName(path, feature, instead)
 
 
-def found(path: str) -> Any:
+def resolve_name(path: str) -> Any:
     """What PyTorch has by a dotted name.
 
     Raises:
@@ -60,7 +61,7 @@ def found(path: str) -> Any:
     return result
 
 
-class Missing:
+class MissingName:
     """In the place of what this version of PyTorch lacks: a call of it, an attribute of it, or the question whether an
     object of PyTorch is an instance of it raises."""
 
@@ -87,7 +88,7 @@ class Missing:
 
 def missing(*names: Any) -> TorchVersionError | None:
     """The error to raise for the first of some looked-up names that is missing, if one is."""
-    return next((name.error() for name in names if type(name) is Missing), None)
+    return next((name.error() for name in names if type(name) is MissingName), None)
 
 
 def _error(name: str, feature: str, instead: str = "") -> TorchVersionError:

@@ -14,7 +14,7 @@ import torch
 
 from quantshard.errors import TorchVersionError
 from quantshard.private_torch.autograd import current_backward
-from quantshard.private_torch.lookup import Missing, missing, private_name
+from quantshard.private_torch.lookup import MissingName, missing, private_name
 
 _FEATURE = "recomputation by torch.utils.checkpoint of layers that are quantized"
 _INSTEAD = "recompute with quantshard.checkpoint"
@@ -91,7 +91,7 @@ def _regions_of_hooks(backward: int | None) -> CheckpointedRegions:
                 return CheckpointedRegions(tuple(entered), region, hooks[0])
             elif _is_checkpointing(pack) and backward is not None:
                 name = f"{pack.__module__}.{pack.__qualname__} as it was"
-                return CheckpointedRegions(unknown=Missing(name, _FEATURE, _INSTEAD).error())
+                return CheckpointedRegions(unknown=MissingName(name, _FEATURE, _INSTEAD).error())
             taken.append(hooks)
             _pop_hooks()
     finally:

@@ -19,18 +19,25 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from quantshard import numerics, recipe
 from quantshard.checkpoints import commit, io, manifest
 from quantshard.checkpoints.commit import CommitWriter
-from quantshard.checkpoints.contents import Group
+from quantshard.checkpoints.contents import TensorGroup
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.store import Path_
 from quantshard.components import FORMAT_SUFFIX
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Scaling
-from quantshard.layouts.conversion import NotExact
+from quantshard.layouts.conversion import InexactConversionError
 from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX, assign, make_state
 from quantshard.recipe import STATE_CELLS
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
-from quantshard.transformer_engine.pieces import Piece
-from quantshard.transformer_engine.stored import EXTRA_STATE, NAMED, SETTINGS, STATE_ROLES, Like, Source
+from quantshard.transformer_engine.pieces import WeightPiece
+from quantshard.transformer_engine.stored import (
+    EXTRA_STATE,
+    NAMED,
+    SETTINGS,
+    STATE_ROLES,
+    TargetCheckpoint,
+    TransformerEngineCheckpoint,
+)
 from quantshard.transformer_engine.weights import components_of, values_of
 
 _MODEL, _STATE = "model.", "optimizer.state."
@@ -83,7 +90,9 @@ def convert(
     """
     if Path(out).exists():
         raise CheckpointError(f"{out} exists and is not overwritten; convert to another directory")
-    job = _Job(Source(source, model, optimizer), Like(like), Conversion(str(source), str(out)))
+    job = _CheckpointConverter(
+        TransformerEngineCheckpoint(source, model, optimizer), TargetCheckpoint(like), Conversion(str(source), str(out))
+    )
     state = job.run()
     inexact = job.report.inexact
     if inexact and not lossy:
@@ -92,14 +101,14 @@ def convert(
             f"{source}: {len(inexact)} tensors do not go over exactly, the first {name}: {why}; build the model of "
             "--like so that they do, or allow it (lossy=True, --lossy)"
         )
-    io.write(state, CommitWriter(commit.begin(out), job.facts()))
+    io.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
     return job.report
 
 
-class _Job:
+class _CheckpointConverter:
     """One conversion: entries of the new checkpoint are made one after the other, by their keys."""
 
-    def __init__(self, source: Source, like: Like, report: Conversion) -> None:
+    def __init__(self, source: TransformerEngineCheckpoint, like: TargetCheckpoint, report: Conversion) -> None:
         self.source, self.like, self.report = source, like, report
         self.has_optimizer = source.has_optimizer and any(key.startswith(_STATE) for key in like.entries)
         self.own_names = [name for _, name, _ in like.parameters] if self.has_optimizer else []
@@ -129,7 +138,7 @@ class _Job:
         """What the manifest says."""
         groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
         steps = {self.made[f"{group}.step"] for group in groups}
-        like = manifest.read(self.like.path)
+        like = manifest.read_manifest(self.like.path)
         recipe_of_like = None if like is None else like.recipe
         return {"step": steps.pop() if len(steps) == 1 else None, "recipe": recipe_of_like, "mesh": None}
 
@@ -160,7 +169,7 @@ class _Job:
         )
         return weight or name.endswith(AMAX_HISTORY)
 
-    def _parameter(self, group: Group) -> dict[str, Any]:
+    def _parameter(self, group: TensorGroup) -> dict[str, Any]:
         """The entries of one tensor of the model."""
         name, shape = group.name.removeprefix(_MODEL), group.shape
         if self._is_own(name) and name not in self.source.names:
@@ -186,14 +195,14 @@ class _Job:
             )
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
-        quantized = [piece for piece in pieces if isinstance(piece, Piece)]
+        quantized = [piece for piece in pieces if isinstance(piece, WeightPiece)]
         try:
             if len(quantized) < len(pieces):
-                raise NotExact(
+                raise InexactConversionError(
                     f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are in high precision there"
                 )
             parts, left = components_of(quantized, fmt, shape)
-        except NotExact as error:
+        except InexactConversionError as error:
             master = self._master(name)
             values = values_of(pieces, shape).float() if master is None else master
             by = "what its codes stand for" if master is None else "its master"
@@ -207,7 +216,7 @@ class _Job:
     def _plain(self, name: str, pieces: list[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         values = values_of(pieces, shape)
         found = values.to(dtype)
-        there = {piece.kind for piece in pieces if isinstance(piece, Piece)}
+        there = {piece.kind for piece in pieces if isinstance(piece, WeightPiece)}
         was = ", ".join(there) or str(values.dtype)
         self._note(name, "" if torch.equal(found.to(values.dtype), values) else f"{was} there, rounded to {dtype} here")
         return found

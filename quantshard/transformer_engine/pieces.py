@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.checkpoints.entries import Call
+from quantshard.checkpoints.entries import RecordedCall
 from quantshard.errors import CheckpointError
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Copy, Encoding
 from quantshard.sharding import ceil_div
@@ -28,7 +28,7 @@ _ELEMENTS = {7: E4M3, 8: E5M2, 10: E2M1}
 
 
 @dataclass(frozen=True, eq=False)
-class Plane:
+class CopyPiece:
     """One quantized copy of a rectangle: `codes` uint8 [rows, cols], one per byte, and a grid of `scales`.
 
     Each scale is for a `block` of rows and columns, counted from the rectangle's first. `amax`: float32 [1, 1], from
@@ -42,7 +42,7 @@ class Plane:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class WeightPiece:
     """A rectangle of a weight, at `origin`, as TransformerEngine quantized it. `notes`: what is odd about it."""
 
     kind: str
@@ -50,22 +50,22 @@ class Piece:
     shape: tuple[int, int]
     element: Encoding
     scale: Encoding
-    planes: Mapping[Copy, Plane]
+    planes: Mapping[Copy, CopyPiece]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _CopyLayout:
     """How one copy is laid out: the rows and columns of a block; whether codes, scales are stored transposed."""
 
     which: Copy
     block: tuple[int, int]
-    codes_turned: bool = False
-    scales_turned: bool = False
+    codes_transposed: bool = False
+    scales_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _TensorClass:
     """A tensor class: the arguments of its function in their order, of which older releases lack the last ones."""
 
     name: str
@@ -73,7 +73,7 @@ class _Kind:
     function: str
     quantizers: tuple[str, ...]
     arguments: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], tuple[int, int], tuple[int, int]], Piece]
+    read: Callable[[Mapping[str, Any], tuple[int, int], tuple[int, int]], WeightPiece]
 
     @property
     def call(self) -> str:
@@ -81,7 +81,7 @@ class _Kind:
         return f"{_PACKAGE}tensor.{self.module}.{self.function}"
 
 
-def piece_of(call: Call, origin: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]) -> WeightPiece:
     """What a pickled tensor of TransformerEngine holds of a weight's rectangle.
 
     Raises:
@@ -100,7 +100,7 @@ def piece_of(call: Call, origin: tuple[int, ...], shape: tuple[int, ...]) -> Pie
 
 def _element(fields: Mapping[str, Any]) -> Encoding:
     code = fields["element"]
-    number = code.args[0] if isinstance(code, Call) and code.name in _ENUMS and len(code.args) == 1 else code
+    number = code.args[0] if isinstance(code, RecordedCall) and code.name in _ENUMS and len(code.args) == 1 else code
     found = _ELEMENTS.get(number) if type(number) is int else None
     if found is None:
         shown = number if type(number) is int else type(number).__name__
@@ -129,15 +129,15 @@ def _flag(value: Any, what: str) -> bool:
 
 
 def _plane(
-    fields: Mapping[str, Any], side: _Side, shape: tuple[int, int], element: Encoding, scale: Encoding
-) -> Plane | None:
+    fields: Mapping[str, Any], side: _CopyLayout, shape: tuple[int, int], element: Encoding, scale: Encoding
+) -> CopyPiece | None:
     """One copy, in the order of the weight's rows and columns; None if it is not stored."""
     prefix = side.which.value
     if fields[f"{prefix}_data"] is None:
         return None
     codes = _tensor(fields[f"{prefix}_data"], f"{prefix} data")
     scales = _tensor(fields[f"{prefix}_scale_inv"], f"{prefix} scale")
-    stored = (shape[1], shape[0]) if side.codes_turned else shape
+    stored = (shape[1], shape[0]) if side.codes_transposed else shape
     width = ceil_div(stored[1], max(1, 8 // element.bits))
     if codes.itemsize != 1 or tuple(codes.shape) != (stored[0], width):
         raise CheckpointError(
@@ -145,7 +145,7 @@ def _plane(
         )
     codes = numerics.unpack(codes.view(torch.uint8), element, stored[1])
     rows, cols = (ceil_div(size, block) for size, block in zip(shape, side.block, strict=True))
-    kept = (cols, rows) if side.scales_turned else (rows, cols)
+    kept = (cols, rows) if side.scales_transposed else (rows, cols)
     if scales.ndim != 2 or scales.shape[0] < kept[0] or scales.shape[1] < kept[1]:
         raise CheckpointError(f"its {prefix} scales are {list(scales.shape)}, of which {list(kept)} are needed")
     scales = scales[: kept[0], : kept[1]]  # the rest is padding
@@ -156,9 +156,9 @@ def _plane(
     if scales.dtype != scale.storage:
         raise CheckpointError(f"its {prefix} scales are {scales.dtype}, not {scale.storage}")
     amax = fields.get(f"{prefix}_amax")
-    return Plane(
-        codes.t() if side.codes_turned else codes,
-        scales.t() if side.scales_turned else scales,
+    return CopyPiece(
+        codes.t() if side.codes_transposed else codes,
+        scales.t() if side.scales_transposed else scales,
         side.block,
         None if amax is None else _one(amax, f"{prefix} amax").float(),
     )
@@ -170,8 +170,8 @@ def _piece(
     origin: tuple[int, int],
     shape: tuple[int, int],
     scale: Encoding,
-    *sides: _Side,
-) -> Piece:
+    *sides: _CopyLayout,
+) -> WeightPiece:
     element = _element(fields)
     if _flag(fields.get("swizzled"), "with_gemm_swizzled_scales"):
         raise CheckpointError(
@@ -183,34 +183,36 @@ def _piece(
         raise CheckpointError(f"its {kind} has neither a rowwise nor a columnwise copy")
     saved = {fields[f"{which.value}_scale_inv"].dtype for which in there} if scale == FP32 else set()
     notes = tuple(f"its scales were saved as {dtype}, not as used" for dtype in saved if dtype != torch.float32)
-    return Piece(kind, origin, shape, element, scale, there, notes)
+    return WeightPiece(kind, origin, shape, element, scale, there, notes)
 
 
-def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
-    scale, turned = _one(fields["scale_inv"], "scale"), fields["data"] is None
+def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    scale, transposed = _one(fields["scale_inv"], "scale"), fields["data"] is None
     given = {
         "element": fields["element"],
-        "rowwise_data": fields["columnwise_data" if turned else "data"],
+        "rowwise_data": fields["columnwise_data" if transposed else "data"],
         "rowwise_scale_inv": scale,
     }
-    return _piece("Float8Tensor", given, origin, shape, FP32, _Side(Copy.ROWWISE, (ALL, ALL), codes_turned=turned))
+    return _piece(
+        "Float8Tensor", given, origin, shape, FP32, _CopyLayout(Copy.ROWWISE, (ALL, ALL), codes_transposed=transposed)
+    )
 
 
-def _blockwise(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
+def _blockwise(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
     sides = (
-        (_Side(Copy.ROWWISE, (128, 128)), _Side(Copy.COLUMNWISE, (128, 128), True, True))
+        (_CopyLayout(Copy.ROWWISE, (128, 128)), _CopyLayout(Copy.COLUMNWISE, (128, 128), True, True))
         if _flag(fields["is_2d"], "is_2D_scaled")
-        else (_Side(Copy.ROWWISE, (1, 128), False, True), _Side(Copy.COLUMNWISE, (128, 1), True, False))
+        else (_CopyLayout(Copy.ROWWISE, (1, 128), False, True), _CopyLayout(Copy.COLUMNWISE, (128, 1), True, False))
     )
     return _piece("Float8BlockwiseQTensor", fields, origin, shape, FP32, *sides)
 
 
-def _mxfp8(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
-    sides = (_Side(Copy.ROWWISE, (1, 32)), _Side(Copy.COLUMNWISE, (32, 1)))
+def _mxfp8(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    sides = (_CopyLayout(Copy.ROWWISE, (1, 32)), _CopyLayout(Copy.COLUMNWISE, (32, 1)))
     return _piece("MXFP8Tensor", fields, origin, shape, E8M0, *sides)
 
 
-def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> Piece:
+def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
     kind = "NVFP4Tensor"
     largest = fields["e4m3_max"]
     if _flag(fields["row_scaled"], "row_scaled_nvfp4") or not (
@@ -220,7 +222,7 @@ def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int,
             f"its {kind} has a second scale for each row, or one for block scales up to another number; formats "
             f"here have one for the tensor, for block scales up to {E4M3.max:g}"
         )
-    sides = (_Side(Copy.ROWWISE, (1, 16)), _Side(Copy.COLUMNWISE, (16, 1), True, True))
+    sides = (_CopyLayout(Copy.ROWWISE, (1, 16)), _CopyLayout(Copy.COLUMNWISE, (16, 1), True, True))
     found = _piece(kind, fields, origin, shape, E4M3, *sides)
     if any(plane.amax is None for plane in found.planes.values()):
         raise CheckpointError(f"its {kind} has no amax, without which its scales mean nothing")
@@ -229,21 +231,21 @@ def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int,
 
 _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 _KINDS = (
-    _Kind(
+    _TensorClass(
         "Float8Tensor", "float8_tensor", "_make_float8_tensor_in_reduce_ex",
         ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
         ("data", "element", "scale_inv", "dtype", "shape", "columnwise_data"), _per_tensor,
     ),
-    _Kind(
+    _TensorClass(
         "Float8BlockwiseQTensor", "float8_blockwise_tensor", "_make_float8_blockwise_tensor_in_reduce_ex",
         ("Float8BlockQuantizer",),
         ("shape", *_COPIES, "element", "dtype", "quantizer", "is_2d", "data_format"), _blockwise,
     ),
-    _Kind(
+    _TensorClass(
         "MXFP8Tensor", "mxfp8_tensor", "_make_mxfp8_tensor_in_reduce_ex", ("MXFP8Quantizer",),
         (*_COPIES, "element", "dtype", "shape", "quantizer", "swizzled"), _mxfp8,
     ),
-    _Kind(
+    _TensorClass(
         "NVFP4Tensor", "nvfp4_tensor", "_make_nvfp4_tensor_in_reduce_ex", ("NVFP4Quantizer",),
         ("shape", *_COPIES, "rowwise_amax", "columnwise_amax", "element", "dtype", "quantizer", "swizzled",
          "row_scaled", "four_over_six", "e4m3_max"), _nvfp4,

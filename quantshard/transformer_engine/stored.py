@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard.checkpoints import contents
-from quantshard.checkpoints.contents import Group
-from quantshard.checkpoints.entries import Call
+from quantshard.checkpoints.contents import TensorGroup
+from quantshard.checkpoints.entries import RecordedCall
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.checkpoints.store import Path_
 from quantshard.errors import CheckpointError
 from quantshard.layouts.source import are_named
 from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER
-from quantshard.transformer_engine.pieces import CALLS, Piece, piece_of
+from quantshard.transformer_engine.pieces import CALLS, WeightPiece, piece_of
 from quantshard.transformer_engine.weights import values_of
 
 STATE_ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER)
@@ -35,7 +35,7 @@ NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_
 """What to do where it is not known whose states are whose."""
 
 
-class Source:
+class TransformerEngineCheckpoint:
     """TransformerEngine's checkpoint: the two trees of the given prefixes ("": at the top), and what is beside them."""
 
     def __init__(self, path: Path_, model: str, optimizer: str) -> None:
@@ -53,20 +53,22 @@ class Source:
             tops = sorted({key.partition(".")[0] for key in self.entries})
             raise CheckpointError(f"{path} has no {model}.*, but {', '.join(tops)}; say by --model where the model is")
 
-    def pieces(self, key: str) -> list[Piece | tuple[tuple[int, ...], Tensor]]:
+    def pieces(self, key: str) -> list[WeightPiece | tuple[tuple[int, ...], Tensor]]:
         """The shards of a tensor that hold any of it: quantized ones, or their place and values.
 
         Raises:
             CheckpointError: naming the tensor; it is damaged, or of a class or release that is not known.
         """
-        found: list[Piece | tuple[tuple[int, ...], Tensor]] = []
+        found: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
         try:
             for chunk, stored in self.reader.stored(key, CALLS):
                 if not chunk.sizes.numel():
                     continue
                 origin = tuple(chunk.offsets)
                 found.append(
-                    piece_of(stored, origin, tuple(chunk.sizes)) if isinstance(stored, Call) else (origin, stored)
+                    piece_of(stored, origin, tuple(chunk.sizes))
+                    if isinstance(stored, RecordedCall)
+                    else (origin, stored)
                 )
         except CheckpointError as error:
             old = "getattr" in str(error)
@@ -185,14 +187,14 @@ class Source:
         return dict(zip(numbers, names, strict=True))
 
 
-class Like:
+class TargetCheckpoint:
     """A checkpoint of the model that is to go on: what the converted one must hold, and in which formats."""
 
     def __init__(self, path: Path_) -> None:
         self.path, self.reader = path, contents.opened(path)
         self.metadata = self.reader.read_metadata()
         self.entries = self.metadata.state_dict_metadata
-        self.groups: Mapping[str, Group] = {group.name: group for group in contents.groups(self.reader)}
+        self.groups: Mapping[str, TensorGroup] = {group.name: group for group in contents.groups(self.reader)}
         wrong = [line for group in self.groups.values() for line in group.wrong]
         self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         if not wrong and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):

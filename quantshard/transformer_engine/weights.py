@@ -14,14 +14,14 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import CheckpointError
 from quantshard.formats import ALL, FORMATS, Copy, Encoding, Format, QuantizedCopy
-from quantshard.layouts.conversion import NotExact
+from quantshard.layouts.conversion import InexactConversionError
 from quantshard.layouts.table import said
 from quantshard.sharding import ceil_div
-from quantshard.transformer_engine.pieces import Piece, Plane
+from quantshard.transformer_engine.pieces import CopyPiece, WeightPiece
 
 
 def components_of(
-    pieces: Sequence[Piece], fmt: Format, shape: tuple[int, int]
+    pieces: Sequence[WeightPiece], fmt: Format, shape: tuple[int, int]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The components of a weight `shape` in a format, by their names, with the same values; and what was left out.
 
@@ -34,13 +34,13 @@ def components_of(
     for which, copy in fmt.copies.items():
         plane = planes.get(which) or (next(iter(planes.values()), None) if fmt.transposable else None)
         if plane is None:
-            raise NotExact(f"no {which.value} copy is stored (of all its shards), and {fmt.name} has one")
+            raise InexactConversionError(f"no {which.value} copy is stored (of all its shards), and {fmt.name} has one")
         found[copy.codes.name] = numerics.pack(plane.codes, copy.codes.encoding)
         found[copy.scale.name] = _regrid(plane.scales, plane.block, copy.block, shape)
         if copy.amax is not None:
             assert plane.amax is not None
             if not torch.equal(found.setdefault(copy.amax.name, plane.amax), plane.amax):
-                raise NotExact("its two copies have different amaxes, and a format has one")
+                raise InexactConversionError("its two copies have different amaxes, and a format has one")
     left = tuple(which for which in planes if which not in fmt.copies)
     if fmt.transposable and len(planes) == 2:
         _check_copies_agree(found, planes, fmt, shape)
@@ -48,7 +48,7 @@ def components_of(
     return found, tuple(f"its {which.value} copy is left out: {fmt.name} has none" for which in left)
 
 
-def _check_encodings(pieces: Sequence[Piece], fmt: Format) -> None:
+def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
     copy = fmt.copies[Copy.ROWWISE]
     for piece in pieces:
         for theirs, ours, what in (
@@ -56,23 +56,25 @@ def _check_encodings(pieces: Sequence[Piece], fmt: Format) -> None:
             (piece.scale, copy.scale.encoding, "scales"),
         ):
             if theirs != ours:
-                raise NotExact(f"its {what} are {theirs.name} ({piece.kind}), those of {fmt.name} {ours.name}")
+                raise InexactConversionError(
+                    f"its {what} are {theirs.name} ({piece.kind}), those of {fmt.name} {ours.name}"
+                )
 
 
 def _check_copies_agree(
-    found: dict[str, Tensor], planes: dict[Copy, Plane], fmt: Format, shape: tuple[int, int]
+    found: dict[str, Tensor], planes: dict[Copy, CopyPiece], fmt: Format, shape: tuple[int, int]
 ) -> None:
     """Square blocks are kept once, so the second copy must be the first one transposed."""
     copy, second = fmt.copies[Copy.ROWWISE], planes[Copy.COLUMNWISE]
     scales = _regrid(second.scales, second.block, copy.block, shape)
     amax_differs = copy.amax is not None and not torch.equal(found[copy.amax.name], second.amax)  # type: ignore[arg-type]
     if not torch.equal(planes[Copy.ROWWISE].codes, second.codes) or not torch.equal(scales, found[copy.scale.name]):
-        raise NotExact(f"its columnwise copy has other codes or scales, and {fmt.name} has one copy")
+        raise InexactConversionError(f"its columnwise copy has other codes or scales, and {fmt.name} has one copy")
     if amax_differs:
-        raise NotExact("its two copies have different amaxes, and a format has one")
+        raise InexactConversionError("its two copies have different amaxes, and a format has one")
 
 
-def _whole(pieces: Sequence[Piece], which: Copy, shape: tuple[int, int]) -> Plane | None:
+def _whole(pieces: Sequence[WeightPiece], which: Copy, shape: tuple[int, int]) -> CopyPiece | None:
     """One copy of all shards together; None if a shard lacks it."""
     found = [(piece.origin, piece.planes[which]) for piece in pieces if which in piece.planes]
     if len(found) < len(pieces):
@@ -80,12 +82,12 @@ def _whole(pieces: Sequence[Piece], which: Copy, shape: tuple[int, int]) -> Plan
     first = found[0][1]
     block = first.block
     if any(plane.block != block for _, plane in found):
-        raise NotExact(f"its shards have blocks of different shapes, among them {said(block)}")
+        raise InexactConversionError(f"its shards have blocks of different shapes, among them {said(block)}")
     codes = torch.empty(shape, dtype=torch.uint8)
     scales = first.scales.new_empty([ceil_div(size, side) for size, side in zip(shape, block, strict=True)])
     for (row, col), plane in found:
         if any(start % side for start, side in zip((row, col), block, strict=True) if side != ALL):
-            raise NotExact(
+            raise InexactConversionError(
                 f"a shard begins at row {row}, column {col}, inside a block of {said(block)} of the whole weight"
             )
         at = (row // block[0], col // block[1])
@@ -94,14 +96,14 @@ def _whole(pieces: Sequence[Piece], which: Copy, shape: tuple[int, int]) -> Plan
         codes[row : row + plane.codes.shape[0], col : col + plane.codes.shape[1]] = plane.codes
     _check_one(found, "scale", [plane.scales for _, plane in found] if ALL in block else [])
     _check_one(found, "amax", [plane.amax for _, plane in found if plane.amax is not None])
-    return Plane(codes, scales, block, first.amax)
+    return CopyPiece(codes, scales, block, first.amax)
 
 
 def _check_one(found: Sequence[object], what: str, values: Sequence[Tensor]) -> None:
     """Of a weight's shards, what stands once for all."""
     if any(not torch.equal(value, values[0]) for value in values):
         every = sorted({float(value.float().max()) for value in values})
-        raise NotExact(
+        raise InexactConversionError(
             f"its {len(found)} shards have {len(every)} values of the one {what}, {every[0]:g} to {every[-1]:g}"
         )
 
@@ -115,31 +117,33 @@ def _regrid(grid: Tensor, theirs: tuple[int, int], ours: tuple[int, int], shape:
             step = min(ceil_div(here, there), size)
             kept = grid.index_select(dim, torch.arange(0, size, step))
             if not torch.equal(kept.repeat_interleave(step, dim).narrow(dim, 0, size), grid):
-                raise NotExact(f"blocks of {said(theirs)} have different scales inside one of {said(ours)}")
+                raise InexactConversionError(
+                    f"blocks of {said(theirs)} have different scales inside one of {said(ours)}"
+                )
             grid = kept
         elif there % here == 0 or size == 1:
             grid = grid.repeat_interleave(ceil_div(there, here), dim).narrow(dim, 0, wanted)
         else:
-            raise NotExact(f"its blocks are {said(theirs)}, not {said(ours)}")
+            raise InexactConversionError(f"its blocks are {said(theirs)}, not {said(ours)}")
     return grid.contiguous()
 
 
-def values_of(pieces: Sequence[Piece | tuple[tuple[int, ...], Tensor]], shape: tuple[int, ...]) -> Tensor:
+def values_of(pieces: Sequence[WeightPiece | tuple[tuple[int, ...], Tensor]], shape: tuple[int, ...]) -> Tensor:
     """The values of a tensor, of which some pieces may be in high precision at a place: float32, or the one dtype that
     all of them have.
 
     Raises:
         CheckpointError: a piece has but one copy, in blocks that no format has.
     """
-    dtypes = {torch.float32 if isinstance(piece, Piece) else piece[1].dtype for piece in pieces}
+    dtypes = {torch.float32 if isinstance(piece, WeightPiece) else piece[1].dtype for piece in pieces}
     found = torch.empty(shape, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
     for piece in pieces:
-        origin, values = (piece.origin, _dequantized(piece)) if isinstance(piece, Piece) else piece
+        origin, values = (piece.origin, _dequantized(piece)) if isinstance(piece, WeightPiece) else piece
         found[tuple(slice(o, o + n) for o, n in zip(origin, values.shape, strict=True))] = values
     return found
 
 
-def _dequantized(piece: Piece) -> Tensor:
+def _dequantized(piece: WeightPiece) -> Tensor:
     plane = piece.planes.get(Copy.ROWWISE) or piece.planes[Copy.COLUMNWISE]
     copy = _copy_of(piece.element, piece.scale, plane.block)
     if copy is None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quantshard.checkpoints import Manager, extras, load, save
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.checkpoints.verify import verify
-from quantshard.cli.verify import report
+from quantshard.cli.verify import verification_lines
 from quantshard.errors import ConfigurationError, RankMismatchError
 from tests.checkpoints.small import built
 
@@ -175,7 +175,7 @@ def test_an_entry_that_needs_code_is_left_out_by_name(tmp_path: Path) -> None:
     assert restored is not None and (restored.step, restored.extra, restored.skipped) == (10, {"step": 10}, ())
     found = verify(path)
     assert found.ok and len(found.notes) == 2
-    assert [line for line in report(found) if line.startswith("note: extra.args cannot be read")]
+    assert [line for line in verification_lines(found) if line.startswith("note: extra.args cannot be read")]
 
 
 def test_a_damaged_entry_is_damage(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_damaged_entry_is_damage(tmp_path: Path) -> None:
 def on_two_ranks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     with mock.patch.object(extras.ranks, "gathered", lambda own: [extras._readable(first)[1], own]):
         with mock.patch.object(extras.ranks, "alike", lambda find: find()):
-            return extras.checked(second)
+            return extras.checked_extra(second)
 
 
 def test_equal_values_are_equal_however_they_were_made() -> None:

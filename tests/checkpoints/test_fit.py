@@ -22,7 +22,7 @@ from quantshard.checkpoints import Manager
 from quantshard.checkpoints.reader import DamagedError, SafeReader
 from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
-from quantshard.layouts.source import Source
+from quantshard.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.checkpoints.small import built
 from tests.test_tensor import differing, same
@@ -281,7 +281,7 @@ def test_activation_checkpointing_is_turned_on_or_off(kind: str, there: bool, by
         checkpoints.save(tmp_path / "c", source, saved)
         (stored,) = SafeReader(tmp_path / "c").object("optimizer.param_groups.0.param_names")[:1]
         assert stored == "0.weight"
-    assert kind != "FusedAdam" or Source(tmp_path / "c").has_master("0.weight")
+    assert kind != "FusedAdam" or CheckpointModel(tmp_path / "c").has_master("0.weight")
     names = own.param_groups[0]["param_names"]
     checkpoints.load(tmp_path / "c", model, own)
     assert not differing(source.state_dict(), model.state_dict()) and not differing(held(saved), held(own))

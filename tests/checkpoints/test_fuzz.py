@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from quantshard import checkpoints
 from quantshard.checkpoints import entries, metadata, pickles
 from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.inspection import inspect
+from quantshard.checkpoints.inspection import inspect_checkpoint
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
@@ -124,7 +124,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 READERS: dict[str, Callable[[Path], Any]] = {
     "compare": lambda path: compare(path, path),
     "verify": verify,
-    "inspect": inspect,
+    "inspect": inspect_checkpoint,
 }
 
 
@@ -169,7 +169,7 @@ def test_any_bytes_are_no_pickle(content: bytes) -> None:
     """Or one of plain values."""
     for names in (metadata._NAMES, entries._NAMES):
         try:
-            pickles.load(content, names)
+            pickles.load_pickle(content, names)
         except CheckpointError as error:
             assert "\n" not in str(error)
 
@@ -185,7 +185,7 @@ VALUES = st.recursive(
 @given(VALUES, st.sampled_from((2, 3, 4, 5)))
 def test_plain_values_are_what_pickle_gives(value: Any, protocol: int) -> None:
     names = {"_codecs.encode", "builtins.bytes", "__builtin__.bytes"}
-    found = pickles.load(pickle.dumps(value, protocol), names)
+    found = pickles.load_pickle(pickle.dumps(value, protocol), names)
     if protocol > 2:  # bytes are calls before
         assert found == value
         assert repr(found) == repr(value)

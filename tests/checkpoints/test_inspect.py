@@ -1,4 +1,4 @@
-"""`verify` and `inspect`: what they find in checkpoints of every recipe, against counting by hand."""
+"""`verify` and `inspect_checkpoint`: what they find in checkpoints of every recipe, against counting by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import quantshard as qs
 from quantshard import components
 from quantshard.checkpoints import manifest, save
-from quantshard.checkpoints.inspection import inspect
+from quantshard.checkpoints.inspection import inspect_checkpoint
 from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.verify import verify
 from quantshard.cli import inspect as inspect_command
@@ -58,7 +58,7 @@ def by_hand(weight: torch.Tensor) -> tuple[int, int, int]:
 def test_figures_of_every_recipe(checkpoints: dict[str, Path], recipe: str) -> None:
     """The second layer is 18 wide and 5 high, so blocks and bytes are cut."""
     model, _ = built(recipe, exp_avg_dtype=torch.uint8)
-    found = {row.name: row for row in inspect(checkpoints[recipe]).rows}
+    found = {row.name: row for row in inspect_checkpoint(checkpoints[recipe]).rows}
     for index, (cols, rows) in enumerate(SHAPES):
         weight, row = model[index].weight, found[f"model.{index}.weight"]
         storage = components.storage_of(weight)
@@ -83,7 +83,11 @@ def test_figures_of_every_recipe(checkpoints: dict[str, Path], recipe: str) -> N
 def test_padding_is_not_counted(tmp_path: Path) -> None:
     """Rows of 21 codes of four bits: the last byte of each has half a byte that is none."""
     shapes = ((21, 6), (6, 3))
-    row = next(r for r in inspect(written(tmp_path / "c", "nvfp4", shapes=shapes)).rows if r.name == "model.0.weight")
+    row = next(
+        r
+        for r in inspect_checkpoint(written(tmp_path / "c", "nvfp4", shapes=shapes)).rows
+        if r.name == "model.0.weight"
+    )
     values = components.storage_of(built("nvfp4", shapes=shapes)[0][0].weight).dequantize()
     assert (row.shape, row.codes, row.zeros) == ((6, 21), 126, int((values == 0).sum()))
 
@@ -99,7 +103,7 @@ def test_states_in_blocks_are_those_of_matrices(tmp_path: Path, dtype: torch.dty
     optimizer.step()
     save(tmp_path / "c", model, optimizer)
     assert verify(tmp_path / "c").problems == ()
-    rows = {row.name: row for row in inspect(tmp_path / "c").rows}
+    rows = {row.name: row for row in inspect_checkpoint(tmp_path / "c").rows}
     for number, shape in enumerate(shapes):
         row = rows[f"optimizer.state.{number}.exp_avg"]
         assert row.shape == shape
@@ -118,11 +122,13 @@ def test_a_state_of_a_vector_that_has_scales_is_wrong(tmp_path: Path) -> None:
         "optimizer.state.0.exp_avg_scale_inv is torch.float32 [2], and fp8_1x128 has blocks of matrices, which [200] "
         "is not",
     )
-    inspect(path)
+    inspect_checkpoint(path)
 
 
 def test_totals(checkpoints: dict[str, Path]) -> None:
-    totals = {(total.kind, total.format): total for total in inspect(checkpoints["mxfp8"], data=False).totals}
+    totals = {
+        (total.kind, total.format): total for total in inspect_checkpoint(checkpoints["mxfp8"], data=False).totals
+    }
     weights = totals["weight", "mxfp8_32x32"]
     assert (weights.tensors, weights.numel) == (2, 24 * 18 + 18 * 5)
     assert weights.bytes_per_element == weights.bytes / weights.numel
@@ -142,7 +148,7 @@ def sharded(path: str) -> None:
 def test_a_sharded_checkpoint(tmp_path: Path) -> None:
     """3 ranks: pieces are counted, and the figures are those of the whole."""
     run_ranks(3, sharded, str(tmp_path / "c"))
-    row = next(row for row in inspect(tmp_path / "c").rows if row.name == "model.0.weight")
+    row = next(row for row in inspect_checkpoint(tmp_path / "c").rows if row.name == "model.0.weight")
     assert (row.chunks, row.shape, row.codes) == (3, (30, 40), 1200)
     assert verify(tmp_path / "c").ok
 
@@ -164,7 +170,7 @@ def test_whole_checkpoints(checkpoints: dict[str, Path], recipe: str) -> None:
 
 def with_manifest(path: Path) -> None:
     names = [file.name for file in path.iterdir()]
-    digests = {name: manifest.Entry(*manifest.digest_of(path / name)) for name in names}
+    digests = {name: manifest.FileEntry(*manifest.digest_of(path / name)) for name in names}
     told = manifest.Manifest(digests, 1, torch.__version__, "2026-11-22T00:00:00Z", 7, {"dp_shard": 1}, "nvfp4")
     (path / manifest.MANIFEST).write_text(told.to_json())
 
@@ -174,7 +180,7 @@ def test_with_a_manifest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with_manifest(path)
     found = verify(path)
     assert found.ok and found.checksums
-    run = inspect(path, data=False).run
+    run = inspect_checkpoint(path, data=False).run
     assert run is not None and (run["recipe"], run["step"], run["mesh"]) == ("nvfp4", 7, {"dp_shard": 1})
     assert "recipe nvfp4" in command("inspect", path, "--no-data").stdout
     (path / "more").write_text("x")
@@ -248,7 +254,7 @@ def test_what_is_wrong(checkpoints: dict[str, Path], tmp_path: Path, damage: str
         assert json.loads(command("verify", path, "--json").stdout)["ok"] is False
     else:
         assert found.quantized == 3  # codes without a scale are a plain tensor
-    inspect(path)
+    inspect_checkpoint(path)
 
 
 def test_a_flipped_bit_is_found_without_a_manifest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -265,7 +271,7 @@ def test_a_flipped_bit_is_found_without_a_manifest(checkpoints: dict[str, Path],
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-            inspect(path)
+            inspect_checkpoint(path)
     assert not verify(tmp_path).ok
 
 
@@ -296,5 +302,5 @@ def test_inspect_prints_tables_and_json(checkpoints: dict[str, Path]) -> None:
 def test_a_model_without_quantized_weights(tmp_path: Path) -> None:
     path = written(tmp_path / "c", None)
     assert verify(path).quantized == 0 and verify(path).ok
-    assert {row.format for row in inspect(path).rows if row.kind == "weight"} == {"bfloat16", "int64"}
+    assert {row.format for row in inspect_checkpoint(path).rows if row.kind == "weight"} == {"bfloat16", "int64"}
     assert isinstance(built(None)[0], nn.Sequential)

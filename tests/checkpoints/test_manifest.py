@@ -12,7 +12,7 @@ import xxhash
 
 from quantshard import checkpoints
 from quantshard.checkpoints import manifest
-from quantshard.checkpoints.manifest import MANIFEST, Entry, Manifest
+from quantshard.checkpoints.manifest import MANIFEST, FileEntry, Manifest
 from quantshard.checkpoints.reader import DamagedError
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built
@@ -26,7 +26,7 @@ def written(folder: Path) -> Path:
     for name, content in CONTENT.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-        files[name] = Entry(*manifest.digest_of(folder / name))
+        files[name] = FileEntry(*manifest.digest_of(folder / name))
     made = Manifest(files, 2, "2.13.0", "2026-01-02T03:04:05+00:00", 50, {"dp_shard": 2}, "mxfp8")
     (folder / MANIFEST).write_text(made.to_json(), encoding="utf-8")
     return folder
@@ -39,7 +39,7 @@ def test_a_digest_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_was_written_is_read(tmp_path: Path):
-    found = manifest.read(written(tmp_path))
+    found = manifest.read_manifest(written(tmp_path))
     assert found is not None
     assert (found.step, found.mesh, found.recipe, found.world_size) == (50, {"dp_shard": 2}, "mxfp8", 2)
     assert found.bytes == sum(map(len, CONTENT.values()))
@@ -48,7 +48,7 @@ def test_what_was_written_is_read(tmp_path: Path):
 
 
 def test_a_checkpoint_without_one_has_no_problems(tmp_path: Path):
-    assert manifest.read(tmp_path) is None
+    assert manifest.read_manifest(tmp_path) is None
     assert manifest.problems(tmp_path) == []
 
 
@@ -122,7 +122,7 @@ def test_fields_that_are_unknown_or_null_are_read():
 def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str, words: str):
     (tmp_path / MANIFEST).write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=words):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
     found = manifest.problems(tmp_path)
     assert len(found) == 1 and words in found[0]
 
@@ -130,7 +130,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str, words: str):
 def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path):
     (tmp_path / MANIFEST).write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(

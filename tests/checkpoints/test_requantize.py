@@ -45,7 +45,7 @@ def check(model: nn.Sequential, masters: dict[str, torch.Tensor]) -> None:
     """Weights are the nearest quantizations of these masters, on their own amaxes."""
     for name, master in masters.items():
         param = model.get_parameter(name)
-        if components.quantized(param) is None:
+        if components.quantized_local(param) is None:
             assert same(param.detach(), master.to(param.dtype))
             continue
         storage = components.storage_of(param)

@@ -133,8 +133,8 @@ def test_listed_names_are_never_called(name: str) -> None:
     """A call of anything that is listed is a record."""
     module, _, attribute = name.rpartition(".")
     called = b"c" + f"{module}\n{attribute}\n".encode() + b"(lp0\n"[:1] + b"K\x07tR."
-    found = pickles.load(called, {name})
-    assert type(found) is pickles.Record
+    found = pickles.load_pickle(called, {name})
+    assert type(found) is pickles.PickleRecord
     assert (found.name, found.args) == (name, (7,))
 
 
@@ -430,7 +430,7 @@ PLAIN: list[Any] = [
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_values_come_back(value: Any) -> None:
     content = saved(value)
-    found = entries.read(io.BytesIO(content), 0, len(content))
+    found = entries.read_entry(io.BytesIO(content), 0, len(content))
     assert type(found) is type(value)
     assert repr(found) == repr(value)
 
@@ -448,7 +448,7 @@ def test_tensors_of_every_dtype_come_back(dtype: torch.dtype) -> None:
     words = torch.arange(6 * 4 * dtype.itemsize, dtype=torch.int64).to(torch.uint8)
     whole = words.remainder(2).bool().view(6, 4) if dtype == torch.bool else words.view(dtype).view(6, 4)
     content = saved({"t": whole.t(), "row": whole[2], "none": whole[:0], "p": [whole, whole]})
-    found = entries.read(io.BytesIO(content), 0, len(content))
+    found = entries.read_entry(io.BytesIO(content), 0, len(content))
     for a, b in ((found["t"], whole.t()), (found["row"], whole[2]), (found["none"], whole[:0])):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert a.contiguous().view(torch.uint8).tolist() == b.contiguous().view(torch.uint8).tolist()
@@ -463,4 +463,4 @@ def test_without_checksums() -> None:
         content = saved(torch.arange(100))
     finally:
         torch.serialization.set_crc32_options(before)
-    assert entries.read(io.BytesIO(content), 0, len(content)).tolist() == list(range(100))
+    assert entries.read_entry(io.BytesIO(content), 0, len(content)).tolist() == list(range(100))

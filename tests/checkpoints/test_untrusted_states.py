@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from quantshard.checkpoints import Manager, load, rank_state, save
 from quantshard.checkpoints.manifest import MANIFEST
 from quantshard.checkpoints.metadata import METADATA_FILE
-from quantshard.checkpoints.rank_state import Generators
+from quantshard.checkpoints.rank_state import RandomGenerators
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import MasterWeights
@@ -33,8 +33,8 @@ def bytes_of(value: object) -> torch.Tensor:
 
 def generators(position: int) -> dict[str, Any]:
     """NumPy itself takes any position, and reads there."""
-    _, version, keys, *rest = ("", *Generators().state_dict()["numpy"])
-    return {**Generators().state_dict(), "numpy": (version, keys, position, *rest[1:])}
+    _, version, keys, *rest = ("", *RandomGenerators().state_dict()["numpy"])
+    return {**RandomGenerators().state_dict(), "numpy": (version, keys, position, *rest[1:])}
 
 
 FORGED_STATES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -63,11 +63,11 @@ def test_forged_states_of_a_rank(tmp_path: Path, forgery: str) -> None:
     with Manager(tmp_path / "run") as manager:
         with mock.patch.object(rank_state, "_packed", lambda name, state: make(mark)):
             manager.save(1, model, optimizer)
-        before = repr(Generators().state_dict())
+        before = repr(RandomGenerators().state_dict())
         with pytest.raises(CheckpointError, match=said) as raised:
             manager.restore(model, optimizer)
     assert "\n" not in str(raised.value) and not mark.exists()
-    assert repr(Generators().state_dict()) == before
+    assert repr(RandomGenerators().state_dict()) == before
 
 
 class Order:

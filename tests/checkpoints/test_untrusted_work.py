@@ -37,7 +37,7 @@ from quantshard.checkpoints.metadata import read_metadata, uncovered
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
-from quantshard.layouts.inspection import inspect
+from quantshard.layouts.inspection import inspect_files
 from tests.checkpoints.small import built, written
 
 WEIGHT = "model.0.weight"
@@ -63,7 +63,7 @@ def forged(original: Path, tmp_path: Path) -> Path:
 
 
 def read(content: bytes) -> Any:
-    return entries.read(io.BytesIO(content), 0, len(content))
+    return entries.read_entry(io.BytesIO(content), 0, len(content))
 
 
 def saved(value: object) -> bytes:
@@ -156,9 +156,9 @@ def test_keys_that_do_not_collide_are_many() -> None:
 
 def test_the_memo_is_counted_up() -> None:
     """Numbers of a file's choice would be keys of a dict."""
-    assert pickles.load(b"\x80\x02Nq\x00q\x01q\x00h\x01.", ()) is None
+    assert pickles.load_pickle(b"\x80\x02Nq\x00q\x01q\x00h\x01.", ()) is None
     with pytest.raises(CheckpointError, match="no whole pickle"):
-        pickles.load(b"\x80\x02Nq\x01.", ())
+        pickles.load_pickle(b"\x80\x02Nq\x01.", ())
 
 
 # Metadata -------------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_many_chunks_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = of_chunks(tmp_path, (2, 300), [chunk((0, n), (2, 1)) for n in range(300)])
     assert verify(path).ok
     assert compare(path, path).equal
-    assert [row.chunks for row in inspect(path).rows] == [300]
+    assert [row.chunks for row in inspect_files(path).rows] == [300]
 
 
 def test_chunks_that_are_all_open_at_once() -> None:
@@ -274,7 +274,7 @@ def test_files_that_never_end(forged: Path, tmp_path: Path, name: str, odd: str)
     calls: list[Callable[[], Any]] = [
         lambda: load(forged, model, optimizer),
         lambda: compare(forged, forged),
-        lambda: inspect(forged),
+        lambda: inspect_files(forged),
     ]
     for call in calls:
         with pytest.raises(CheckpointError, match=said):
@@ -313,7 +313,7 @@ def test_safetensors_of_empty_shapes(tmp_path: Path, shape: list[int], dtype: st
     scale = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
     (tmp_path / "x.safetensors").write_bytes(safetensors({"l.weight": entry, "l.weight_scale": scale}, b"\0\0\x80?"))
     with in_time(), pytest.raises(CheckpointError, match=r"has the shape .* which no tensor has|cannot be read as"):
-        inspect(tmp_path / "x.safetensors")
+        inspect_files(tmp_path / "x.safetensors")
 
 
 def test_empty_weights_are_shown(tmp_path: Path) -> None:
@@ -321,5 +321,5 @@ def test_empty_weights_are_shown(tmp_path: Path) -> None:
     scale = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
     (tmp_path / "x.safetensors").write_bytes(safetensors({"l.weight": entry, "l.weight_scale": scale}, b"\0\0\x80?"))
     with in_time():
-        (row,) = inspect(tmp_path / "x.safetensors").rows
+        (row,) = inspect_files(tmp_path / "x.safetensors").rows
     assert (row.shape, row.codes) == ((2**20, 0), None)

@@ -13,10 +13,10 @@ import tomli_w
 
 from quantshard import cli
 from quantshard.cli import launch, worker
-from quantshard.cli.config import Settings, read_toml
+from quantshard.cli.config import TrainSettings, read_settings_file
 from quantshard.cli.run_dir import RunDir
 
-SMALL = Settings(hidden=64, heads=2, layers=1, seq_length=16, global_batch=4)
+SMALL = TrainSettings(hidden=64, heads=2, layers=1, seq_length=16, global_batch=4)
 
 
 class Started(BaseException):
@@ -45,7 +45,7 @@ def made(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "text").write_text("0123456789" * 100)
     run = folder / "run"
-    worker.create(RunDir(run), Settings(**(vars(SMALL) | {"data": (str(folder / "text"),)})).resolved(), 2)
+    worker.create_run(RunDir(run), TrainSettings(**(vars(SMALL) | {"data": (str(folder / "text"),)})).resolved(), 2)
     (run / "checkpoints" / "step-000002").mkdir(parents=True)
     (run / "checkpoints" / "step-000002" / ".metadata").touch()
     return run
@@ -63,7 +63,7 @@ def read(run: Path) -> None:
 
 def content(run: Path) -> dict[str, Any]:
     """What `config.toml` says."""
-    return read_toml(run / "config.toml")
+    return read_settings_file(run / "config.toml")
 
 
 def resumed(run: Path, config: dict[str, Any] | str | bytes) -> tuple[object, list[str], list[str]]:

@@ -7,8 +7,8 @@ import pytest
 
 from quantshard import cli
 from quantshard.cli import launch, worker
-from quantshard.cli.config import Settings
-from quantshard.cli.mesh import Axes
+from quantshard.cli.config import TrainSettings
+from quantshard.cli.mesh import MeshSpec
 from quantshard.cli.run_dir import RunDir
 
 
@@ -151,10 +151,10 @@ def test_resume_onto_a_mesh(monkeypatch, capsys, tmp_path):
 
 
 def test_changed_mesh():
-    of_run = replace(Settings(), mesh="dp_shard=2,tp=2").resolved()
+    of_run = replace(TrainSettings(), mesh="dp_shard=2,tp=2").resolved()
     assert worker.changed(of_run, {}, 4).mesh == "dp_shard=2,tp=2"
-    assert worker.changed(of_run, {}, 3).axes(3) == Axes(dp_shard=3)  # which `resume` says aloud
+    assert worker.changed(of_run, {}, 3).axes(3) == MeshSpec(dp_shard=3)  # which `resume` says aloud
     assert worker.changed(of_run, {"mesh": "tp=4"}, 3).mesh == "dp_shard=1,tp=4"  # refused by check_ranks
-    replicated = replace(Settings(), dp_replicate=2).resolved()
-    assert worker.changed(replicated, {}, 4).axes(4) == Axes(2, 2)
-    assert worker.changed(replicated, {"mesh": "dp_shard=4"}, 4).axes(4) == Axes(1, 4)
+    replicated = replace(TrainSettings(), dp_replicate=2).resolved()
+    assert worker.changed(replicated, {}, 4).axes(4) == MeshSpec(2, 2)
+    assert worker.changed(replicated, {"mesh": "dp_shard=4"}, 4).axes(4) == MeshSpec(1, 4)

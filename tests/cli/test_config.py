@@ -5,13 +5,13 @@ from dataclasses import asdict, replace
 import pytest
 
 from quantshard.cli import config
-from quantshard.cli.config import Settings, from_mapping, merge, read_toml, to_toml
+from quantshard.cli.config import TrainSettings, from_mapping, merge, read_settings_file, to_toml
 from quantshard.errors import ConfigurationError
 
 
 def test_defaults_are_consistent():
-    Settings().check()
-    Settings().resolved().check()
+    TrainSettings().check()
+    TrainSettings().resolved().check()
     assert all(type(f.default) in (str, int, float, bool, tuple) for f in config.setting_fields())
     assert all(f.metadata["help"] and f.metadata["panel"] for f in config.setting_fields())
 
@@ -20,25 +20,29 @@ def test_flags_go_before_file_before_defaults(tmp_path):
     file = tmp_path / "some.toml"
     file.write_text("hidden = 96\nlr = 1\n")
     settings = merge({"hidden": 64, "heads": None, "tied": False}, file)
-    assert (settings.hidden, settings.lr, settings.heads) == (64, 1.0, Settings().heads)
+    assert (settings.hidden, settings.lr, settings.heads) == (64, 1.0, TrainSettings().heads)
     assert merge({"hidden": None}, file).hidden == 96
 
 
 def test_toml_round_trip(tmp_path):
-    settings = replace(Settings(), lr=1 / 3, eps=1e-12, data=("/a b", "/c"), tied=True, seed=2**62)
+    settings = replace(TrainSettings(), lr=1 / 3, eps=1e-12, data=("/a b", "/c"), tied=True, seed=2**62)
     file = tmp_path / "config.toml"
     file.write_text(to_toml(settings, {"launch": {"processes": 2}, "corpus": {"files": ["x 1 /a b"]}}))
-    content = read_toml(file)
-    assert Settings(**from_mapping(content, "it")) == Settings(**from_mapping(asdict(settings), "it")) == settings
+    content = read_settings_file(file)
+    assert (
+        TrainSettings(**from_mapping(content, "it"))
+        == TrainSettings(**from_mapping(asdict(settings), "it"))
+        == settings
+    )
     assert content["launch"] == {"processes": 2} and content["corpus"] == {"files": ["x 1 /a b"]}
 
 
 def test_resolved_fills_in_what_follows():
-    settings = replace(Settings(), hidden=96, heads=3, steps=7).resolved()
+    settings = replace(TrainSettings(), hidden=96, heads=3, steps=7).resolved()
     assert (settings.kv_heads, settings.ffn, settings.decay_steps) == (3, 256, 7)
-    assert replace(Settings(), hidden=96, architecture="gpt").resolved().ffn == 384
+    assert replace(TrainSettings(), hidden=96, architecture="gpt").resolved().ffn == 384
     assert replace(settings, steps=20).resolved().decay_steps == 7  # a longer run keeps its schedule
-    assert replace(Settings(), data=("a",)).resolved().data[0].startswith("/")
+    assert replace(TrainSettings(), data=("a",)).resolved().data[0].startswith("/")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_resolved_fills_in_what_follows():
 )
 def test_refused_in_one_line(change, says):
     with pytest.raises(ConfigurationError) as caught:
-        replace(Settings(), **change).check()
+        replace(TrainSettings(), **change).check()
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -89,7 +93,7 @@ def test_missing_file(tmp_path):
 
 
 def test_ranks_must_fit():
-    settings = replace(Settings(), global_batch=6)
+    settings = replace(TrainSettings(), global_batch=6)
     for ranks in (1, 2, 3, 6):
         settings.check_ranks(ranks)
     with pytest.raises(ConfigurationError, match="multiple of 4"):

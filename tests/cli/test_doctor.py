@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks import hardware
 from quantshard import backend, cli, kernels
 from quantshard.doctor import checks, gemms, probes, products
-from quantshard.doctor.results import NotHere, first_line, found
+from quantshard.doctor.results import UnavailableError, first_line, outcome_of
 from quantshard.formats import FORMATS
 from tests.test_backend import BLACKWELL, HOPPER, stand_in
 
@@ -134,13 +134,13 @@ def test_errors_are_one_line_without_paths(text, line):
 
 def test_what_is_not_here_is_not_wrong():
     def absent():
-        raise NotHere("too old")
+        raise UnavailableError("too old")
 
     def full():
         raise torch.cuda.OutOfMemoryError("tried to allocate")
 
-    assert found("x", full).state == "not here"
-    assert found("x", absent).state == "not here" and found("x", lambda: "off").state == "WRONG"
+    assert outcome_of("x", full).state == "not here"
+    assert outcome_of("x", absent).state == "not here" and outcome_of("x", lambda: "off").state == "WRONG"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_probes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(checks, "kernel_checks", list)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     for name, value in (
-        ("ON_CPU", probes.Sizes(16, 64, 128)),
+        ("ON_CPU", probes.ProbeSizes(16, 64, 128)),
         ("SECONDS", 0.01),
         ("FILE", 3 << 12),
         ("PIECE", 1 << 12),
@@ -189,7 +189,7 @@ def test_native_products(monkeypatch, capability):
     on = [(left, right) for left, right, native in gemms.pairs() if native.is_of(capability)]
     assert len(on) == (8 if capability == HOPPER else 11)
     for left, right in on:
-        assert gemms.product((37, 60, 72), CPU, left, right), (left.name, right.name)
+        assert gemms.is_right_product((37, 60, 72), CPU, left, right), (left.name, right.name)
 
     def wrong(*arguments, **options):
         out = stand_in(*arguments, **options)
@@ -197,7 +197,7 @@ def test_native_products(monkeypatch, capability):
         return out
 
     monkeypatch.setattr(F, "scaled_mm", wrong)
-    assert not gemms.product((37, 60, 72), CPU, *on[0])
+    assert not gemms.is_right_product((37, 60, 72), CPU, *on[0])
 
 
 # The table of docs/hardware.md

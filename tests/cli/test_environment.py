@@ -8,7 +8,7 @@ import torch
 
 from quantshard import deterministic
 from quantshard.cli import environment
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.environment import differences
 
 CPU = torch.device("cpu")
@@ -23,14 +23,16 @@ def kept():
 def test_found_on_a_cpu(kept, monkeypatch):
     for name in ("NCCL_PROTO", "MKL_CBWR", "CUBLASLT_WORKSPACE_SIZE", "NCCL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "x")
-    found = environment.found(Settings(), CPU)
+    found = environment.current_environment(TrainSettings(), CPU)
     assert json.loads(json.dumps(found)) == found
     assert found["deterministic"] is False and found["torch"] == torch.__version__ and "cuda" not in found
     assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
     assert {"NCCL_PROTO", "MKL_CBWR", "CUBLASLT_WORKSPACE_SIZE"} <= set(found["variables"])
     assert not {"NCCL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"} & set(found["variables"])
     with deterministic():
-        assert differences(found, environment.found(Settings(), CPU)) == ["deterministic was off, is on"]
+        assert differences(found, environment.current_environment(TrainSettings(), CPU)) == [
+            "deterministic was off, is on"
+        ]
 
 
 def test_found_on_a_gpu(kept, monkeypatch):
@@ -43,12 +45,12 @@ def test_found_on_a_gpu(kept, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     device = torch.device("cuda", 0)
-    found = environment.found(Settings(), device)
+    found = environment.current_environment(TrainSettings(), device)
     assert (found["device"], found["cuda"], found["cudnn"], found["nccl"]) == ("NVIDIA H200", "13.0", "91002", "2.28.9")
     assert found["triton"] and found["attention"] == "cudnn, else flash, efficient, math"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     with deterministic():
-        on = environment.found(Settings(), device)
+        on = environment.current_environment(TrainSettings(), device)
     assert on["attention"] == "flash, else efficient, math"
 
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantshard.cli import config, launch
-from quantshard.cli.config import KINDS, Settings, from_mapping, to_toml
+from quantshard.cli.config import KINDS, TrainSettings, from_mapping, to_toml
 from quantshard.cli.environment import differences
 from quantshard.cli.run_dir import RunDir
-from quantshard.cli.schema import Kind
+from quantshard.cli.schema import SettingType
 from quantshard.foreign import tomllib
 from tests.cli.hostile import Started, content, made, resumed, told
 
@@ -307,7 +307,7 @@ def test_options_of_resume_too(run: Path, sound: dict[str, Any], option: str) ->
 # Properties
 
 
-def values(kind: Kind) -> st.SearchStrategy[Any]:
+def values(kind: SettingType) -> st.SearchStrategy[Any]:
     """Values that a setting may have."""
     if kind.choices:
         return st.sampled_from(kind.choices)
@@ -322,14 +322,14 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
 
 
 WORDS = {"recipe": st.sampled_from(["mxfp8", "nvfp4"]), "mesh": st.sampled_from(["", "dp_shard=2", "tp=4"])}
-VALID = st.builds(Settings, **{name: WORDS.get(name, values(kind)) for name, kind in KINDS.items()})
+VALID = st.builds(TrainSettings, **{name: WORDS.get(name, values(kind)) for name, kind in KINDS.items()})
 
 
 @settings(max_examples=100, deadline=None)
 @given(VALID)
-def test_valid_settings_come_back(given_: Settings) -> None:
+def test_valid_settings_come_back(given_: TrainSettings) -> None:
     text = to_toml(given_, {"launch": {}, "corpus": {}})
-    assert Settings(**from_mapping(tomllib.loads(text), "it")) == given_
+    assert TrainSettings(**from_mapping(tomllib.loads(text), "it")) == given_
 
 
 ANY = st.recursive(
@@ -383,14 +383,14 @@ def test_changed_bytes_are_refused_or_fit(run: Path, sound: dict[str, Any], at: 
 
 
 def test_every_setting_is_bounded() -> None:
-    for field in fields(Settings):
+    for field in fields(TrainSettings):
         kind = KINDS[field.name]
         kind.read(list(field.default) if kind.type is tuple else field.default)
         assert kind.holds(field.default), field.name
         for wrong in (-(1 << 70), 1 << 70, float("nan"), float("inf"), -float("inf")):
             if kind.type in (int, float):
                 assert not kind.holds(wrong), field.name
-    assert asdict(Settings()).keys() == KINDS.keys()
+    assert asdict(TrainSettings()).keys() == KINDS.keys()
 
 
 def test_more_files_than_a_configuration_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,25 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from quantshard.cli.config import Settings
-from quantshard.cli.mesh import Axes
+from quantshard.cli.config import TrainSettings
+from quantshard.cli.mesh import MeshSpec
 from quantshard.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
     ("text", "axes", "canonical"),
     [
-        ("dp_replicate=1,dp_shard=2,tp=2", Axes(1, 2, 2), "dp_shard=2,tp=2"),
-        ("dp_shard=4", Axes(1, 4, 1), "dp_shard=4"),
-        ("tp=2", Axes(1, 1, 2), "dp_shard=1,tp=2"),
-        (" tp = 3 , dp_replicate=2", Axes(2, 1, 3), "dp_replicate=2,dp_shard=1,tp=3"),
-        ("dp_shard=1", Axes(), "dp_shard=1"),
+        ("dp_replicate=1,dp_shard=2,tp=2", MeshSpec(1, 2, 2), "dp_shard=2,tp=2"),
+        ("dp_shard=4", MeshSpec(1, 4, 1), "dp_shard=4"),
+        ("tp=2", MeshSpec(1, 1, 2), "dp_shard=1,tp=2"),
+        (" tp = 3 , dp_replicate=2", MeshSpec(2, 1, 3), "dp_replicate=2,dp_shard=1,tp=3"),
+        ("dp_shard=1", MeshSpec(), "dp_shard=1"),
     ],
 )
 def test_understood(text, axes, canonical):
-    assert Axes.parse(text) == axes and str(axes) == canonical and Axes.parse(canonical) == axes
+    assert MeshSpec.parse(text) == axes and str(axes) == canonical and MeshSpec.parse(canonical) == axes
     assert axes.processes == axes.data_parallel * axes.tp
-    assert replace(Settings(), mesh=text, heads=6, hidden=24).resolved().mesh == canonical
+    assert replace(TrainSettings(), mesh=text, heads=6, hidden=24).resolved().mesh == canonical
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_understood(text, axes, canonical):
 )
 def test_refused_in_one_line(text, says):
     with pytest.raises(ConfigurationError) as caught:
-        replace(Settings(), mesh=text).check()
+        replace(TrainSettings(), mesh=text).check()
     assert says in str(caught.value) and repr(text) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -60,19 +60,19 @@ def test_refused_in_one_line(text, says):
 )
 def test_tensor_parallelism_must_divide(change, says):
     with pytest.raises(ConfigurationError, match=says) as caught:
-        replace(Settings(), mesh="tp=4", **change).check()
+        replace(TrainSettings(), mesh="tp=4", **change).check()
     assert "\n" not in str(caught.value)
 
 
 def test_what_can_be_divided_is_not_refused():
-    replace(Settings(), mesh="tp=4", ffn=204).check()
-    replace(Settings(), mesh="tp=4", ffn=208, recipe="nvfp4").check()
-    replace(Settings(), mesh="dp_replicate=2,dp_shard=3", dp_replicate=2, heads=1, hidden=10).check()
-    replace(Settings(), mesh="tp=2", architecture="gpt", kv_heads=2).check()
+    replace(TrainSettings(), mesh="tp=4", ffn=204).check()
+    replace(TrainSettings(), mesh="tp=4", ffn=208, recipe="nvfp4").check()
+    replace(TrainSettings(), mesh="dp_replicate=2,dp_shard=3", dp_replicate=2, heads=1, hidden=10).check()
+    replace(TrainSettings(), mesh="tp=2", architecture="gpt", kv_heads=2).check()
 
 
 def test_processes_must_be_the_product():
-    settings = replace(Settings(), mesh="dp_shard=2,tp=2")
+    settings = replace(TrainSettings(), mesh="dp_shard=2,tp=2")
     settings.check_ranks(4)
     for ranks in (1, 2, 3, 8):
         with pytest.raises(ConfigurationError, match=f"dp_shard=2,tp=2 is of 4 processes, but .* says {ranks};"):
@@ -80,7 +80,7 @@ def test_processes_must_be_the_product():
 
 
 def test_the_batch_is_divided_over_data_parallel_ranks():
-    settings = replace(Settings(), mesh="dp_shard=3,tp=2", global_batch=6)
+    settings = replace(TrainSettings(), mesh="dp_shard=3,tp=2", global_batch=6)
     settings.check_ranks(6)
     assert settings.sequences_at_once(settings.axes(6)) == 2
     with pytest.raises(ConfigurationError, match=r"over 3 data-parallel parts \(mesh = dp_shard=3,tp=2\) x micro"):
@@ -93,14 +93,14 @@ def test_the_batch_is_divided_over_data_parallel_ranks():
      (8, "dp_shard=2,tp=2", "off", False), (8, "dp_shard=2,tp=2", "on", True), (6, "tp=2", "on", True)],
 )  # fmt: skip
 def test_sequence_parallelism_where_sequences_come_out_even(batch, mesh, asked, divided):
-    settings = replace(Settings(), global_batch=batch, mesh=mesh, sequence_parallel=asked)
-    axes = Axes.parse(mesh)
+    settings = replace(TrainSettings(), global_batch=batch, mesh=mesh, sequence_parallel=asked)
+    axes = MeshSpec.parse(mesh)
     settings.check_ranks(axes.processes)
     assert settings.divides_sequences(axes) == divided
 
 
 def test_sequence_parallelism_that_cannot_be_is_refused_if_asked_for():
-    settings = replace(Settings(), global_batch=6, mesh="dp_shard=2,tp=2", sequence_parallel="on")
+    settings = replace(TrainSettings(), global_batch=6, mesh="dp_shard=2,tp=2", sequence_parallel="on")
     with pytest.raises(ConfigurationError, match=r"the 3 sequences of a micro-batch over tp = 2 .* a multiple of 4"):
         settings.check_ranks(4)
     with pytest.raises(ConfigurationError, match="sequence_parallel = 'yes': choose one of: auto, on, off"):

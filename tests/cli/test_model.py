@@ -8,13 +8,13 @@ import torch
 
 from quantshard import QuantizedTensor, recipe
 from quantshard.cli import model as models
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.data import VOCABULARY
 from quantshard.cli.model import LanguageModel, generate
 from quantshard.cli.train import learning_rate, make_optimizer
 from quantshard.modules.base import QuantizedModule
 
-SMALL = replace(Settings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
+SMALL = replace(TrainSettings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
 
 
 def build(settings=SMALL, device="cpu"):

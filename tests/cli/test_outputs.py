@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantshard.cli import demo, launch, outputs, worker
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.run_dir import RunDir
 from quantshard.errors import ConfigurationError
 from tests.cli.test_commands import run as command
@@ -28,31 +28,31 @@ def mine(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
-    run.create(Settings(), {"processes": 2}, {"files": []})
+    run.create(TrainSettings(), {"processes": 2}, {"files": []})
     return run
 
 
 def test_a_file_is_written_in_one_move(tmp_path: Path) -> None:
     file, old = tmp_path / "file", os.umask(0o027)
     try:
-        outputs.write(file, "one\n")
+        outputs.write_file(file, "one\n")
         assert stat.S_IMODE(file.stat().st_mode) == 0o640
         os.link(file, tmp_path / "second")
         file.chmod(0o604)
-        outputs.write(file, b"two\n")
+        outputs.write_file(file, b"two\n")
     finally:
         os.umask(old)
     assert file.read_text() == "two\n" and stat.S_IMODE(file.stat().st_mode) == 0o604
     assert (tmp_path / "second").read_text() == "one\n"
-    outputs.append(tmp_path / "new", "a\n")
-    outputs.append(tmp_path / "new", "b\n")
+    outputs.append_text(tmp_path / "new", "a\n")
+    outputs.append_text(tmp_path / "new", "b\n")
     assert (tmp_path / "new").read_text() == "a\nb\n"
     with pytest.raises(ConfigurationError, match="File exists"):
-        outputs.create(file)
+        outputs.create_file(file)
     with pytest.raises(ConfigurationError, match=r"cannot write .*none/file: No such file"):
-        outputs.write(tmp_path / "none" / "file", "")
+        outputs.write_file(tmp_path / "none" / "file", "")
     with pytest.raises(ConfigurationError, match=r"it would hold '\\udcff'"):
-        outputs.write(file, "\udcff")
+        outputs.write_file(file, "\udcff")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new", "second"]
 
 
@@ -64,7 +64,7 @@ def test_what_failed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigurationError, match="No space left"):
-        outputs.write(tmp_path / "file", "other")
+        outputs.write_file(tmp_path / "file", "other")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == KEPT
 
 
@@ -73,14 +73,14 @@ def test_only_a_regular_file_is_replaced_or_continued(tmp_path: Path, mine: Path
     file = tmp_path / "file"
     plant(file, kind, mine)
     with pytest.raises(ConfigurationError, match=r"links|remove it|has 2 names"):
-        outputs.append(file, "more")
+        outputs.append_text(file, "more")
     with pytest.raises(ConfigurationError, match="File exists"):
-        outputs.create(file)
+        outputs.create_file(file)
     if kind == "second name":
-        outputs.write(file, "other")
+        outputs.write_file(file, "other")
     else:
         with pytest.raises(ConfigurationError, match="and only a file is replaced"):
-            outputs.write(file, "other")
+            outputs.write_file(file, "other")
     assert mine.read_text() == KEPT and not (tmp_path / "nowhere").exists()
 
 
@@ -98,7 +98,7 @@ def plant(file: Path, kind: str, mine: Path) -> None:
 def test_no_write_of_a_run_follows_a_link(run: RunDir, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a crafted run can hold: a link with the name of each file that is written, and of each folder."""
     (run.path / "config.toml.new").symlink_to(mine)  # what earlier versions wrote first
-    run.write_config(Settings(), {"processes": 2}, {"files": []})
+    run.write_config(TrainSettings(), {"processes": 2}, {"files": []})
     for file in (run.metrics, run.samples, run.starts):
         file.symlink_to(mine)
         with pytest.raises(ConfigurationError, match="is a link"):
@@ -116,7 +116,7 @@ def test_no_write_of_a_run_follows_a_link(run: RunDir, mine: Path, monkeypatch: 
     run.config.unlink()
     run.config.symlink_to(mine)
     with pytest.raises(ConfigurationError, match="is a link"):
-        run.write_config(Settings(), {}, {})
+        run.write_config(TrainSettings(), {}, {})
     assert mine.read_text() == KEPT
 
 
@@ -143,7 +143,7 @@ def test_a_run_with_a_link_is_not_resumed(
     code, (line,) = command(monkeypatch, capsys, "resume", "r")
     assert code == 1 and f"r/{name} is a link" in line and "put what it leads to in its place" in line
     with pytest.raises(ConfigurationError, match="is a link"):  # the processes look themselves
-        worker._read(RunDir(tmp_path / "r"), worker.Order(resume=True, launched=True), None)  # type: ignore[arg-type]
+        worker._read(RunDir(tmp_path / "r"), worker.WorkerJob(resume=True, launched=True), None)  # type: ignore[arg-type]
     assert mine.read_text() == KEPT
 
 
@@ -180,7 +180,7 @@ def test_a_folder_of_another_user_is_refused(run: RunDir, monkeypatch: pytest.Mo
         for act in (run.check_ours, lambda: run.append(run.metrics, {"step": 1}), lambda: run.write(run.config, "")):
             with pytest.raises(ConfigurationError, match=r"run belongs to another user \(number \d+\).*cp -r"):
                 act()
-        outputs.write(tmp_path / "report", "a file that the user named")
+        outputs.write_file(tmp_path / "report", "a file that the user named")
     with monkeypatch.context() as patched:
         owned(patched, 0, new=False)  # root can do anything anyway
         run.append(run.metrics, {"step": 1})

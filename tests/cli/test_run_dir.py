@@ -10,9 +10,9 @@ import pytest
 
 from quantshard.checkpoints import ownership
 from quantshard.checkpoints.store import LocalStore
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.run_dir import RunDir
-from quantshard.cli.worker import Order, _anew
+from quantshard.cli.worker import WorkerJob, _anew
 from quantshard.errors import ConfigurationError
 
 CORPUS = {"sha256": "0" * 64, "bytes": 0, "files": []}
@@ -21,7 +21,7 @@ CORPUS = {"sha256": "0" * 64, "bytes": 0, "files": []}
 @pytest.fixture
 def run(tmp_path):
     run = RunDir(tmp_path / "run")
-    run.create(Settings(), {"processes": 2}, CORPUS)
+    run.create(TrainSettings(), {"processes": 2}, CORPUS)
     return run
 
 
@@ -46,11 +46,11 @@ def test_folder_must_be_new(run, tmp_path):
     with pytest.raises(ConfigurationError, match="exists"):
         RunDir(tmp_path / "file").check_new()
     with pytest.raises(ConfigurationError, match="cannot write"):
-        RunDir(tmp_path / "file" / "run").create(Settings(), {}, {})
+        RunDir(tmp_path / "file" / "run").create(TrainSettings(), {}, {})
 
 
 def test_config_round_trip(run, tmp_path):
-    assert run.read_config() == (Settings(), {"processes": 2}, CORPUS)
+    assert run.read_config() == (TrainSettings(), {"processes": 2}, CORPUS)
     with pytest.raises(ConfigurationError, match="there is no run in"):
         RunDir(tmp_path / "none").read_config()
     run.config.write_text("hidden = 96\n")
@@ -108,7 +108,7 @@ def test_where_there_are_no_locks_a_warning_names_the_folder(run, monkeypatch):
 
 def test_lossy_is_asked_for_each_time(run):
     """What a start did without masters is done again until a checkpoint has it; another recipe is another question."""
-    resumed, other = Order(True, False), Order(True, False, overrides={"recipe": "block"})
+    resumed, other = WorkerJob(True, False), WorkerJob(True, False, overrides={"recipe": "block"})
     assert _anew(run, resumed) == (False, False)
     run.append(run.starts, {"step": 2, "recipe": "nvfp4", "requantized": "7 weights", "lossy": True})
     assert _anew(run, resumed) == (True, True)

@@ -73,7 +73,7 @@ def test_tables_of_explain_read_no_markup() -> None:
 
 def test_a_warning_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    screen.prepare()
+    screen.prepare_output()
     assert (
         warnings.formatwarning(UserWarning(f"{BAD}\nmore"), UserWarning, "f", 1)
         == f"quantshard: WARNING: {GOOD} more\n"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from quantshard import cli
 from quantshard.cli import launch, worker
 from quantshard.cli.run_dir import RunDir
-from quantshard.cli.train import Place
+from quantshard.cli.train import ProcessInfo
 from quantshard.determinism import deterministic
 from quantshard.errors import QuantshardError
 from tests.distributed.pool import run_ranks
@@ -57,15 +57,15 @@ def in_the_pool(processes: int, arguments: list[str]) -> None:
 
 def _work(run: str, order: str) -> tuple[str, str]:
     """What a started process does: what it prints, and the error that it ends with."""
-    out, place = io.StringIO(), Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    out, place = io.StringIO(), ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     handlers = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
-    ordered = replace(worker.Order(**json.loads(order)), launched=False)
+    ordered = replace(worker.WorkerJob(**json.loads(order)), launched=False)
     with ExitStack() as stack:
         stack.enter_context(patch.object(worker, "_join", lambda wanted: place))
         stack.enter_context(patch.object(RunDir, "lock", lambda folder: None))  # it is held until the process ends
         stack.enter_context(redirect_stdout(out))
         try:
-            worker.work(RunDir(Path(run)), ordered)
+            worker.train_run(RunDir(Path(run)), ordered)
         except QuantshardError as error:
             return out.getvalue(), str(error)
         finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from quantshard.checkpoints.commit import CommitWriter, Target
+from quantshard.checkpoints.commit import CommitWriter, SaveTarget
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def recorded(log: Path) -> Iterator[None]:
 class RecordingWriter(CommitWriter):
     """Brings the recording into the process that saves."""
 
-    def __init__(self, target: Target, facts: Mapping[str, Any]) -> None:
+    def __init__(self, target: SaveTarget, facts: Mapping[str, Any]) -> None:
         super().__init__(target, facts)
         self.log = Path(f"{os.path.dirname(target.path)}.{os.getpid()}.log")
 

@@ -212,7 +212,7 @@ def gathered_bits(model: nn.Sequential) -> dict[str, str]:
     for index, layer in enumerate(model):
         if hasattr(layer, "unshard"):
             layer.unshard()
-        weight = components.quantized(layer.weight)
+        weight = components.quantized_local(layer.weight)
         assert weight is not None
         found.update({f"{index}.{name}": sha(part) for name, part in weight._storage.components.items()})
         if hasattr(layer, "reshard"):

@@ -19,7 +19,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
 from quantshard.modules import parallel
 from quantshard.modules.parallel import TensorParallel
-from quantshard.operands import Split
+from quantshard.operands import OperandSplit
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
 from quantshard.storage import DGRAD_STREAM, STREAMS_PER_RANK, QuantizedStorage
@@ -136,7 +136,7 @@ def quantized_in_pieces(cases: list[Piece]) -> list[str]:
 
 def one_operand(case: Piece, checks: Checks) -> None:
     ranks, rank, cell, dim = dist.get_world_size(), dist.get_rank(), case.cell, case.dim
-    split, values = Split(dim, dist.group.WORLD), case.whole(ranks)
+    split, values = OperandSplit(dim, dist.group.WORLD), case.whole(ranks)
     chunk = case.shape[dim]
     piece = values.narrow(dim, rank * chunk, chunk)
     amax = torch.tensor(3.0, device=case.device) if cell.scaling.history else None
@@ -150,9 +150,9 @@ def one_operand(case: Piece, checks: Checks) -> None:
 
     rounds = cell.scaling.stochastic_rounding
     if separable:
-        words = draw(operands.shard_of(case.shape, cell, split)) if rounds else None
+        words = draw(operands.operand_shard(case.shape, cell, split)) if rounds else None
         with Wire() as measuring:
-            local = operands.quantize(piece, cell, amax=amax, words=words, split=split)
+            local = operands.quantize_operand(piece, cell, amax=amax, words=words, split=split)
         of_whole = expected if ranks == 1 else expected.piece(dim, rank * chunk, chunk).map(Tensor.contiguous)
         checks.equal(local, of_whole, case, "piece")
         with Wire() as gathering:
@@ -161,7 +161,7 @@ def one_operand(case: Piece, checks: Checks) -> None:
     else:
         with Wire() as wire:
             try:
-                operands.quantize(piece, cell, split=split)
+                operands.quantize_operand(piece, cell, split=split)
             except ConfigurationError as error:
                 checks.that(f"the {case.shape[1]} columns a multiple of" in str(error), case, error)
             else:
@@ -200,7 +200,7 @@ def wire_of(cell: Cell, shape: tuple[int, int], dim: int) -> list[tuple[str, int
     """What `quantize_and_gather` of a bfloat16 piece communicates."""
     with Wire() as wire:
         operands.quantize_and_gather(
-            torch.randn(shape, dtype=torch.bfloat16), cell, Split(dim, dist.group.WORLD), words=words_of
+            torch.randn(shape, dtype=torch.bfloat16), cell, OperandSplit(dim, dist.group.WORLD), words=words_of
         )
     return wire.calls
 
@@ -212,7 +212,7 @@ def rounded_by_group(cell: Cell) -> dict[str, Any]:
     """A gradient of each data-parallel rank, cut over its tensor-parallel group (dp 2, tp 2), and its number."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data = mesh.get_local_rank("dp")
-    split = Split(0, mesh.get_group("tp"))
+    split = OperandSplit(0, mesh.get_group("tp"))
     base = parallel.stream_base(mesh.get_group("tp"))
     rows = gradient_of(data)
     found = operands.quantize_and_gather(
@@ -248,9 +248,9 @@ def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device:
 def block(tensors: dict[str, Tensor], w1: Tensor, w2: Tensor, tp: TensorParallel) -> Tensor:
     """A norm's weight, a column-parallel layer, a product, a row-parallel layer with bias, a residual connection."""
     if not tp.sequence_parallel:
-        u = parallel.copy(tensors["x"] * tensors["gamma"], tp)
+        u = parallel.copy_to_group(tensors["x"] * tensors["gamma"], tp)
         z = u @ w1.t()
-        return parallel.reduce((z * z) @ w2.t(), tp) + tensors["bias"] + tensors["x"]
+        return parallel.reduce_from_group((z * z) @ w2.t(), tp) + tensors["bias"] + tensors["x"]
     x = parallel.split_rows(tensors["x"], tp)
     u = parallel.gather_rows(x * parallel.all_reduce_gradient(tensors["gamma"], tp), tp)
     z = u @ w1.t()
@@ -294,8 +294,8 @@ def layers_cut(rows: list[int], device: str = "cpu") -> list[str]:
 
 
 OPERATIONS = {
-    "copy": parallel.copy,
-    "reduce": parallel.reduce,
+    "copy": parallel.copy_to_group,
+    "reduce": parallel.reduce_from_group,
     "gather_rows": parallel.gather_rows,
     "scatter_rows": parallel.scatter_rows,
     "split_rows": parallel.split_rows,

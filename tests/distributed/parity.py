@@ -175,7 +175,7 @@ def _run(case: Case, mesh: DeviceMesh) -> Run:
 
 def is_plain_float64(param: Tensor) -> bool:
     """Sums of these are exact; they are trained as float32, which FusedAdam's arithmetic is."""
-    return param.requires_grad and param.dtype is torch.float64 and components.quantized(param) is None
+    return param.requires_grad and param.dtype is torch.float64 and components.quantized_local(param) is None
 
 
 @torch.no_grad()

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from quantshard import private_torch, recipe
 from quantshard.checkpoints import Manager, ownership
 from quantshard.checkpoints import manager as managers
-from quantshard.checkpoints.commit import CommitWriter, Target
+from quantshard.checkpoints.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.compare import compare
 from quantshard.checkpoints.verify import verify
 from quantshard.cli import model as models
-from quantshard.cli.config import Settings
-from quantshard.cli.mesh import Axes
+from quantshard.cli.config import TrainSettings
+from quantshard.cli.mesh import MeshSpec
 from quantshard.cli.train import make_optimizer
 from quantshard.errors import CheckpointError, ConfigurationError
 from tests.distributed import durability
@@ -70,9 +70,9 @@ class Run:
 
     def __init__(self, name: str, mesh: str) -> None:
         torch.manual_seed(3)
-        settings = Settings(**TINY, mesh=mesh, global_batch=2).resolved()
+        settings = TrainSettings(**TINY, mesh=mesh, global_batch=2).resolved()
         assert asdict(settings)["hidden"] == 64
-        self.model = models.build(settings, recipe.resolve(RECIPES[name]), Axes.parse(mesh).device_mesh("cpu"))
+        self.model = models.build(settings, recipe.resolve(RECIPES[name]), MeshSpec.parse(mesh).device_mesh("cpu"))
         self.optimizer = make_optimizer(self.model, settings)
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def failed_in_a_process(folder: str) -> list[str]:
     with Manager(folder, async_="process") as manager:
         manager.save(1, run.model, run.optimizer)
         manager.wait()
-        nowhere = Target("/proc/none/step-000002", "0" * 16)
+        nowhere = SaveTarget("/proc/none/step-000002", "0" * 16)
         with mock.patch.object(Manager, "_prepare", lambda manager, step: nowhere):
             manager.save(2, run.model, run.optimizer)
         try:

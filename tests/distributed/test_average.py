@@ -26,7 +26,7 @@ SHAPES = ((96, 150), (150, 67))
 
 def values(param: Tensor) -> Tensor:
     """This rank's, float32."""
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     local: Any = param.to_local() if hasattr(param, "to_local") else param  # type: ignore[operator]
     return (local if quantized is None else quantized.dequantize(dtype=torch.float32)).detach().float().clone()
 

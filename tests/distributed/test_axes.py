@@ -27,7 +27,7 @@ from quantshard import checkpoints, components, private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.formats import Copy
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
-from quantshard.optimizers.rounding import Place
+from quantshard.optimizers.rounding import TensorRegion
 from quantshard.storage import QuantizedStorage
 from tests.distributed.axes import CUTS, MESHES, MORE_MESHES, Axes, build, quantized_layers, whole
 from tests.distributed.models import RECIPES, set_gradients
@@ -67,9 +67,9 @@ def held(model: nn.Module, optimizer: FusedAdam | None = None) -> Held:
     """All that this rank holds, by our own account of where it is."""
     found: Held = {}
     for name, param in model.named_parameters():
-        local = components.quantized(param)
+        local = components.quantized_local(param)
         if local is None:
-            place = Place.of(param)
+            place = TensorRegion.of(param)
             here = at((start, start + size) for start, size in zip(place.origin, place.shape, strict=True))
             found[name] = (private_torch.local_tensor(param), here)
         else:
@@ -277,7 +277,7 @@ def born(name: str, recipe: str, meta: bool) -> dict[str, list[str]]:
     one, model = whole(recipe), build(EVERY[name], recipe, meta=meta)
     wrong = {"born": different(held(model), {key: tensor for key, (tensor, _) in held(one).items()})}
     for _, param in model.named_parameters():
-        kept = components.quantized(param)
+        kept = components.quantized_local(param)
         assert kept is None or kept.get_high_precision_init_val().shape == kept.shape
     wrong["gathered"] = [
         key
@@ -338,8 +338,8 @@ def other_optimizer(name: str, recipe: str, masters: bool, foreach: bool) -> lis
         states = {f"{key}.{entry}": value for key, param in params for entry, value in optimizer.state[param].items()}
         for key, value in states.items():
             param = model.get_parameter(key.rpartition(".")[0])
-            local = components.quantized(param)
-            place = Place.of(param) if local is None else Place.of_shard(local._storage.shard)
+            local = components.quantized_local(param)
+            place = TensorRegion.of(param) if local is None else TensorRegion.of_shard(local._storage.shard)
             here = at((start, start + size) for start, size in zip(place.origin, place.shape, strict=True))
             pieces[key] = (private_torch.local_tensor(value), here if value.ndim else ())
         found.append(pieces)

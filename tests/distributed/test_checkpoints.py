@@ -263,7 +263,7 @@ def test_what_one_rank_cannot_read_is_told_on_all_at_once(tmp_path: Path) -> Non
 FAILING: tuple[tuple[Any, str], ...] = (
     (manifest, "wrong_file"),
     (torch.nn.Module, "load_state_dict"),
-    (components, "fitting"),
+    (components, "fitting_pairs"),
 )
 """What is called while a checkpoint is verified, when it was read, and while what rank 0 has is looked at."""
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from quantshard.checkpoints.compare import compare
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.data import collect, from_table
-from quantshard.cli.mesh import Axes
+from quantshard.cli.mesh import MeshSpec
 from quantshard.cli.model import generate
 from quantshard.cli.run_dir import RunDir
-from quantshard.cli.train import Place, StopFlag, Trainer
+from quantshard.cli.train import ProcessInfo, StopFlag, Trainer
 from quantshard.errors import CheckpointError, ConfigurationError
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
@@ -134,7 +134,7 @@ def test_run_leaves_its_records(uninterrupted):
     assert [record["step"] for record in metrics(uninterrupted) if "heldout_loss" in record] == [4, 6]
     record = metrics(uninterrupted)[-1]
     assert record["skipped_steps"] == 0 and record["tokens_per_s"] > 0 and record["memory_bytes"] > 1e7
-    assert 0 < record["lr"] < Settings().lr and record["grad_norm"] > 0
+    assert 0 < record["lr"] < TrainSettings().lr and record["grad_norm"] > 0
     assert metrics(uninterrupted)[0]["loss"] > record["loss"]
     samples = [json.loads(line) for line in (uninterrupted / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 6] and all(sample["text"] for sample in samples)
@@ -145,7 +145,7 @@ def test_run_leaves_its_records(uninterrupted):
 def in_one_go(folder, whole, steps):
     """The run of a folder from its first step on, by the ranks of this call."""
     settings, _, corpus = RunDir(Path(folder)).read_config()
-    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    place = ProcessInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     Trainer(replace(settings, steps=steps), from_table(corpus), RunDir(Path(whole)), place, StopFlag()).train(0)
 
 
@@ -265,7 +265,7 @@ def test_damaged_checkpoint(uninterrupted, tmp_path):
 def refusal(folder, changes):
     run = RunDir(Path(folder))
     settings, _, corpus = run.read_config()
-    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    place = ProcessInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(replace(settings, **changes), from_table(corpus), run, place, StopFlag())
     with trainer.manager, pytest.raises(CheckpointError) as caught:
         trainer.restore()
@@ -300,9 +300,9 @@ def test_changed_data(uninterrupted, text, tmp_path):
 
 def first_losses(folder, recipe):
     settings = replace(
-        Settings(), hidden=96, heads=3, ffn=200, layers=1, seq_length=32, global_batch=12, recipe=recipe, steps=2
+        TrainSettings(), hidden=96, heads=3, ffn=200, layers=1, seq_length=32, global_batch=12, recipe=recipe, steps=2
     ).resolved()
-    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    place = ProcessInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(settings, collect([folder]), RunDir(Path(folder)), place, StopFlag())
     return [trainer.step(step)[0] for step in (1, 2)], trainer.evaluate()
 
@@ -349,7 +349,7 @@ def test_resumed_onto_another_mesh(tensor_parallel, tmp_path):
 
 def trainer_of(folder, **changes):
     settings, _, corpus = RunDir(Path(folder)).read_config()
-    place = Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    place = ProcessInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     settings = replace(settings, **changes).resolved()
     return Trainer(settings, from_table(corpus), RunDir(Path(folder)), place, StopFlag())
 
@@ -410,7 +410,7 @@ def test_training_on_each_mesh_is_that_of_one_process(tensor_parallel):
         "tp=3": ["three"],
     }
     for mesh, cases in meshes.items():
-        ranks = run_ranks(Axes.parse(mesh).processes, figures, str(tensor_parallel), cases, mesh)
+        ranks = run_ranks(MeshSpec.parse(mesh).processes, figures, str(tensor_parallel), cases, mesh)
         assert all(found == ranks[0] for found in ranks), mesh
         for case in cases:
             (found, text), (expected, expected_text) = ranks[0][case], alone[case]

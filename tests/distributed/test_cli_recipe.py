@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.inspection import inspect
+from quantshard.checkpoints.inspection import inspect_checkpoint
 from quantshard.cli import model as models
 from quantshard.cli import train
 from quantshard.cli.data import from_table
 from quantshard.cli.run_dir import RunDir
-from quantshard.cli.train import Place, StopFlag, Trainer, make_optimizer
+from quantshard.cli.train import ProcessInfo, StopFlag, Trainer, make_optimizer
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import content, one_line
@@ -58,7 +58,7 @@ def starts(run: Path) -> list[dict[str, Any]]:
 
 
 def formats(run: Path, step: int) -> set[str]:
-    found = inspect(run / "checkpoints" / f"step-{step:06d}", data=False)
+    found = inspect_checkpoint(run / "checkpoints" / f"step-{step:06d}", data=False)
     return {row.format for row in found.rows if row.quantized}
 
 
@@ -89,7 +89,7 @@ def _masterless(optimizer: Any, *args: Any, **options: Any) -> Any:
 
 def without_masters(folder: str) -> None:
     settings, _, corpus = RunDir(Path(folder)).read_config()
-    run, place = RunDir(Path(folder)), Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    run, place = RunDir(Path(folder)), ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     plain = functools.partial(_masterless, train.FusedAdam)
     with mock.patch.object(train, "FusedAdam", plain):
         trainer = Trainer(settings, from_table(corpus), run, place, StopFlag())

@@ -18,7 +18,7 @@ import tomli_w
 
 from quantshard.checkpoints.compare import compare
 from quantshard.cli import demo
-from quantshard.cli.config import read_toml
+from quantshard.cli.config import read_settings_file
 from quantshard.errors import ConfigurationError
 from tests.distributed.commands import quantshard
 
@@ -33,7 +33,7 @@ SIZES = {
 RUNS = ("uninterrupted", "killed", "on-1-process", "bf16")
 
 
-def in_the_pool(self: demo.Story, arguments: list[str], run: Any, kill_at: int | None) -> int:
+def in_the_pool(self: demo.DemoRun, arguments: list[str], run: Any, kill_at: int | None) -> int:
     """Stands for `Story.follow`, where processes are not the point."""
     if kill_at is not None or arguments[-1] == "1":
         return follow(self, arguments, run, kill_at)
@@ -46,7 +46,7 @@ def in_the_pool(self: demo.Story, arguments: list[str], run: Any, kill_at: int |
     return demo.last_step(run)
 
 
-def compared(self: demo.Story, a: Path, b: Path) -> bool:
+def compared(self: demo.DemoRun, a: Path, b: Path) -> bool:
     """Stands for `Story.diff`."""
     self.say(f"  $ quantshard diff {a} {b}")
     done = quantshard("diff", a, b)
@@ -55,7 +55,7 @@ def compared(self: demo.Story, a: Path, b: Path) -> bool:
     return done.returncode == 0
 
 
-follow = demo.Story.follow
+follow = demo.DemoRun.follow
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(ROOT))
         patched.setenv("RANK", "5")  # the demo does not take itself for a worker
-        patched.setattr(demo.Story, "follow", in_the_pool)
-        patched.setattr(demo.Story, "diff", compared)
+        patched.setattr(demo.DemoRun, "follow", in_the_pool)
+        patched.setattr(demo.DemoRun, "diff", compared)
         result = quantshard("demo", "--out", folder / "out", "--config", folder / "sizes.toml")
     signal.signal(signal.SIGTERM, handler)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -119,13 +119,13 @@ def test_what_it_says_is_so(told):
     assert len(picture) > 10_000
 
 
-def story(told: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> demo.Story:
+def story(told: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> demo.DemoRun:
     """A copy of what was told, to tell again without training."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(demo.Story, "follow", lambda *arguments: 0)
-    monkeypatch.setattr(demo.Story, "diff", lambda self, a, b: compare(a, b).equal)  # faster than the command
+    monkeypatch.setattr(demo.DemoRun, "follow", lambda *arguments: 0)
+    monkeypatch.setattr(demo.DemoRun, "diff", lambda self, a, b: compare(a, b).equal)  # faster than the command
     shutil.copytree(told[0], tmp_path / "out")
-    again = demo.Story(tmp_path / "out", read_toml(tmp_path / "out" / demo.MARK))
+    again = demo.DemoRun(tmp_path / "out", read_settings_file(tmp_path / "out" / demo.MARK))
     again.resumed = int(re.search(r"last complete checkpoint is of step (\d+)", told[1])[1])
     again.parameters = 60_000
     return again
@@ -157,9 +157,9 @@ def test_a_missing_step_is_a_failure(told, tmp_path, monkeypatch):
 
 
 def test_other_bits_in_the_checkpoint_are_a_failure(told, tmp_path, monkeypatch):
-    command_diff = demo.Story.diff
+    command_diff = demo.DemoRun.diff
     again = story(told, tmp_path, monkeypatch)
-    monkeypatch.setattr(demo.Story, "diff", command_diff)
+    monkeypatch.setattr(demo.DemoRun, "diff", command_diff)
     shutil.rmtree(again.killed.checkpoint(STEPS))
     shutil.copytree(again.bf16.checkpoint(STEPS), again.killed.checkpoint(STEPS))
     again.resume_on_two()
@@ -200,18 +200,18 @@ def test_a_loss_out_of_bounds_is_a_failure(told, tmp_path, monkeypatch):
 
 
 def test_a_failure_ends_the_command_with_an_error(tmp_path, monkeypatch):
-    def tell(self: demo.Story) -> None:
+    def tell(self: demo.DemoRun) -> None:
         self.outcome.add("bits", "other ones", False)
 
-    monkeypatch.setattr(demo.Story, "tell", tell)
-    monkeypatch.setattr(demo.Story, "summary", lambda self, seconds: None)
+    monkeypatch.setattr(demo.DemoRun, "tell", tell)
+    monkeypatch.setattr(demo.DemoRun, "summary", lambda self, seconds: None)
     with pytest.raises(demo.DemoError, match="the demo failed: bits"):
         demo.demo(tmp_path / "out")
 
 
 def test_a_run_that_ends_before_it_is_killed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_command", lambda arguments: [sys.executable, "-S", "-c", "print('all steps done')"])
-    again = demo.Story(tmp_path, SIZES)
+    again = demo.DemoRun(tmp_path, SIZES)
     says = r"ended before it could be killed at step 99 \(all steps done\); see .*killed-train.log"
     with pytest.raises(demo.DemoError, match=says):
         again.train(again.killed, "mxfp8", kill_at=99)
@@ -220,7 +220,7 @@ def test_a_run_that_ends_before_it_is_killed_is_an_error(tmp_path, monkeypatch):
 def test_a_command_that_fails_is_named(told, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / demo.MARK).write_text("heads = 7\n")
-    again = demo.Story(tmp_path, SIZES)
+    again = demo.DemoRun(tmp_path, SIZES)
     with pytest.raises(demo.DemoError, match=r"`quantshard train` failed: quantshard: hidden = .*heads = 7"):
         again.train(again.whole, "mxfp8")
 
@@ -230,7 +230,7 @@ def test_folder_of_an_earlier_demo_is_emptied_and_others_are_refused(tmp_path):
     (tmp_path / "out/old").touch()
     demo._prepare(tmp_path / "out", {"steps": 2})
     assert [path.name for path in (tmp_path / "out").iterdir()] == [demo.MARK]
-    assert read_toml(tmp_path / "out" / demo.MARK) == {"steps": 2}
+    assert read_settings_file(tmp_path / "out" / demo.MARK) == {"steps": 2}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
     for path in (tmp_path / "mine", tmp_path / "mine/file"):

@@ -164,7 +164,7 @@ def interrupted(case: Case, folder: str) -> list[str]:
         manager.save(1, run.model, run.optimizer)
         points = [
             ("save, writing", CommitWriter, "write_data"),
-            ("save, preparing", commit, "prepare"),
+            ("save, preparing", commit, "prepare_target"),
             ("save, committing", store.LocalStore, "write"),
         ]
         for name, where, function in points:

@@ -39,7 +39,7 @@ def write(case: Case, path: str) -> dict[str, torch.Tensor]:
     for index, layer in enumerate(model):
         if hasattr(layer, "unshard"):
             layer.unshard()
-        local = components.quantized(layer.weight)
+        local = components.quantized_local(layer.weight)
         assert local is not None
         found[f"model.{index}.weight"] = local._storage.dequantize()
     return found

@@ -63,7 +63,7 @@ def wire_of_one_step(case: Case) -> dict[str, Any]:
         optimizer.load_state_dict(state["optimizer"])
     expected = []
     for layer in model:
-        local = components.quantized(layer.weight)
+        local = components.quantized_local(layer.weight)
         assert local is not None
         fmt, shard = local._storage.cell.format, local._storage.shard
         both = tuple(fmt.copies)
@@ -235,7 +235,7 @@ def different_keys_direct(case: Case) -> str:
 
 def write_a_shard(case: Case) -> str:
     layer = build(Case(case.recipe, case.mesh, shapes=((96, 96),)))[0]
-    local = components.quantized(layer.weight)
+    local = components.quantized_local(layer.weight)
     assert local is not None
     return message_of(lambda: local.quantize_(torch.zeros(local.shape)))
 

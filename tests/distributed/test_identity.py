@@ -48,7 +48,7 @@ def held(model: nn.Module) -> dict[str, str]:
     return {
         f"{name}.{part}": sha(value)
         for name, param in model.named_parameters()
-        if components.quantized(param) is not None
+        if components.quantized_local(param) is not None
         for part, value in components.storage_of(param).components.items()
     }
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from quantshard import checkpoints, recipe
 from quantshard.cli import model as models
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.train import make_optimizer
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
@@ -23,12 +23,14 @@ from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-SETTINGS = Settings(hidden=96, heads=3, ffn=200, layers=2, seq_length=24, global_batch=6, lr=1e-2, weight_decay=0.1)
+SETTINGS = TrainSettings(
+    hidden=96, heads=3, ffn=200, layers=2, seq_length=24, global_batch=6, lr=1e-2, weight_decay=0.1
+)
 RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
 """Each with one of the architectures, in turns."""
 
 
-def build(settings: Settings) -> tuple[models.LanguageModel, FusedAdam]:
+def build(settings: TrainSettings) -> tuple[models.LanguageModel, FusedAdam]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = models.build(settings.resolved(), recipe.resolve(settings.recipe), mesh)
     return model, make_optimizer(model, settings.resolved())
@@ -47,11 +49,11 @@ def train(model: models.LanguageModel, optimizer: FusedAdam, steps: range) -> li
     return losses
 
 
-def born(settings: Settings) -> dict[str, str]:
+def born(settings: TrainSettings) -> dict[str, str]:
     return bits(*build(settings))
 
 
-def first_run(settings: Settings, path: str) -> tuple[dict[str, str], tuple[dict[str, str], list[float]]]:
+def first_run(settings: TrainSettings, path: str) -> tuple[dict[str, str], tuple[dict[str, str], list[float]]]:
     """Bits when born, and when saved; losses after that."""
     model, optimizer = build(settings)
     born = bits(model, optimizer)
@@ -60,7 +62,7 @@ def first_run(settings: Settings, path: str) -> tuple[dict[str, str], tuple[dict
     return born, (bits(model, optimizer), train(model, optimizer, range(1, 3)))
 
 
-def second_run(settings: Settings, path: str, steps: int) -> tuple[dict[str, str], list[float]]:
+def second_run(settings: TrainSettings, path: str, steps: int) -> tuple[dict[str, str], list[float]]:
     model, optimizer = build(replace(settings, seed=99))
     checkpoints.load(path, model, optimizer)
     return bits(model, optimizer), train(model, optimizer, range(1, 1 + steps))

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from quantshard import checkpoints
 from quantshard.cli import model as models
-from quantshard.cli.config import Settings
-from quantshard.cli.mesh import Axes
+from quantshard.cli.config import TrainSettings
+from quantshard.cli.mesh import MeshSpec
 from quantshard.errors import CheckpointError
 from quantshard.layouts import export, load, loading
-from quantshard.layouts.files import Files
-from quantshard.layouts.source import Source
+from quantshard.layouts.files import SafetensorsFiles
+from quantshard.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam
 from tests.distributed.pool import run_ranks
 from tests.layouts.models import CONFIG, RECIPES
@@ -40,8 +40,8 @@ LAYOUTS = {
 
 
 def build(recipe: str, mesh: str, seed: int) -> models.LanguageModel:
-    axes = Axes.parse(mesh)
-    settings = Settings(**SETTINGS, seed=seed, mesh=mesh).resolved()
+    axes = MeshSpec.parse(mesh)
+    settings = TrainSettings(**SETTINGS, seed=seed, mesh=mesh).resolved()
     return models.build(settings, RECIPES[recipe], axes.device_mesh("cpu"))
 
 
@@ -62,7 +62,7 @@ def write(path: str, mesh: str) -> None:
         checkpoints.save(f"{path}/{recipe}", model, optimizer)
 
 
-class Counted(Files):
+class Counted(SafetensorsFiles):
     """Counts the bytes that are read."""
 
     read_bytes = 0
@@ -76,7 +76,7 @@ class Counted(Files):
 def read(folder: str, out: str, mesh: str) -> dict[str, tuple[int, list[str], float]]:
     """Load each export into a model of its recipe, save that, and train on: bytes read, what was copied, the loss."""
     found = {}
-    loading.Files = Counted
+    loading.SafetensorsFiles = Counted
     for recipe in [*LAYOUTS, "bf16"]:
         model = build("mxfp8" if recipe == "bf16" else recipe, mesh, seed=1)
         Counted.read_bytes = 0
@@ -85,7 +85,7 @@ def read(folder: str, out: str, mesh: str) -> dict[str, tuple[int, list[str], fl
         optimizer = FusedAdam(model.named_parameters(), lr=1e-2)
         checkpoints.save(f"{out}/{recipe}", model, optimizer)
         found[recipe] = (read_bytes, done.copied, step(model, optimizer))
-    loading.Files = Files
+    loading.SafetensorsFiles = SafetensorsFiles
     return found
 
 
@@ -103,10 +103,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_imported_bits_are_those_exported(written: tuple[Path, Path], tmp_path: Path, mesh: str) -> None:
     """3 and 4 ranks."""
     path, folder = written
-    axes = Axes.parse(mesh)
+    axes = MeshSpec.parse(mesh)
     results = run_ranks(axes.processes, read, str(folder), str(tmp_path), mesh)
     for recipe in LAYOUTS:
-        one, two = Source(path / recipe), Source(tmp_path / recipe)
+        one, two = CheckpointModel(path / recipe), CheckpointModel(tmp_path / recipe)
         assert one.weights == two.weights
         for name, weight in one.weights.items():
             if weight.tag is None:
@@ -124,7 +124,7 @@ def test_imported_bits_are_those_exported(written: tuple[Path, Path], tmp_path: 
 
 
 def load_alone(folder: str) -> list[dict[str, torch.Tensor]]:
-    source_settings = Settings(**SETTINGS, seed=1).resolved()
+    source_settings = TrainSettings(**SETTINGS, seed=1).resolved()
     model = models.LanguageModel(source_settings, RECIPES["mxfp8"], "cpu")
     load(folder, model)
     return [{name: value for name, value in model.state_dict().items() if not name.endswith(("_key", "_draws"))}]
@@ -135,7 +135,7 @@ def test_high_precision_is_quantized_as_on_one_rank(written: tuple[Path, Path], 
     _, folder = written
     run_ranks(4, read, str(folder), str(tmp_path), "dp_shard=2,tp=2")
     (alone,) = load_alone(str(folder / "bf16"))
-    source = Source(tmp_path / "bf16")
+    source = CheckpointModel(tmp_path / "bf16")
     for weight in source.weights.values():
         if weight.tag is not None:
             for component in weight.format.components:
@@ -155,7 +155,7 @@ def failing_on_one_rank(folder: str) -> list[str]:
     """What nobody foresaw, while files are looked through and while they are copied."""
     found = []
     for method in ("_why_not", "_copy"):
-        fails = mock.patch.object(loading._Loader, method, side_effect=IndexError("index 7 is out of range"))
+        fails = mock.patch.object(loading._LayoutLoader, method, side_effect=IndexError("index 7 is out of range"))
         with fails if dist.get_rank() == 1 else nullcontext():
             found.append(refused(folder))
     return found

@@ -159,7 +159,7 @@ def test_a_frozen_layer_keeps_no_activation_and_computes_no_wgrad(recipe: str, m
         kept.clear()
 
         def pack(tensor: Tensor) -> Tensor:
-            if components.quantized(tensor) is None:
+            if components.quantized_local(tensor) is None:
                 kept.append(tensor.untyped_storage().nbytes())
             return tensor
 

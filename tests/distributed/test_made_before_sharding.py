@@ -183,7 +183,7 @@ def seeded(way: str) -> tuple[dict[str, str], dict[str, str]]:
         told = message_of(lambda p=param: optimizer.get_unscaled_state(local_of(p), "exp_avg"), ConfigurationError)
         assert "not its local tensor" in told, told
     for param in model.parameters():
-        if components.quantized(param) is not None:
+        if components.quantized_local(param) is not None:
             local_of(param).clear_high_precision_init_val()
     born = bits(model, optimizer)
     step(model, optimizer, 0)
@@ -191,7 +191,7 @@ def seeded(way: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def quantized_of(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, p) for name, p in model.named_parameters() if components.quantized(p) is not None]
+    return [(name, p) for name, p in model.named_parameters() if components.quantized_local(p) is not None]
 
 
 def local_of(param: Tensor) -> Any:

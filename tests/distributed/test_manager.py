@@ -77,7 +77,7 @@ def saved_whole(case: Case, folder: str) -> list[str]:
     run, path = new_run(case, folder), Path(folder) / "c"
     path.mkdir(exist_ok=True)  # an empty directory is in nobody's way
     checkpoints.save(path, run.model, run.optimizer, {"step": 3, "recipe": case.recipe})
-    found = manifest.read(path)
+    found = manifest.read_manifest(path)
     assert found is not None
     facts = found.step, found.recipe, found.mesh, found.world_size, sorted(found.files)
     wanted = 3, "mxfp8", {"inner": 2}, 2, [".metadata", "__0_0.distcp", "__1_0.distcp"]

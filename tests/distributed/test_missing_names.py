@@ -39,7 +39,7 @@ pytestmark = pytest.mark.distributed
 @contextlib.contextmanager
 def without(path: str) -> Iterator[None]:
     """Within it private_torch is as if this version of PyTorch had no such name."""
-    found, missing = lookup.found(path), lookup.Missing(path, lookup.NAMES[path])
+    found, missing = lookup.resolve_name(path), lookup.MissingName(path, lookup.NAMES[path])
     changed: list[tuple[Any, str, Any]] = []
     files = [
         file for name, file in sys.modules.items() if name.startswith(private_torch.__name__) and file is not lookup

@@ -38,7 +38,7 @@ def message_of(function: Callable[[], object]) -> str:
 def local_values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     pairs = []
     for layer in model:
-        local = components.quantized(layer.weight)
+        local = components.quantized_local(layer.weight)
         assert local is not None
         pairs.append((layer.weight, torch.ones(local.shape)))
     return pairs

@@ -88,20 +88,20 @@ def test_the_bits_of_one_rank_without_kernels() -> None:
 
 def experts(cases: list[experts_case.Case]) -> tuple[list[dict[str, str]], int]:
     """Bits of three steps on kernels, and how many layers computed all experts at once."""
-    found, calls, real = [], 0, grouped.linear
+    found, calls, real = [], 0, grouped.grouped_linear
 
     def counted(*args: Any) -> Tensor:
         nonlocal calls
         calls += 1
         return real(*args)
 
-    grouped.linear = counted
+    grouped.grouped_linear = counted
     try:
         for case in cases:
             with prepared_once(), kernels_on("cpu"):
                 found.append(experts_case.trained(case))
     finally:
-        grouped.linear = real
+        grouped.grouped_linear = real
     return found, calls
 
 

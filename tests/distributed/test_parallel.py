@@ -38,7 +38,7 @@ PIECES = [
     ((7, 33), 0, F32, True),
     ((64, 48), 0, BF16, False),
     ((0, 40), 0, BF16, False),
-    ((24, 7), 1, BF16, False),  # the same, turned for wgrad
+    ((24, 7), 1, BF16, False),  # the same, transposed for wgrad
     ((24, 10), 1, BF16, True),
     ((24, 16), 1, F32, False),
     ((130, 128), 1, BF16, False),
@@ -69,7 +69,7 @@ RHT = Cell(formats.NVFP4_1X16, Scaling(random_hadamard=True, stochastic_rounding
         (BLOCK, (64, 256), 0, 0, 64 * 256 + 64 * 2 * 4),
         (MXFP8, (64, 256), 0, 0, 64 * 256 + 64 * 8),
         (NVFP4, (64, 256), 0, 4, 64 * 128 + 64 * 16),
-        # turned, 64 tokens a rank: blocks of 128 tokens are shared by two
+        # transposed, 64 tokens a rank: blocks of 128 tokens are shared by two
         (CURRENT, (256, 64), 1, 4, 64 * 256),
         (BLOCK, (256, 64), 1, 256 * 4, 64 * 256),
         (MXFP8, (256, 64), 1, 0, 64 * 256 + 256 * 2),

@@ -402,7 +402,7 @@ def nearest(case: Case) -> bool:
     pairs = []
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         master = optimizer.state[param]["master_param"]
-        if components.quantized(other) is not None:
+        if components.quantized_local(other) is not None:
             pairs.append((other, master._local_tensor))
         elif not torch.equal(param.full_tensor(), master.full_tensor().bfloat16()):
             return False

@@ -236,6 +236,6 @@ def test_a_step_between_forward_and_backward_is_noticed() -> None:
 
 def test_values_of_another_shape_are_not_broadcast() -> None:
     """No ranks."""
-    weight = components.quantized(small()[0].weight)
+    weight = components.quantized_local(small()[0].weight)
     assert weight is not None
     assert "have shape (1, 64)" in message_of(lambda: qs.requantize_([(weight, torch.ones(1, 64))]))

@@ -22,7 +22,7 @@ from quantshard.checkpoints.store import locate
 from quantshard.checkpoints.verify import verify
 from quantshard.cli import app
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.layouts.inspection import inspect
+from quantshard.layouts.inspection import inspect_files
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import SHAPES, new_run, on_rank_0
@@ -86,7 +86,7 @@ def test_a_run_behind_a_url(mode: str | None, tmp_path: Path) -> None:
         assert overtaken.startswith(f"{url} is in use by another run, which was started later")
     assert "no checkpoint" not in str(verify(f"{url}/step-000004")) and verify(f"{url}/step-000004").ok
     assert compare(f"{url}/step-000003", f"{url}/step-000004").differences
-    assert inspect(f"{url}/step-000004").rows == inspect(beside(url, 4, "")).rows
+    assert inspect_files(f"{url}/step-000004").rows == inspect_files(beside(url, 4, "")).rows
 
 
 def late(case: Case, url: str) -> list[Any]:
@@ -195,7 +195,10 @@ def test_in_memory() -> None:
 
 def elsewhere(case: Case, url: str) -> list[str]:
     run, found = new_run(case, url), []
-    with Manager("memory://run") as manager, mock.patch.object(io, "write"):  # as in the memory of another process
+    with (
+        Manager("memory://run") as manager,
+        mock.patch.object(io, "write_checkpoint"),
+    ):  # as in the memory of another process
         found.append(message_of(lambda: manager.save(1, run.model, run.optimizer)))
     return [*found, message_of(lambda: Manager("nowhere://run"))]
 
@@ -205,7 +208,7 @@ def test_places_that_cannot_do(tmp_path: Path) -> None:
     memory, unknown = run_ranks(1, elsewhere, Case("mxfp8", (1,), shapes=((32, 32),)), str(tmp_path))[0]
     assert memory.startswith("memory://run/step-000001 was saved and is not to be seen")
     assert unknown.startswith("nowhere://run cannot be reached by fsspec: Protocol not known")
-    for call in (verify, inspect, lambda path: compare(path, path), checkpoints.is_complete):
+    for call in (verify, inspect_files, lambda path: compare(path, path), checkpoints.is_complete):
         with pytest.raises(ConfigurationError, match="s3:/bucket/run was the URL s3://bucket/run"):
             call(Path("s3://bucket/run"))
 

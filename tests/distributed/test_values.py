@@ -23,8 +23,8 @@ import quantshard as qs
 from quantshard import checkpoints, components, private_torch, recipe
 from quantshard.checkpoints import high_precision_state_dict
 from quantshard.cli import model as models
-from quantshard.cli.config import Settings
-from quantshard.cli.mesh import Axes
+from quantshard.cli.config import TrainSettings
+from quantshard.cli.mesh import MeshSpec
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, Case
@@ -57,7 +57,7 @@ def on_a_mesh(case: Case, folder: str) -> list[str]:
         for optimizers in ((None, None), (run.optimizer, alone.optimizer)):
             expected = high_precision_state_dict(alone.model, optimizers[1])
             for key, param in components.named_parameters(alone.model).items():
-                local = components.quantized(param)
+                local = components.quantized_local(param)
                 plain = param.detach().float() if local is None else local._storage.dequantize()
                 if optimizers[1] is not None:
                     plain = optimizers[1].get_unscaled_state(param, "master_param")
@@ -110,9 +110,9 @@ def tensor_parallel(folder: str) -> list[str]:
     sizes = {"hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "layers": 1, "seq_length": 8}
     for name in ("delayed", "mxfp8", "nvfp4"):
         for mesh in ("dp_shard=4", "dp_shard=2,tp=2"):
-            settings = Settings(**sizes, mesh=mesh, global_batch=4).resolved()  # type: ignore[arg-type]
+            settings = TrainSettings(**sizes, mesh=mesh, global_batch=4).resolved()  # type: ignore[arg-type]
             torch.manual_seed(3)
-            model = models.build(settings, recipe.resolve(RECIPES[name]), Axes.parse(mesh).device_mesh("cpu"))
+            model = models.build(settings, recipe.resolve(RECIPES[name]), MeshSpec.parse(mesh).device_mesh("cpu"))
             optimizer = FusedAdam(model.named_parameters())
             found += [(name, high_precision_state_dict(model, full=True))]
             found += [(name, high_precision_state_dict(model, optimizer, full=True))]
@@ -176,7 +176,7 @@ def mixed(folder: str) -> list[Any]:
 
 
 def local_values(param: Tensor) -> Tensor:
-    found = components.quantized(param)
+    found = components.quantized_local(param)
     assert found is not None
     return found.dequantize()
 

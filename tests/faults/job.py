@@ -81,7 +81,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "staging: before the copy": (Stager, "stage", "before"),
     "staging: after the copy": (Stager, "stage", "after"),
     "writing: the folder is made": (store.LocalStore, "mkdir", "after"),
-    "writing: in a file": (commit._Written, "write", "half"),
+    "writing: in a file": (commit._DigestStream, "write", "half"),
     "writing: the data are there": (commit.CommitWriter, "write_data", "after"),
     "writing: the metadata are there": (commit.CommitWriter, "_check", "before"),
     "writing: in the manifest": (store.LocalStore, "write", "half"),
@@ -138,7 +138,7 @@ class ArmedWriter(commit.CommitWriter):
 
     armed = False
 
-    def __init__(self, target: commit.Target, facts: dict[str, Any], fault: Fault, folder: str) -> None:
+    def __init__(self, target: commit.SaveTarget, facts: dict[str, Any], fault: Fault, folder: str) -> None:
         super().__init__(target, facts)
         self.fault, self.folder = fault, folder
 

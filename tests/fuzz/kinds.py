@@ -32,7 +32,7 @@ from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
 from quantshard.checkpoints.verify import verify
 from quantshard.cli import exchange
 from quantshard.layouts import names
-from quantshard.layouts.inspection import inspect
+from quantshard.layouts.inspection import inspect_files
 from quantshard.optimizers import FusedAdam
 from quantshard.transformer_engine.pieces import CALLS
 from tests.cli import hostile
@@ -112,7 +112,7 @@ def _checkpoint_readings(recipe: str, whole: Path) -> Callable[[Path, Mutant], l
             ("load", lambda: loaded(path), expected if is_known else None),
             ("compare", lambda: compare(path, whole).differences and None, None),
             ("verify", lambda: verify(path).problems and None, None),
-            ("inspect", lambda: inspect(path).to_json() and None, None),
+            ("inspect", lambda: inspect_files(path).to_json() and None, None),
             ("export", lambda: layouts.export(path, "plain-fp32", _fresh(path), config=CONFIG) and None, None),
         ]
 
@@ -131,7 +131,7 @@ def _one_altered(whole: Path, files: Sequence[str]) -> SearchStrategy[Mutant]:
 @st.composite
 def _metadata(draw: DrawFn, whole: Path, name: str = METADATA_FILE, dropped: str = manifest.MANIFEST) -> Mutant:
     """Metadata that say something else, and no manifest."""
-    tree = pickles.load((whole / name).read_bytes(), metadata._NAMES)
+    tree = pickles.load_pickle((whole / name).read_bytes(), metadata._NAMES)
     values = records(tuple(sorted(metadata._NAMES)))
     return {name: pickled(draw(trees(tree, values))), dropped: None}
 
@@ -147,7 +147,7 @@ def _entry(draw: DrawFn, whole: Path, folder: str = "", calls: tuple[str, ...] =
         listed = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     known = (*sorted(entries._NAMES), *calls)
     if draw(st.integers(0, 5)):
-        tree = pickles.load(listed["data.pkl"], known)
+        tree = pickles.load_pickle(listed["data.pkl"], known)
         listed["data.pkl"] = pickled(draw(trees(tree, records(known))))
     else:
         which = draw(st.sampled_from(sorted(listed)))
@@ -197,8 +197,8 @@ def _exported_readings(path: Path, mutant: Mutant) -> list[Reading]:
     single = sorted(path.glob("*.safetensors"))[:1]
     checkpoint = path.parent / "checkpoint"
     return [
-        ("inspect", lambda: inspect(path).to_json() and None, None),
-        *((("inspect a file", lambda: inspect(single[0]).to_json() and None, None),) if single else ()),
+        ("inspect", lambda: inspect_files(path).to_json() and None, None),
+        *((("inspect a file", lambda: inspect_files(single[0]).to_json() and None, None),) if single else ()),
         ("load", lambda: layouts.load(path, model, lossy=True).lines() and None, None),
         ("import", lambda: exchange.import_(path, str(_fresh(path)), "mxfp8", None, lossy=True), None),
         ("export", lambda: layouts.export(checkpoint, "sglang-mxfp8", _fresh(path), config=path) and None, None),
@@ -245,7 +245,7 @@ def _names_kind(folder: Path) -> Kind:
 
     def readings(path: Path, mutant: Mutant) -> list[Reading]:
         def read() -> None:
-            found = names.read(path / "map.toml")
+            found = names.read_names(path / "map.toml")
             layouts.export(path.parent / "checkpoint", "sglang-mxfp8", _fresh(path), names=found, config=CONFIG)
 
         return [("export", read, None)]

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from quantshard.checkpoints.pickles import PERSISTENT, Record
+from quantshard.checkpoints.pickles import PERSISTENT, PickleRecord
 
 NUMBERS = [-(2**63), -1, 0, 1, 2, 3, 7, 16, 255, 2**20, 2**24, 2**31, 2**40, 2**60, 2**62 - 1, 2**62, 2**63 - 1, 2**64]
 FLOATS = [-0.0, 0.5, 1e308, -1e308, float("inf"), float("nan")]
@@ -50,7 +50,7 @@ def records(draw: DrawFn, names: tuple[str, ...]) -> Any:
     if kind == 0:
         return draw(st.sampled_from([(), (1,), (2**61, 2**61), (2**61, 2**61, 0), (-1, 3), b"", b"\xff", {1}, {"a"}]))
     if kind == 1:
-        record = Record(draw(st.sampled_from(names)))
+        record = PickleRecord(draw(st.sampled_from(names)))
         if draw(st.booleans()):
             record.args = draw(st.sampled_from([(), (1,), ("x",), ((2, 3),), (None,) * 6, ([1, [2], 3],)]))
         if record.args is not None and draw(st.integers(0, 3)) == 0:
@@ -68,7 +68,7 @@ def children(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from tree.items()
     elif isinstance(tree, list | tuple):
         yield from enumerate(tree)
-    elif isinstance(tree, Record):
+    elif isinstance(tree, PickleRecord):
         yield from ((which, part) for which in ("args", "state", "items") if (part := getattr(tree, which)) is not None)
 
 
@@ -88,7 +88,7 @@ def places(tree: Any, limit: int = 20_000) -> list[Place]:
 def at(tree: Any, place: Place) -> Any:
     """What stands at a place."""
     for by in place:
-        tree = getattr(tree, by) if isinstance(tree, Record) else tree[by]
+        tree = getattr(tree, by) if isinstance(tree, PickleRecord) else tree[by]
     return tree
 
 
@@ -97,7 +97,7 @@ def put(tree: Any, place: Place, change: Callable[[Any, Any], Any]) -> Any:
     by, rest = place[0], place[1:]
     if not rest:
         return change(tree, by)
-    child = put(getattr(tree, by) if isinstance(tree, Record) else tree[by], rest, change)
+    child = put(getattr(tree, by) if isinstance(tree, PickleRecord) else tree[by], rest, change)
     return replaced(tree, by, child)
 
 
@@ -106,7 +106,7 @@ def replaced(parent: Any, by: Any, value: Any) -> Any:
     if isinstance(parent, tuple):
         return (*parent[:by], value, *parent[by + 1 :])
     found = copy.copy(parent)
-    if isinstance(parent, Record):
+    if isinstance(parent, PickleRecord):
         setattr(found, by, value)
     else:
         found[by] = value
@@ -117,7 +117,7 @@ def without(parent: Any, by: Any) -> Any:
     """A parent that lacks a child."""
     if isinstance(parent, tuple):
         return parent[:by] + parent[by + 1 :]
-    if isinstance(parent, Record):
+    if isinstance(parent, PickleRecord):
         return replaced(parent, by, () if by == "args" else None)
     found = copy.copy(parent)
     del found[by]
@@ -150,7 +150,7 @@ def trees(draw: DrawFn, tree: Any, values: SearchStrategy[Any] = PLAIN) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """A pickle of plain values and records, as `pickles.load` reads it."""
+    """A pickle of plain values and records, as `pickles.load_pickle` reads it."""
     return b"\x80\x04" + _pickled(value) + b"."
 
 
@@ -171,7 +171,7 @@ def _pickled(value: Any) -> bytes:
         return begin + inner + end
     if isinstance(value, dict):
         return b"}" + _items(value)
-    assert isinstance(value, Record)
+    assert isinstance(value, PickleRecord)
     if value.name == PERSISTENT:
         return _pickled(value.args[0] if isinstance(value.args, tuple) and value.args else None) + b"Q"
     module, _, name = value.name.rpartition(".")

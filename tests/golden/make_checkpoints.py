@@ -47,7 +47,7 @@ def digest(model: nn.Module, optimizer: FusedAdam) -> str:
     for key, value in sorted(model.state_dict().items()):
         add(found, key, value)
     for name, param in model.named_parameters():
-        if components.quantized(param) is not None:
+        if components.quantized_local(param) is not None:
             add(found, f"values of {name}", components.storage_of(param).dequantize())
     return found.hexdigest()[:32]
 

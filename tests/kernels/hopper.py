@@ -57,11 +57,19 @@ from quantshard.kernels import (  # noqa: E402
     targets,
     transpose,
 )
-from quantshard.kernels.adam_parameters import Parameter, Plain, Rectangle, Scaled, Way, how_of, way_of  # noqa: E402
+from quantshard.kernels.adam_parameters import (  # noqa: E402
+    AdamParameter,
+    AdamPasses,
+    MatrixRegion,
+    PlainTensor,
+    ScaledTensor,
+    adam_kernel_config,
+    passes_of,
+)
 from quantshard.kernels.adam_plan import launch_options  # noqa: E402
-from quantshard.kernels.results import Outputs  # noqa: E402
-from quantshard.kernels.targets import Request, Where  # noqa: E402
-from quantshard.numerics import Words  # noqa: E402
+from quantshard.kernels.results import EpilogueRequest  # noqa: E402
+from quantshard.kernels.targets import QuantizeRequest, Region  # noqa: E402
+from quantshard.numerics import RandomBits  # noqa: E402
 from quantshard.recipe import FP8_STATE, Cell, resolve  # noqa: E402
 
 
@@ -91,33 +99,33 @@ def became(kernel: Any) -> dict[str, Any]:
     }
 
 
-def request(name: str, turned: bool = False, words: bool = False, hadamard: bool = False) -> Request:
+def request(name: str, transposed: bool = False, words: bool = False, hadamard: bool = False) -> QuantizeRequest:
     copy = FORMATS[name].copies[Copy.ROWWISE]
     grid = torch.ones(1 if copy.block[0] == ALL else ROWS, 1) if ALL in copy.block else None
-    drawn = Words(1 << 40 | 5, 7, 3, (ROWS, COLS)) if words else None
+    drawn = RandomBits(1 << 40 | 5, 7, 3, (ROWS, COLS)) if words else None
     second = torch.ones(()) if copy.amax is not None else None
     by_columns = sources.read_by_columns(copy)
-    return Request(copy, Scaling(random_hadamard=hadamard), (0, 0), grid, second, drawn, turned, by_columns)
+    return QuantizeRequest(copy, Scaling(random_hadamard=hadamard), (0, 0), grid, second, drawn, transposed, by_columns)
 
 
-def quantized(one: Request, other: Request | None = None, next_amax: bool = False) -> Any:
+def quantized(one: QuantizeRequest, other: QuantizeRequest | None = None, next_amax: bool = False) -> Any:
     x = torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     tile = targets.tile(one, other, x.dtype)
     first = targets.target((ROWS, COLS), x.dtype, x.device, one, tile, torch.zeros(()) if next_amax else None)
-    second = other and targets.target((COLS, ROWS), x.dtype, x.device, other, tile, held_turned=True)
+    second = other and targets.target((COLS, ROWS), x.dtype, x.device, other, tile, held_transposed=True)
     return quantize.quantize_kernel.warmup(
         x, COLS, 1, first.where, first.out, second and second.where, second and second.out,
         *targets.halves(first.words.key), first.words.draw, first.words.stream, first.words.global_shape[1],
         second and second.words.stream, second and second.words.global_shape[1],
         H=first.how, T=second and second.how, grid=(1,),
-        **targets.launch(tile, other is not None, x.dtype),
+        **targets.quantize_launch_options(tile, other is not None, x.dtype),
     )  # fmt: skip
 
 
 def measured() -> Any:
     x, grid = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.empty(1, 1, dtype=torch.int32)
     return amax.amax_kernel.warmup(
-        x, COLS, 1, Where(ROWS, COLS, COLS, 0, 0), grid, 1, 1, 1, H=amax._tiling((ALL, ALL), False), grid=(1,),
+        x, COLS, 1, Region(ROWS, COLS, COLS, 0, 0), grid, 1, 1, 1, H=amax._tiling((ALL, ALL), False), grid=(1,),
         num_warps=targets.WARPS,
     )  # fmt: skip
 
@@ -128,7 +136,7 @@ def dequantized(name: str) -> Any:
     codes, scale = torch.empty(ROWS, width, dtype=torch.uint8), torch.empty(128, 128, dtype=torch.uint8)
     how, out = dequantize.tiles_of(copy, codes.device), torch.empty(ROWS, COLS, dtype=torch.bfloat16)
     return dequantize.dequantize_kernel.warmup(
-        codes, width, width, scale, torch.empty(()), 128, 1, 128, 128, out, COLS, Where(ROWS, COLS, COLS, 0, 0), H=how,
+        codes, width, width, scale, torch.empty(()), 128, 1, 128, 128, out, COLS, Region(ROWS, COLS, COLS, 0, 0), H=how,
         grid=(1,), num_warps=targets.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -138,11 +146,11 @@ def transposed() -> Any:
     return transpose.transpose_kernel.warmup(x, COLS, x, ROWS, ROWS, COLS, *transpose.TILE, grid=(1,), num_warps=8)
 
 
-def activated(one: Request | None, other: Request | None = None, backward: bool = False) -> Any:
+def activated(one: QuantizeRequest | None, other: QuantizeRequest | None = None, backward: bool = False) -> Any:
     x, scalar = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.zeros(())
     sums = torch.empty(COLS) if backward else None
-    outputs = Outputs(one, other, None, scalar, scalar if backward else None, sums)
-    p = results.plan(outputs, x)
+    outputs = EpilogueRequest(one, other, None, scalar, scalar if backward else None, sums)
+    p = results.plan_epilogue(outputs, x)
     inputs, rest = (x, COLS, x, COLS), (p.sink, *p.out, *p.words)
     if not backward:
         return activation.activate_kernel.warmup(
@@ -155,9 +163,9 @@ def activated(one: Request | None, other: Request | None = None, backward: bool 
     )  # fmt: skip
 
 
-def normalized(one: Request | None, other: Request | None = None) -> Any:
+def normalized(one: QuantizeRequest | None, other: QuantizeRequest | None = None) -> Any:
     x, row, column = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.empty(COLS), torch.empty(ROWS)
-    p = results.plan(Outputs(one, other), x)
+    p = results.plan_epilogue(EpilogueRequest(one, other), x)
     return norm.normalize_kernel.warmup(
         x, COLS, column, column, row, row, p.where, p.sink, *p.out, *p.words, CENTERED=True, OFFSET=0.0, TILE=p.tile,
         H=p.how[0], T=p.how[1], grid=(1,), **p.launch(), enable_fp_fusion=False,
@@ -166,7 +174,7 @@ def normalized(one: Request | None, other: Request | None = None) -> Any:
 
 def statistics(size: int) -> Any:
     x, row, column = torch.empty(ROWS, size, dtype=torch.bfloat16), torch.empty(size), torch.empty(ROWS)
-    r, amax = norm.rows_of(size), torch.zeros((), dtype=torch.int32)
+    r, amax = norm.row_tiling(size), torch.zeros((), dtype=torch.int32)
     return norm.statistics_kernel.warmup(
         x, size, x, size, x, column, column, row, row, amax, ROWS, size, 1e-5, CENTERED=True, OFFSET=0.0, ROWS=r.rows,
         PIECE=r.piece, PIECES=r.pieces, grid=(1,), num_warps=r.warps, enable_fp_fusion=False,
@@ -175,7 +183,7 @@ def statistics(size: int) -> Any:
 
 def normalized_backward(size: int, centered: bool) -> Any:
     x, row, column = torch.empty(ROWS, size, dtype=torch.bfloat16), torch.empty(size), torch.empty(ROWS)
-    r, sums = norm.rows_of_backward(size, centered), torch.empty(norm.PROGRAMS, size)
+    r, sums = norm.backward_row_tiling(size, centered), torch.empty(norm.PROGRAMS, size)
     kernel, layout = norm.backward_kernel, {"ROWS": r.rows}
     if r.pieces > 1:
         kernel, layout = norm.backward_pieces_kernel, {"PIECES": r.pieces}
@@ -209,27 +217,27 @@ def experts_quantized(block: int) -> Any:
     )
     if not block:
         element = language.element(E4M3, torch.device("cuda"))
-        return grouped.quantize_kernel.warmup(
+        return grouped.expert_quantize_kernel.warmup(
             x, COLS, COLS, table, scales, torch.empty(ROWS, COLS, dtype=torch.uint8), None, scales, element,
             grouped.MANY_ROWS, grouped.COLS, grid=(1,), num_warps=grouped.WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     one = request("fp8_1x128" if block == 128 else "mxfp8_1x32")
     tile = targets.tile(one, one, x.dtype)
     first = targets.target((ROWS, COLS), x.dtype, x.device, one, tile)
-    second = targets.target((COLS, ROWS), x.dtype, x.device, one, tile, held_turned=True)
+    second = targets.target((COLS, ROWS), x.dtype, x.device, one, tile, held_transposed=True)
     return grouped.quantize_blocks_kernel.warmup(
         x, COLS, table, first.where, first.out, second.where, second.out, scales, H=first.how, T=second.how,
-        ROWS=grouped.MANY_ROWS, grid=(1,), **targets.launch(tile, True, x.dtype),
+        ROWS=grouped.MANY_ROWS, grid=(1,), **targets.quantize_launch_options(tile, True, x.dtype),
     )  # fmt: skip
 
 
-def experts_multiplied(block: int, launch: Any, turned: bool) -> Any:
+def experts_multiplied(block: int, launch: Any, transposed: bool) -> Any:
     codes, table = torch.empty(ROWS, COLS, dtype=torch.uint8), torch.empty(8, 4, dtype=torch.int64)
     scales = torch.empty(ROWS, 32, dtype=torch.uint8 if block == 32 else torch.float32)
     element = language.element(E4M3, torch.device("cuda"))
     return grouped_matmul.rows_kernel.warmup(
         codes, scales, None, table, table, 8, torch.empty(ROWS, COLS, dtype=torch.bfloat16), COLS, COLS,
-        TURNED=turned, ALIGNED=True, BIAS=None, SCALE=grouped_matmul.scale_type(scales), BLOCK=block, A=element,
+        TURNED=transposed, ALIGNED=True, BIAS=None, SCALE=grouped_matmul.scale_type(scales), BLOCK=block, A=element,
         B=element, ROWS=launch.rows, COLS=launch.cols, SUMMED=launch.summed, grid=(1,), num_warps=launch.warps,
         num_stages=launch.stages,
     )  # fmt: skip
@@ -256,27 +264,30 @@ def stepped(recipe: str, moments: bool) -> Any:
     """A step of Adam with float32 masters, and float32 moments or such of 8 bits."""
     shard = sharding.whole((ROWS, COLS))
 
-    def stored(cell: Cell, history: torch.Tensor | None = None) -> Scaled:
-        return Scaled(cell.format, cell.scaling, shard, storages.empty(cell, shard, "cpu").components, history)
+    def stored(cell: Cell, history: torch.Tensor | None = None) -> ScaledTensor:
+        return ScaledTensor(cell.format, cell.scaling, shard, storages.empty(cell, shard, "cpu").components, history)
 
     cell = resolve(recipe).weight
     assert cell is not None
     weight = stored(cell, torch.zeros(16) if cell.scaling.history else None)
-    plain = Plain(torch.empty(ROWS, COLS))
+    plain = PlainTensor(torch.empty(ROWS, COLS))
     state = stored(FP8_STATE) if moments else plain
-    p = Parameter(weight, state, state, plain, Rectangle((ROWS, COLS), (0, 0), (ROWS, COLS)))
-    once = way_of(p) is Way.ONCE
-    how, table = how_of(p, True, not once or weight.history is not None, True, once), torch.empty(8, dtype=torch.int64)
+    p = AdamParameter(weight, state, state, plain, MatrixRegion((ROWS, COLS), (0, 0), (ROWS, COLS)))
+    once = passes_of(p) is AdamPasses.ONCE
+    how, table = (
+        adam_kernel_config(p, True, not once or weight.history is not None, True, once),
+        torch.empty(8, dtype=torch.int64),
+    )
     return adam.adam_kernel.warmup(
         table, table.int(), table, table, table.float(), None, tl.bfloat16, 2, how, grid=(1,), **launch_options(how)
     )
 
 
 KERNELS = {
-    "per tensor, transpose, next amax": lambda: quantized(request("fp8_e4m3", turned=True), next_amax=True),
+    "per tensor, transpose, next amax": lambda: quantized(request("fp8_e4m3", transposed=True), next_amax=True),
     "per tensor, E5M2": lambda: quantized(request("fp8_e5m2")),
     "per row": lambda: quantized(request("fp8_1xrow")),
-    "128x128, transpose": lambda: quantized(request("fp8_128x128", turned=True)),
+    "128x128, transpose": lambda: quantized(request("fp8_128x128", transposed=True)),
     "1x128, both directions": lambda: quantized(request("fp8_1x128"), request("fp8_1x128")),
     "MXFP8, both directions": lambda: quantized(request("mxfp8_1x32"), request("mxfp8_1x32")),
     "NVFP4": lambda: quantized(request("nvfp4_1x16")),
@@ -287,14 +298,14 @@ KERNELS = {
     "dequantize MXFP8": lambda: dequantized("mxfp8_32x32"),
     "dequantize NVFP4": lambda: dequantized("nvfp4_16x16"),
     "transpose": transposed,
-    "activation, per tensor": lambda: activated(request("fp8_e4m3", turned=True)),
-    "activation, 128x128": lambda: activated(request("fp8_128x128", turned=True)),
+    "activation, per tensor": lambda: activated(request("fp8_e4m3", transposed=True)),
+    "activation, 128x128": lambda: activated(request("fp8_128x128", transposed=True)),
     "activation, 1x128 both ways": lambda: activated(request("fp8_1x128"), request("fp8_1x128")),
-    "activation, backward per tensor": lambda: activated(request("fp8_e5m2", turned=True), None, True),
-    "activation, backward 128x128": lambda: activated(request("fp8_128x128", turned=True), None, True),
+    "activation, backward per tensor": lambda: activated(request("fp8_e5m2", transposed=True), None, True),
+    "activation, backward 128x128": lambda: activated(request("fp8_128x128", transposed=True), None, True),
     "activation, backward 1x128": lambda: activated(request("fp8_1x128"), request("fp8_1x128"), True),
     "activation, backward MXFP8": lambda: activated(request("mxfp8_1x32"), request("mxfp8_1x32"), True),
-    "norm, per tensor": lambda: normalized(request("fp8_e4m3", turned=True)),
+    "norm, per tensor": lambda: normalized(request("fp8_e4m3", transposed=True)),
     "norm, 1x128 both ways": lambda: normalized(request("fp8_1x128"), request("fp8_1x128")),
     "norm, MXFP8 both ways": lambda: normalized(request("mxfp8_1x32"), request("mxfp8_1x32")),
     "norm, statistics, 4096": lambda: statistics(4096),

@@ -12,7 +12,7 @@ from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, 
 from quantshard.kernels import activation as ka
 from quantshard.kernels import results
 from quantshard.kernels import targets as kt
-from quantshard.kernels.results import Outputs
+from quantshard.kernels.results import EpilogueRequest
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
@@ -72,9 +72,9 @@ def test_results_are_within_the_stated_bounds(name, dtype):
         gate, dh = values(*shape, dtype), values(*shape, dtype, seed=2).clamp(-100, 100)
         up = values(*shape, dtype, seed=1).clamp(-100, 100).flip(0) if name in ka.GATED else None
         high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
-        ka.activate_and_quantize(gate, name, up, Outputs(high=high))
-        second = None if up is None else Outputs(high=d_up)
-        ka.activate_backward_and_quantize(dh, gate, name, up, Outputs(high=d_gate), second)
+        ka.activate_and_quantize(gate, name, up, EpilogueRequest(high=high))
+        second = None if up is None else EpilogueRequest(high=d_up)
+        ka.activate_backward_and_quantize(dh, gate, name, up, EpilogueRequest(high=d_gate), second)
 
         value, slope, z, weight = exact(gate.double(), ka.GATED.get(name, name))
         x, dh, factor = gate.double(), dh.double(), torch.ones_like(value) if up is None else up.double()
@@ -94,9 +94,9 @@ def test_results_are_the_oracles_or_their_neighbours(name):
     wanted = torch.autograd.grad(want, [gate] if up is None else [gate, up], dh)
     got = [torch.empty_like(gate, requires_grad=False) for _ in range(3)]
     gate, dh, up = gate.detach(), dh.detach(), None if up is None else up.detach()
-    ka.activate_and_quantize(gate, name, up, Outputs(high=got[0]))
+    ka.activate_and_quantize(gate, name, up, EpilogueRequest(high=got[0]))
     ka.activate_backward_and_quantize(
-        dh, gate, name, up, Outputs(high=got[1]), None if up is None else Outputs(high=got[2])
+        dh, gate, name, up, EpilogueRequest(high=got[1]), None if up is None else EpilogueRequest(high=got[2])
     )
     for one, other in zip(got, (want, *wanted), strict=False):
         if "re" in name:  # no exp: every operation is exact or rounded the same
@@ -112,18 +112,18 @@ def test_the_largest_numbers_do_not_become_nan(name):
     """x**2 overflows, and x**3, where the oracle's gelu has no gradient: infinity times zero."""
     x = torch.tensor([[-1e38, -1e20, -1e13, -200.0, 200.0, 1e13, 1e20, 1e38]], device=DEVICE)
     high, slope = torch.empty_like(x), torch.empty_like(x)
-    ka.activate_and_quantize(x, name, None, Outputs(high=high))
-    ka.activate_backward_and_quantize(torch.ones_like(x), x, name, None, Outputs(high=slope))
+    ka.activate_and_quantize(x, name, None, EpilogueRequest(high=high))
+    ka.activate_backward_and_quantize(torch.ones_like(x), x, name, None, EpilogueRequest(high=slope))
     assert torch.equal(high, x.clamp(min=0)) and torch.equal(slope, (x > 0).float())
 
 
 FORMATS = [FP8_E4M3, FP8_E5M2, FP8_128X128, FP8_1X128, MXFP8_32X32, NVFP4_1X16]
 
 
-def request(fmt, scaling, grids, dtype, turned=False, words=None):
+def request(fmt, scaling, grids, dtype, transposed=False, words=None):
     copy = fmt.copies[Copy.ROWWISE]
     given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
-    return kt.Request(copy, scaling, (0, 0), given, grids.get("amax"), words, turned)
+    return kt.QuantizeRequest(copy, scaling, (0, 0), given, grids.get("amax"), words, transposed)
 
 
 def same_codes(target, high, fmt, scaling, grids, drawn=None):
@@ -133,9 +133,9 @@ def same_codes(target, high, fmt, scaling, grids, drawn=None):
     assert torch.equal(target.codes, codes)
     if target.scale is not None:
         assert torch.equal(target.scale, numerics.scales(grids, fmt, scaling, high.dtype)[copy.scale.name])
-    if target.turned is not None:
+    if target.transposed is not None:
         unpacked = numerics.unpack(codes, copy.codes.encoding, high.shape[1]).t().contiguous()
-        assert torch.equal(target.turned, numerics.pack(unpacked, copy.codes.encoding))
+        assert torch.equal(target.transposed, numerics.pack(unpacked, copy.codes.encoding))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
@@ -144,17 +144,17 @@ def test_codes_are_the_oracles_of_the_results(fmt):
     shape, dtype, scaling = (37, 290), torch.bfloat16, Scaling()
     gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
     highs = [torch.empty_like(gate) for _ in range(3)]
-    ka.activate_and_quantize(gate, "swiglu", up, Outputs(high=highs[0]))
-    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(high=x) for x in highs[1:]))
-    asked, turned = [], fmt.transposable
+    ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(high=highs[0]))
+    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(EpilogueRequest(high=x) for x in highs[1:]))
+    asked, transposed = [], fmt.transposable
     for x in highs:
-        ways = (numerics.amaxes(x, fmt), None if turned else numerics.amaxes(x.t(), fmt))
-        asked.append((ways, *(g and request(fmt, scaling, g, dtype, turned) for g in ways)))
-    found = [ka.activate_and_quantize(gate, "swiglu", up, Outputs(*asked[0][1:]))]
-    found += ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(*a[1:]) for a in asked[1:]))
+        ways = (numerics.amaxes(x, fmt), None if transposed else numerics.amaxes(x.t(), fmt))
+        asked.append((ways, *(g and request(fmt, scaling, g, dtype, transposed) for g in ways)))
+    found = [ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(*asked[0][1:]))]
+    found += ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(EpilogueRequest(*a[1:]) for a in asked[1:]))
     for (one, two), x, (ways, *_) in zip(found, highs, asked, strict=True):
         same_codes(one, x, fmt, scaling, ways[0])
-        if turned:
+        if transposed:
             assert two is None
         else:
             same_codes(two, x.t().contiguous(), fmt, scaling, ways[1])
@@ -165,11 +165,11 @@ def test_two_programs_fit_on_a_multiprocessor(backward):
     """Where a program would take most of its 65536 registers for itself, they are bounded."""
     like = torch.ones(37, 290, dtype=torch.bfloat16, device=DEVICE)
     asked = request(FP8_1X128, Scaling(), numerics.amaxes(like, FP8_1X128), like.dtype)
-    plan = results.plan(Outputs(asked, asked), like)
+    plan = results.plan_epilogue(EpilogueRequest(asked, asked), like)
     launch = plan.launch(backward)
-    assert (plan.tile, launch["num_warps"], launch["maxnreg"]) == (kt.Tile(128, 128, 4), 8, 128)
+    assert (plan.tile, launch["num_warps"], launch["maxnreg"]) == (kt.TileShape(128, 128, 4), 8, 128)
     assert 2 * 32 * launch["num_warps"] * launch["maxnreg"] == 65536
-    alone = results.plan(Outputs(asked), like).launch(backward)
+    alone = results.plan_epilogue(EpilogueRequest(asked), like).launch(backward)
     assert (alone["maxnreg"] is None) != backward
 
 
@@ -177,13 +177,15 @@ def test_either_direction_alone_and_one_gradient_alone():
     shape, fmt, scaling = (37, 290), FP8_1X128, Scaling()
     gate, up, dh = (values(*shape, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
     high, d_up, sums = torch.empty_like(gate), torch.empty_like(gate), torch.empty(290, device=DEVICE)
-    asked = kt.Request(fmt.copies[Copy.ROWWISE], scaling)
-    one, two = ka.activate_and_quantize(gate, "swiglu", up, Outputs(other=asked, high=high))
+    asked = kt.QuantizeRequest(fmt.copies[Copy.ROWWISE], scaling)
+    one, two = ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(other=asked, high=high))
     assert one is None
     same_codes(two, high.t().contiguous(), fmt, scaling, numerics.amaxes(high.t(), fmt))
-    found = ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(high=high, sums=sums), Outputs(asked))
+    found = ka.activate_backward_and_quantize(
+        dh, gate, "swiglu", up, EpilogueRequest(high=high, sums=sums), EpilogueRequest(asked)
+    )
     assert found[0] == (None, None) and found[1][1] is None
-    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, Outputs(), Outputs(high=d_up))
+    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, EpilogueRequest(), EpilogueRequest(high=d_up))
     same_codes(found[1][0], d_up, fmt, scaling, numerics.amaxes(d_up, fmt))
     assert ((sums.double() - high.double().sum(0)).abs() <= 37 * U * high.double().abs().sum(0)).all()
 
@@ -193,11 +195,13 @@ def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
     shape, origin, fmt, scaling = (40, 290), (100, 254), FP8_128X128, Scaling()
     gate, sums = values(*shape, torch.bfloat16).clamp(-60, 60), torch.empty(290, device=DEVICE)
     copy, d_up, ones = fmt.copies[Copy.ROWWISE], torch.empty_like(gate), torch.ones_like(gate)
-    ka.activate_and_quantize(gate, "relu", None, Outputs(high=d_up))
+    ka.activate_and_quantize(gate, "relu", None, EpilogueRequest(high=d_up))
     grids = {copy.scale.name: numerics.block_amax(d_up, copy.block, origin)}
     given = numerics.encode_scales(grids, fmt, scaling, d_up.dtype)
-    asked = kt.Request(copy, scaling, origin, given[copy.scale.name])
-    _, (found, _) = ka.activate_backward_and_quantize(ones, gate, "reglu", ones, Outputs(sums=sums), Outputs(asked))
+    asked = kt.QuantizeRequest(copy, scaling, origin, given[copy.scale.name])
+    _, (found, _) = ka.activate_backward_and_quantize(
+        ones, gate, "reglu", ones, EpilogueRequest(sums=sums), EpilogueRequest(asked)
+    )
     assert torch.equal(found.codes, numerics.quantize_codes(d_up, copy, given, origin))
     assert torch.equal(sums, (gate > 0).float().sum(0))
 
@@ -206,14 +210,14 @@ def test_stochastic_rounding_draws_the_words_of_each_gradient():
     shape, dtype, fmt, scaling = (5, 64), torch.bfloat16, NVFP4_1X16, Scaling(stochastic_rounding=True)
     gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
     highs = [torch.empty_like(gate) for _ in range(2)]
-    ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(Outputs(high=x) for x in highs))
-    words = [kt.Words(-12345678901234, 7, 3, shape), kt.Words(1 << 33, 8, 1, shape)]
+    ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(EpilogueRequest(high=x) for x in highs))
+    words = [kt.RandomBits(-12345678901234, 7, 3, shape), kt.RandomBits(1 << 33, 8, 1, shape)]
     turned_words = [w._replace(stream=w.stream + 5, global_shape=shape[::-1]) for w in words]
     asked = [[], []]
     for x, ways in zip(highs, asked, strict=True):
         for w, y in zip((words, turned_words), (x, x.t()), strict=True):
             ways.append(request(fmt, scaling, numerics.amaxes(y, fmt), dtype, words=w[x is highs[1]]))
-    found = ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(Outputs(*ways) for ways in asked))
+    found = ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(EpilogueRequest(*ways) for ways in asked))
     for targets, x, ways in zip(found, highs, asked, strict=True):
         for target, y, way in zip(targets, (x, x.t().contiguous()), ways, strict=True):
             w = way.words
@@ -229,12 +233,12 @@ def scalar(x=0.0):
 def test_amax_alone_is_that_of_the_result(dtype):
     gate, up = (values(37, 290, dtype, seed).clamp(-60, 60) for seed in range(2))
     high, amax, kept = torch.empty_like(gate), scalar(), scalar(1e9)
-    ka.activate_and_quantize(gate, "geglu", up, Outputs(high=high))
-    ka.activate_and_quantize(gate, "geglu", up, Outputs(amax=amax))
-    ka.activate_and_quantize(gate, "geglu", up, Outputs(amax=kept))
+    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(high=high))
+    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(amax=amax))
+    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(amax=kept))
     assert torch.equal(amax, high.abs().amax().float()) and kept == 1e9
     gate[36, 289] = torch.nan
-    ka.activate_and_quantize(gate, "geglu", up, Outputs(amax=amax))
+    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(amax=amax))
     assert amax.isnan()
 
 
@@ -246,12 +250,12 @@ def test_a_gradient_that_is_not_finite_poisons(bad):
         if at is not None:
             dh[at] = bad
         poison = [scalar(), scalar()]
-        ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(Outputs(poison=p) for p in poison))
+        ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(EpilogueRequest(poison=p) for p in poison))
         assert poison[0].isnan() == d_gate_is_bad and poison[1].isnan() == (at is not None)
         dh[36, 289] = 1.0
     of_bias = scalar()
     dh[3, 5] = bad
-    ka.quantize_gradient(dh, Outputs(poison=of_bias))
+    ka.quantize_gradient(dh, EpilogueRequest(poison=of_bias))
     assert of_bias.isnan()
 
 
@@ -261,10 +265,10 @@ def test_sums_are_of_the_rounded_results():
     highs = [torch.empty_like(gate) for _ in range(2)]
     sums = [torch.empty(290, device=DEVICE) for _ in range(2)]
     ka.activate_backward_and_quantize(
-        dh, gate, "swiglu", up, *(Outputs(high=x, sums=s) for x, s in zip(highs, sums, strict=True))
+        dh, gate, "swiglu", up, *(EpilogueRequest(high=x, sums=s) for x, s in zip(highs, sums, strict=True))
     )
     of_grad = torch.empty(290, device=DEVICE, dtype=torch.bfloat16)
-    ka.quantize_gradient(dh, Outputs(sums=of_grad))
+    ka.quantize_gradient(dh, EpilogueRequest(sums=of_grad))
     for x, s in zip(highs, sums, strict=True):
         assert ((s.double() - x.double().sum(0)).abs() <= 37 * U * x.double().abs().sum(0)).all()
     error = (of_grad.double() - dh.double().sum(0)).abs()
@@ -277,7 +281,7 @@ def test_the_gradient_of_an_output_is_quantized_with_its_sums():
     grids = numerics.amaxes(dy, fmt)
     sums = torch.empty(290, device=DEVICE)
     asked = request(fmt, Scaling(), grids, dy.dtype, True)
-    t, _ = ka.quantize_gradient(dy, Outputs(asked, amax=amax, sums=sums))
+    t, _ = ka.quantize_gradient(dy, EpilogueRequest(asked, amax=amax, sums=sums))
     same_codes(t, dy, fmt, Scaling(), grids)
     assert amax == dy.abs().amax()
     assert ((sums.double() - dy.double().sum(0)).abs() <= 37 * U * dy.double().abs().sum(0)).all()
@@ -286,8 +290,8 @@ def test_the_gradient_of_an_output_is_quantized_with_its_sums():
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0)])
 def test_nothing_gives_nothing(shape):
     x, sums, amax = torch.empty(shape, device=DEVICE), torch.ones(shape[1], device=DEVICE), scalar()
-    ka.activate_and_quantize(x, "silu", None, Outputs(high=x.clone(), sums=sums, amax=amax))
-    ka.activate_backward_and_quantize(x, x, "silu", None, Outputs(high=x.clone()))
+    ka.activate_and_quantize(x, "silu", None, EpilogueRequest(high=x.clone(), sums=sums, amax=amax))
+    ka.activate_backward_and_quantize(x, x, "silu", None, EpilogueRequest(high=x.clone()))
     assert (sums == 0).all() and amax == 0
 
 
@@ -295,6 +299,6 @@ def test_halves_of_one_matrix_are_read_where_they_lie():
     both = values(9, 14, torch.bfloat16)
     gate, up = both.chunk(2, dim=1)
     high, want = torch.empty(9, 7, dtype=both.dtype, device=DEVICE), torch.empty(9, 7, dtype=both.dtype, device=DEVICE)
-    ka.activate_and_quantize(gate, "swiglu", up, Outputs(high=high))
-    ka.activate_and_quantize(gate.contiguous(), "swiglu", up.t().contiguous().t(), Outputs(high=want))
+    ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(high=high))
+    ka.activate_and_quantize(gate.contiguous(), "swiglu", up.t().contiguous().t(), EpilogueRequest(high=want))
     assert torch.equal(high, want)

@@ -20,8 +20,16 @@ from quantshard.amax import FlatMax, Requantization
 from quantshard.formats import Scaling
 from quantshard.kernels import multi_tensor
 from quantshard.kernels.adam import quotient_by_root
-from quantshard.kernels.adam_parameters import Low, Parameter, Plain, Rectangle, Scaled, Way, way_of
-from quantshard.kernels.adam_plan import Plan
+from quantshard.kernels.adam_parameters import (
+    AdamParameter,
+    AdamPasses,
+    MasterRemainder,
+    MatrixRegion,
+    PlainTensor,
+    ScaledTensor,
+    passes_of,
+)
+from quantshard.kernels.adam_plan import AdamLaunchPlan
 from quantshard.optimizers import rounding
 from quantshard.optimizers.adam import Hyperparameters, adam
 from quantshard.recipe import Cell
@@ -107,9 +115,11 @@ class Thing:
 
     def for_plan(self):
         if self.storage is None:
-            return Low(self.plain) if self.plain.dtype is torch.int16 else Plain(self.plain)
+            return MasterRemainder(self.plain) if self.plain.dtype is torch.int16 else PlainTensor(self.plain)
         s = self.storage
-        return Scaled(s.cell.format, s.cell.scaling, s.shard, s.components, s.state.get(AMAX_HISTORY), self.shared)
+        return ScaledTensor(
+            s.cell.format, s.cell.scaling, s.shard, s.components, s.state.get(AMAX_HISTORY), self.shared
+        )
 
 
 def values_of(shape, spread=3.0):
@@ -140,7 +150,7 @@ class Case:
     exp_avg: Thing
     exp_avg_sq: Thing
     master: Thing | None
-    rectangle: Rectangle
+    rectangle: MatrixRegion
     grad: Tensor | None
     stream: int = 0
     group: int = 0
@@ -153,7 +163,7 @@ class Case:
 
     def parameter(self):
         master = None if self.master is None else self.master.for_plan()
-        return Parameter(
+        return AdamParameter(
             self.weight.for_plan(), self.exp_avg.for_plan(), self.exp_avg_sq.for_plan(), master, self.rectangle,
             self.group, self.stream, KEY, WEIGHT_STREAM,
         )  # fmt: skip
@@ -173,7 +183,7 @@ class Case:
         return words
 
     def oracle(self, h, others):
-        """What `optimizers.step.Work` does."""
+        """What `optimizers.step.ParameterStep` does."""
         if self.grad is None:
             return
         low = self.master is not None and self.master.plain is not None and self.master.plain.dtype is torch.int16
@@ -189,10 +199,10 @@ class Case:
         for role, thing in self.things().items():
             if low and role in ("master", "weight"):
                 continue
-            turned = role == "exp_avg_sq"  # the words of the first moment, halves exchanged
-            stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index("exp_avg" if turned else role)
+            swapped = role == "exp_avg_sq"  # the words of the first moment, halves exchanged
+            stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index("exp_avg" if swapped else role)
             words = self.words(SEED, h.step, stream)
-            words = words >> 16 | (words & 0xFFFF) << 16 if turned else words
+            words = words >> 16 | (words & 0xFFFF) << 16 if swapped else words
             if role == "weight":
                 words = None if self.master is not None else words
                 if self.master is None and thing.storage is not None:
@@ -201,7 +211,7 @@ class Case:
 
     def write(self, thing, values, words, keep_positive, others):
         if thing.storage is None:
-            new = rounding.rounded(values, thing.plain.dtype, words)
+            new = rounding.round_to(values, thing.plain.dtype, words)
             if keep_positive and thing.plain.dtype is torch.bfloat16:
                 new.masked_fill_((new == 0) & (values > 0), 2.0**-133)
             thing.plain.copy_(new)
@@ -232,7 +242,7 @@ def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=No
         held = None if master is None else make(master, shard, values)
     return Case(
         made, make(moments, shard, values_of(shape, 4)), make(second or moments, shard, values_of(shape, 8).abs()),
-        held, Rectangle(global_shape, origin, shape), values_of(shape).clamp(-1e18, 1e18).to(grad_dtype).to(DEVICE),
+        held, MatrixRegion(global_shape, origin, shape), values_of(shape).clamp(-1e18, 1e18).to(grad_dtype).to(DEVICE),
         stream, group, (moments, second or moments),
     )  # fmt: skip
 
@@ -262,7 +272,7 @@ def assert_equal(found, expected):
 def check(*cases, groups=(HYPER,), others=None, steps=1):
     torch.manual_seed(0)
     expected = [c.clone() for c in cases]
-    plan = Plan([c.parameter() for c in cases], len(groups), torch.device(DEVICE))
+    plan = AdamLaunchPlan([c.parameter() for c in cases], len(groups), torch.device(DEVICE))
     for number in range(steps):
         now = [replace(h, step=h.step + number) for h in groups]
         for n, c in enumerate(expected):
@@ -367,13 +377,13 @@ def test_blocks_of_a_rectangle_that_nobody_shares():
 
 
 def test_ways():
-    ways = {weight: way_of(case(weight).parameter()) for weight in CELLS}
-    assert {weight for weight, way in ways.items() if way is Way.ONCE} == {
+    ways = {weight: passes_of(case(weight).parameter()) for weight in CELLS}
+    assert {weight for weight, way in ways.items() if way is AdamPasses.ONCE} == {
         "delayed", "newest", "block", "mxfp8", "mxfp8_both", "mxfp4",
     }  # fmt: skip
-    assert Way.TWICE not in ways.values()
-    assert way_of(case("current", master="bfloat16").parameter()) is Way.TWICE
-    assert way_of(case("delayed", master=None).parameter()) is Way.TWICE
+    assert AdamPasses.TWICE not in ways.values()
+    assert passes_of(case("current", master="bfloat16").parameter()) is AdamPasses.TWICE
+    assert passes_of(case("delayed", master=None).parameter()) is AdamPasses.TWICE
 
 
 def test_groups_and_gradients_of_several_dtypes_and_none():
@@ -392,7 +402,7 @@ def test_groups_and_gradients_of_several_dtypes_and_none():
 def test_a_skipped_step_changes_nothing():
     cases = [case(weight, "fp8", shape=(2, 3)) for weight in ("delayed", "current", "bfloat16")]
     before = [c.clone() for c in cases]
-    plan = Plan([c.parameter() for c in cases], 1, torch.device(DEVICE))
+    plan = AdamLaunchPlan([c.parameter() for c in cases], 1, torch.device(DEVICE))
     step(plan, cases, [HYPER], skip=torch.tensor(True, device=DEVICE))
     assert_equal(cases, before)
     step(plan, cases, [HYPER], skip=torch.tensor(False, device=DEVICE))
@@ -445,7 +455,7 @@ def test_step_and_rate_on_the_device():
     cases = [case("bfloat16", "bfloat16", shape=(2, 3), group=group) for group in range(3)]
     again = [c.clone() for c in cases]
     for chosen, groups in ((cases, host), (again, device)):
-        step(Plan([c.parameter() for c in chosen], 3, torch.device(DEVICE)), chosen, groups)
+        step(AdamLaunchPlan([c.parameter() for c in chosen], 3, torch.device(DEVICE)), chosen, groups)
     assert_equal(cases, again)
 
 
@@ -453,7 +463,7 @@ def test_a_graph_that_was_replayed_leaves_its_own_table():
     """The next step brings all that it works with, also what it brought before."""
     device = settings(step=torch.tensor(1, device=DEVICE), lr=torch.tensor(0.5, device=DEVICE))
     c = case("bfloat16", shape=(2, 3))
-    plan, expected = Plan([c.parameter()], 1, torch.device(DEVICE)), c.clone()
+    plan, expected = AdamLaunchPlan([c.parameter()], 1, torch.device(DEVICE)), c.clone()
     for _ in range(2):
         step(plan, [c], [device])
         expected.oracle(device, {})
@@ -467,7 +477,7 @@ def test_gradients_in_any_layout():
     expected = c.clone()
     expected.oracle(HYPER, {})
     c.grad = torch.cat([c.grad.t().flatten(), c.grad.new_zeros(9)])[:512].view(32, 16).t()
-    step(Plan([c.parameter()], 1, torch.device(DEVICE)), [c], [HYPER])
+    step(AdamLaunchPlan([c.parameter()], 1, torch.device(DEVICE)), [c], [HYPER])
     assert_equal([c], [expected])
 
 
@@ -478,7 +488,7 @@ def test_amaxes_of_many_tensors():
         torch.tensor([[1.0, float("nan")], [float("inf"), 0.0]], device=DEVICE),
         torch.randn(6, 5).to(DEVICE).t(),
     ]
-    found = multi_tensor.amaxes(tensors)
+    found = multi_tensor.tensor_amaxes(tensors)
     expected = [x.abs().amax().float() if x.numel() else torch.zeros((), device=DEVICE) for x in tensors]
     assert found.isnan().tolist() == [x.isnan().item() for x in expected]
     assert torch.equal(found.nan_to_num(), torch.stack(expected).nan_to_num())

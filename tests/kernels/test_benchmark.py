@@ -28,7 +28,7 @@ def test_each_case_has_the_oracles_bits() -> None:
 
 def test_wrong_bits_are_told() -> None:
     x = torch.randn(5, 6).bfloat16().to(DEVICE)
-    case = kernels.turn(x)
+    case = kernels.transpose_case(x)
     assert not case.is_right(case.call() ^ 1)
 
 
@@ -51,6 +51,6 @@ def test_steps_of_optimizers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_wrong_bits_of_optimizers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "SMALL", [(2, 5)])
-    monkeypatch.setattr(on_kernels.OnKernels, "update", lambda self, skip: [])
+    monkeypatch.setattr(on_kernels.KernelStep, "update", lambda self, skip: [])
     with kernels_on(DEVICE):
         assert not adam.ours("current", [(2, 5)], DEVICE).is_right

@@ -332,7 +332,7 @@ def test_checkpointing_inside_a_compiled_function(recipe: str) -> None:
 def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel, forward and backward, of queries alone or of a projection, whose gradient is joined in place."""
     angles = qs.RotaryPositionEmbedding(6, interleaved=interleaved)(5, device=DEVICE)
-    layout = rotary.Layout(tensor_format, interleaved)
+    layout = rotary.HeadLayout(tensor_format, interleaved)
     ran: list[str] = []
     real = rotary.rotary_kernel.rotate
 

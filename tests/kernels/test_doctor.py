@@ -23,7 +23,7 @@ IRREGULAR, *OTHERS = checks.INTERPRETED
 def test_all_kernels_are_right(shape: checks.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter one shape at a time, the irregular one first."""
     monkeypatch.setattr(checks, "INTERPRETED", (shape,))
-    results = checks.run(DEVICE)
+    results = checks.run_checks(DEVICE)
     assert [result for result in results if result.state == "WRONG"] == []
     absent = [r.name for r in results if r.state == "not here" and not r.name.startswith(("oracle", "native"))]
     assert absent == ["quantize fp16_1x128"]
@@ -79,19 +79,19 @@ CASES = {
                lambda out, *a: -out),
     "gradients that are not finite": (lambda: steps.too_large(SHAPE, DEVICE), steps.multi_tensor, "exceeding",
                                       lambda out, *a: out.flip(0)),
-    "quantize": (lambda: right(checks.cases.one_way, FORMATS["fp8_1x128"], False, False),
-                 checks.cases, "quantize", codes_off),
-    "amax": (lambda: right(checks.cases.amaxes, FORMATS["fp8_e4m3"]),
+    "quantize": (lambda: right(checks.cases.quantize_case, FORMATS["fp8_1x128"], False, False),
+                 checks.cases, "quantize_matrix", codes_off),
+    "amax": (lambda: right(checks.cases.amax_case, FORMATS["fp8_e4m3"]),
              checks.cases.amax, "block_amax", lambda out, *a: out * 2),
-    "experts' codes": (lambda: experts.are_right("delayed", SHAPE, DEVICE), grouped.grouped_kernel, "quantize",
-                       lambda out, *a: out ^ 1),
-    "experts' blocks": (lambda: experts.are_right("mxfp8", SHAPE, DEVICE), grouped.grouped_kernel, "quantize_blocks",
-                        lambda out, *a: (out[0].codes.bitwise_xor_(1), out)[1]),
+    "experts' codes": (lambda: experts.are_right("delayed", SHAPE, DEVICE), grouped.grouped_kernel,
+                       "quantize_expert_rows", lambda out, *a: out ^ 1),
+    "experts' blocks": (lambda: experts.are_right("mxfp8", SHAPE, DEVICE), grouped.grouped_kernel,
+                        "quantize_expert_blocks", lambda out, *a: (out[0].codes.bitwise_xor_(1), out)[1]),
     "experts' outputs": (lambda: experts.are_right("current", SHAPE, DEVICE), experts.grouped_matmul,
                          "rows_times_weights", lambda out, *a: -out),
     "experts' weights": (lambda: experts.are_right("block", SHAPE, DEVICE), experts.grouped_matmul,
                          "weight_gradients", lambda out, *a: out * 1.02),
-    "scales": (lambda: right(checks.cases.scales_of, FORMATS["fp8_e4m3"]),
+    "scales": (lambda: right(checks.cases.scales_case, FORMATS["fp8_e4m3"]),
                checks.cases.scales, "scales", lambda out, *a: (out[0], out[1] * 2)),
 }  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [(3, 34), (2, 5)]
     assert steps.has_oracles_bits("mxfp8", small, DEVICE.type)
     with monkeypatch.context() as patch:
-        patch.setattr(on_kernels.OnKernels, "update", lambda self, skip: [])
+        patch.setattr(on_kernels.KernelStep, "update", lambda self, skip: [])
         assert not steps.has_oracles_bits("mxfp8", small, DEVICE.type)
     assert steps.histories(SHAPE, DEVICE)
     monkeypatch.setattr(steps.amax.compute.history_kernel, "record", lambda histories, amaxes: None)

@@ -52,8 +52,8 @@ SPLITS = {
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many experts each call computed at once."""
     found: list[int] = []
-    real = grouped.linear
-    monkeypatch.setattr(grouped, "linear", lambda x, layer: found.append(len(layer.weights)) or real(x, layer))
+    real = grouped.grouped_linear
+    monkeypatch.setattr(grouped, "grouped_linear", lambda x, layer: found.append(len(layer.weights)) or real(x, layer))
     return found
 
 

@@ -199,7 +199,7 @@ def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, k
     module = build("gated mlp", RECIPES["current"], True)
     kept: dict[str, StorageWeakRef] = {}
     there: list[list[str]] = []
-    take, gradients = private_torch.take_saved, functional.Saved.gradients
+    take, gradients = private_torch.take_saved, functional.LinearBackward.gradients
 
     def watched(ctx: Any) -> tuple[Any, ...]:
         saved = take(ctx)
@@ -213,7 +213,7 @@ def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, k
         return gradients(*args)
 
     monkeypatch.setattr(private_torch, "take_saved", watched)
-    monkeypatch.setattr(functional.Saved, "gradients", counted)
+    monkeypatch.setattr(functional.LinearBackward, "gradients", counted)
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
     with qs.autocast(recipe=RECIPES["current"]):
         y = module(x)

@@ -17,9 +17,9 @@ from quantshard.storage import QuantizedStorage
 pytest.importorskip("triton")
 
 from quantshard.kernels import grouped, grouped_matmul, history, scales
-from quantshard.kernels.grouped import Segments
-from quantshard.kernels.grouped_matmul import Codes, Weights
-from quantshard.kernels.targets import Request
+from quantshard.kernels.grouped import ExpertSegments
+from quantshard.kernels.grouped_matmul import EncodedRows, ExpertWeights
+from quantshard.kernels.targets import QuantizeRequest
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -39,16 +39,16 @@ def values(rows: int, cols: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, cols, generator=generator) * torch.exp(torch.randn(rows, 1, generator=generator))
 
 
-def quantized(x: Tensor, counts: Sequence[int], encoding: Encoding) -> Codes:
-    segments = Segments.of(counts, DEVICE)
+def quantized(x: Tensor, counts: Sequence[int], encoding: Encoding) -> EncodedRows:
+    segments = ExpertSegments.of(counts, DEVICE)
     stored, multipliers = scales.scales(
-        grouped.amaxes(x.to(DEVICE), segments), ROWS[encoding].copies[Copy.ROWWISE], Scaling(), x.dtype
+        grouped.expert_amaxes(x.to(DEVICE), segments), ROWS[encoding].copies[Copy.ROWWISE], Scaling(), x.dtype
     )
-    return Codes(grouped.quantize(x.to(DEVICE), segments, encoding, multipliers), stored, encoding)
+    return EncodedRows(grouped.quantize_expert_rows(x.to(DEVICE), segments, encoding, multipliers), stored, encoding)
 
 
 def one_by_one(x: Tensor, counts: Sequence[int], encoding: Encoding) -> list[QuantizedStorage]:
-    return [operands.quantize(part, Cell(ROWS[encoding])) for part in x.split(list(counts))]
+    return [operands.quantize_operand(part, Cell(ROWS[encoding])) for part in x.split(list(counts))]
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -63,24 +63,26 @@ def test_codes_and_scales_are_those_of_each_expert_alone(counts: str, encoding: 
 
 def test_rows_may_be_a_view_and_amaxes_are_taken_in_the_same_pass() -> None:
     rows = COUNTS["few rows"]
-    x, segments = values(sum(rows), 2 * IN).bfloat16().to(DEVICE)[:, :IN], Segments.of(rows, DEVICE)
+    x, segments = values(sum(rows), 2 * IN).bfloat16().to(DEVICE)[:, :IN], ExpertSegments.of(rows, DEVICE)
     seen = torch.tensor([0.0, 3.0, 100.0, 0.0], device=DEVICE)
-    codes = grouped.quantize(x, segments, E4M3, torch.ones(4, device=DEVICE), seen)
-    assert torch.equal(codes, grouped.quantize(x.contiguous(), segments, E4M3, torch.ones(4, device=DEVICE)))
+    codes = grouped.quantize_expert_rows(x, segments, E4M3, torch.ones(4, device=DEVICE), seen)
+    assert torch.equal(
+        codes, grouped.quantize_expert_rows(x.contiguous(), segments, E4M3, torch.ones(4, device=DEVICE))
+    )
     alone = [float(part.abs().max()) if len(part) else 0.0 for part in x.split(rows)]
     assert seen.tolist() == [max(pair) for pair in zip(alone, [0.0, 3.0, 100.0, 0.0], strict=True)]
-    assert grouped.amaxes(x, segments).tolist() == alone
+    assert grouped.expert_amaxes(x, segments).tolist() == alone
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_the_scale_of_an_expert_that_is_not_finite_is_poisoned(bad: float) -> None:
     rows = COUNTS["few rows"]
-    x, segments = values(sum(rows), IN).to(DEVICE), Segments.of(rows, DEVICE)
+    x, segments = values(sum(rows), IN).to(DEVICE), ExpertSegments.of(rows, DEVICE)
     x[7, 3] = bad  # the third expert's
     poisoned = torch.ones(4, device=DEVICE)
-    grouped.quantize(x, segments, E5M2, torch.ones(4, device=DEVICE), poisoned=poisoned)
+    grouped.quantize_expert_rows(x, segments, E5M2, torch.ones(4, device=DEVICE), poisoned=poisoned)
     assert poisoned.isnan().tolist() == [False, False, True, False]
-    found = grouped.amaxes(x, segments)
+    found = grouped.expert_amaxes(x, segments)
     assert found.isfinite().tolist() == [True, True, False, True] and found[2].isnan() == (bad != bad)
 
 
@@ -88,7 +90,7 @@ def test_the_scale_of_an_expert_that_is_not_finite_is_poisoned(bad: float) -> No
 def test_sums_over_the_rows_of_each_expert(counts: str) -> None:
     rows = COUNTS[counts]
     x = values(sum(rows), OUT).bfloat16()
-    found = grouped.sums(x.to(DEVICE), Segments.of(rows, DEVICE)).cpu()
+    found = grouped.expert_sums(x.to(DEVICE), ExpertSegments.of(rows, DEVICE)).cpu()
     wanted = torch.stack([part.double().sum(0) for part in x.split(rows)])
     room = torch.stack([part.double().abs().sum(0) for part in x.split(rows)]) * max(rows) * 2.0**-24
     assert found.dtype is torch.float32 and ((found - wanted).abs() <= room).all()
@@ -109,29 +111,29 @@ def close(
     assert ((found.cpu().double() - exact).abs() <= room + torch.finfo(found.dtype).eps * exact.abs() + 1e-30).all()
 
 
-def weights(experts: int, biases: Sequence[Tensor] = (), shift: int = 0) -> tuple[Weights, list[Tensor]]:
+def weights(experts: int, biases: Sequence[Tensor] = (), shift: int = 0) -> tuple[ExpertWeights, list[Tensor]]:
     """`shift`: bytes from a multiple of 16 to the codes of a weight."""
-    stored = [operands.quantize(values(OUT, IN, 9 + e), Cell(ROWS[E4M3])) for e in range(experts)]
+    stored = [operands.quantize_operand(values(OUT, IN, 9 + e), Cell(ROWS[E4M3])) for e in range(experts)]
     codes = []
     for part in stored:
         held = torch.empty(OUT * IN + shift, dtype=torch.uint8, device=DEVICE)[shift:].view(OUT, IN)
         codes.append(held.copy_(part.components["codes"]))
     scale = [part.components["scale_inv"].to(DEVICE) for part in stored]
-    return Weights(codes, scale, [bias.to(DEVICE) for bias in biases], E4M3), in_double(stored)
+    return ExpertWeights(codes, scale, [bias.to(DEVICE) for bias in biases], E4M3), in_double(stored)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
 def test_products(counts: str) -> None:
     """fprop, dgrad and wgrad, of an E4M3 input and an E5M2 gradient."""
     rows = COUNTS[counts]
-    segments, dtype = Segments.of(rows, DEVICE), torch.bfloat16 if len(rows) > 3 else torch.float32
+    segments, dtype = ExpertSegments.of(rows, DEVICE), torch.bfloat16 if len(rows) > 3 else torch.float32
     x, dy = values(sum(rows), IN, 1), values(sum(rows), OUT, 2)
     a, b = quantized(x, rows, E4M3), quantized(dy, rows, E5M2)
     x_of, dy_of = in_double(one_by_one(x, rows, E4M3)), in_double(one_by_one(dy, rows, E5M2))
     held, w_of = weights(len(rows))
-    y = grouped_matmul.rows_times_weights(a, held, segments, dtype, turned=True)
+    y = grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True)
     close(y, [(part, w.t()) for part, w in zip(x_of, w_of, strict=True)])
-    dx = grouped_matmul.rows_times_weights(b, held, segments, dtype, turned=False)
+    dx = grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False)
     close(dx, list(zip(dy_of, w_of, strict=True)))
     dw = grouped_matmul.weight_gradients(b, a, segments, dtype)
     close(dw, [(part.t(), other) for part, other in zip(dy_of, x_of, strict=True)], torch.stack)
@@ -141,12 +143,12 @@ def test_products(counts: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_biases_are_added_and_weights_may_lie_anywhere(dtype: torch.dtype) -> None:
     rows = COUNTS["few rows"]
-    a, segments = quantized(values(sum(rows), IN, 1), rows, E4M3), Segments.of(rows, DEVICE)
+    a, segments = quantized(values(sum(rows), IN, 1), rows, E4M3), ExpertSegments.of(rows, DEVICE)
     biases = list(values(4, OUT, 5).to(dtype))
-    plain = grouped_matmul.rows_times_weights(a, weights(4)[0], segments, torch.float32, turned=True)
+    plain = grouped_matmul.rows_times_weights(a, weights(4)[0], segments, torch.float32, transposed=True)
     held, _ = weights(4, biases, shift=1)
     assert held.codes[0].data_ptr() % 16
-    found = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, turned=True)
+    found = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, transposed=True)
     added = torch.cat([bias.float().expand(count, -1) for bias, count in zip(biases, rows, strict=True)])
     wanted = plain.cpu() + added
     assert torch.allclose(found.cpu(), wanted, rtol=2.0**-22, atol=2.0**-22 * float(plain.abs().max()))  # fused or not
@@ -159,13 +161,13 @@ WIDE = {128: (140, 40), 32: (70, 35)}
 """Two blocks or three of a row, so that scales change within a sum."""
 
 
-def by_blocks(x: Tensor, counts: Sequence[int], block: int) -> tuple[Codes, Codes, list[int]]:
+def by_blocks(x: Tensor, counts: Sequence[int], block: int) -> tuple[EncodedRows, EncodedRows, list[int]]:
     """Codes of the rows and of their transpose, and the first row of each expert."""
-    segments = Segments.of(counts, DEVICE, grouped.MANY_ROWS)
-    request = Request(FORMATS[BLOCKS[block][0]].copies[Copy.ROWWISE], Scaling())
+    segments = ExpertSegments.of(counts, DEVICE, grouped.MANY_ROWS)
+    request = QuantizeRequest(FORMATS[BLOCKS[block][0]].copies[Copy.ROWWISE], Scaling())
     ones = torch.ones(len(counts), device=DEVICE)
-    found = grouped.quantize_blocks(x.to(DEVICE), segments, request, request)
-    one, two = (Codes(target.codes, target.scale, E4M3, block, ones) for target in found)
+    found = grouped.quantize_expert_blocks(x.to(DEVICE), segments, request, request)
+    one, two = (EncodedRows(target.codes, target.scale, E4M3, block, ones) for target in found)
     return one, two, segments.spans[:, 1].tolist()
 
 
@@ -177,11 +179,14 @@ def test_codes_and_scales_of_blocks_are_those_of_each_expert_alone(counts: str, 
     one, two, firsts = by_blocks(x, rows, block)
     for part, first in zip(x.split(rows), firsts, strict=True):
         here, blocks = slice(first, first + len(part)), slice(first // block, -((first + len(part)) // -block))
-        wanted, turned = operands.quantize(part, cell).components, operands.quantize(part.t(), cell).components
+        wanted, transposed = (
+            operands.quantize_operand(part, cell).components,
+            operands.quantize_operand(part.t(), cell).components,
+        )
         assert torch.equal(one.codes[here].cpu(), wanted["codes"])
         assert torch.equal(one.scales[here].cpu(), wanted["scale_inv"])
-        assert torch.equal(two.codes[:, here].cpu(), turned["codes"])
-        assert torch.equal(two.scales[:, blocks].cpu(), turned["scale_inv"])
+        assert torch.equal(two.codes[:, here].cpu(), transposed["codes"])
+        assert torch.equal(two.scales[:, blocks].cpu(), transposed["scale_inv"])
         zeros = slice(first + len(part), -((first + len(part)) // -grouped.MANY_ROWS) * grouped.MANY_ROWS)
         assert not one.codes[zeros].count_nonzero() and not two.codes[:, zeros].count_nonzero()
 
@@ -191,28 +196,31 @@ def test_codes_and_scales_of_blocks_are_those_of_each_expert_alone(counts: str, 
 def test_products_by_blocks(counts: str, block: int) -> None:
     rows, (features, outputs) = COUNTS[counts], WIDE[block]
     vector, square = (Cell(FORMATS[name]) for name in BLOCKS[block])
-    segments = Segments.of(rows, DEVICE, grouped.MANY_ROWS)
+    segments = ExpertSegments.of(rows, DEVICE, grouped.MANY_ROWS)
     x, dy = values(sum(rows), features, 1), values(sum(rows), outputs, 2)
-    (a, a_turned, _), (b, b_turned, _) = by_blocks(x, rows, block), by_blocks(dy, rows, block)
-    stored = [operands.quantize(values(outputs, features, 9 + e), square) for e in range(len(rows))]
+    (a, a_transposed, _), (b, b_transposed, _) = by_blocks(x, rows, block), by_blocks(dy, rows, block)
+    stored = [operands.quantize_operand(values(outputs, features, 9 + e), square) for e in range(len(rows))]
     parts = [[s.components[name].to(DEVICE) for s in stored] for name in ("codes", "scale_inv")]
-    held, w_of = Weights(*parts, [], E4M3, block), in_double(stored)
-    x_of, dy_of = (in_double([operands.quantize(p, vector) for p in t.split(rows)]) for t in (x, dy))
-    y = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, turned=True)
+    held, w_of = ExpertWeights(*parts, [], E4M3, block), in_double(stored)
+    x_of, dy_of = (in_double([operands.quantize_operand(p, vector) for p in t.split(rows)]) for t in (x, dy))
+    y = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, transposed=True)
     close(y, [(part, w.t()) for part, w in zip(x_of, w_of, strict=True)])
-    dx = grouped_matmul.rows_times_weights(b, held, segments, torch.float32, turned=False)
+    dx = grouped_matmul.rows_times_weights(b, held, segments, torch.float32, transposed=False)
     close(dx, list(zip(dy_of, w_of, strict=True)))
-    x_of, dy_of = (in_double([operands.quantize(p.t(), vector) for p in t.split(rows)]) for t in (x, dy))
-    dw = grouped_matmul.weight_gradients(b_turned, a_turned, segments, torch.float32)
+    x_of, dy_of = (in_double([operands.quantize_operand(p.t(), vector) for p in t.split(rows)]) for t in (x, dy))
+    dw = grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, torch.float32)
     close(dw, [(part, other.t()) for part, other in zip(dy_of, x_of, strict=True)], torch.stack)
 
 
 def test_poison_of_blocks_is_their_experts() -> None:
     rows = COUNTS["few rows"]
-    x, segments = values(sum(rows), IN).to(DEVICE), Segments.of(rows, DEVICE, grouped.MANY_ROWS)
+    x, segments = values(sum(rows), IN).to(DEVICE), ExpertSegments.of(rows, DEVICE, grouped.MANY_ROWS)
     x[7, 3] = torch.inf  # the third expert's
-    request, poison = Request(FORMATS["fp8_1x128"].copies[Copy.ROWWISE], Scaling()), torch.ones(4, device=DEVICE)
-    grouped.quantize_blocks(x, segments, request, None, poison)
+    request, poison = (
+        QuantizeRequest(FORMATS["fp8_1x128"].copies[Copy.ROWWISE], Scaling()),
+        torch.ones(4, device=DEVICE),
+    )
+    grouped.quantize_expert_blocks(x, segments, request, None, poison)
     assert poison.isnan().tolist() == [False, False, True, False]
 
 

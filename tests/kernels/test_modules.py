@@ -78,7 +78,7 @@ def test_norms_are_within_the_bounds_of_their_kernels(kind, zero_centered, used)
     assert used == ["norm_statistics", "normalize_and_quantize", "norm_backward"]  # statistics are taken once
     rows, dy = x.detach().view(15, 290), dy.view(15, 290)
     bias = module.bias.detach() if centered else None
-    exact = of_norm.Exact(rows, centered, kn.Parameters(module.weight.detach(), bias, float(zero_centered)))
+    exact = of_norm.Exact(rows, centered, kn.NormParameters(module.weight.detach(), bias, float(zero_centered)))
     of_norm.close(y.detach().view(15, 290), exact.y, exact.y_error(), x.dtype)
     dx, error, dgamma, dbeta = exact.gradients(dy)
     of_norm.close(x.grad.view(15, 290), dx, error, x.dtype)
@@ -218,7 +218,7 @@ def test_one_table_serves_queries_and_keys(monkeypatch, used):
     made = []
     real = rotary._table
     monkeypatch.setattr(rotary, "_table", lambda *a: made.append(1) or real(*a))
-    layout = rotary.Layout("sbhd", False)
+    layout = rotary.HeadLayout("sbhd", False)
     rotary.rotate_queries_and_keys(q, k, freqs, layout)
     assert len(made) == 1
     rotary.rotate_queries_and_keys(q, k[:3], freqs, layout)  # keys of fewer positions
@@ -285,7 +285,7 @@ def test_a_second_derivative_is_the_oracles(used, on_oracle):
         lambda: activate(x, "geglu", other),
         lambda: activate(x, "srelu"),
         lambda: apply_rotary_pos_emb(x.view(3, 2, 3, 4), freqs).view(3, 2, 12) * 1.0,
-        lambda: rotary.rotate_projection(x.view(3, 2, 3, 4), 1, 1, freqs, rotary.Layout("sbhd", False))[0].repeat(
+        lambda: rotary.rotate_projection(x.view(3, 2, 3, 4), 1, 1, freqs, rotary.HeadLayout("sbhd", False))[0].repeat(
             1, 1, 3, 1
         ).view(3, 2, 12),
     ]  # fmt: skip

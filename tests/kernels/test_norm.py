@@ -9,7 +9,7 @@ from quantshard import numerics
 from quantshard.formats import ALL, FP8_128X128, FP8_E4M3, MXFP8_1X32, MXFP8_32X32, NVFP4_16X16, Copy, Scaling
 from quantshard.kernels import norm as kn
 from quantshard.kernels import targets as kt
-from quantshard.kernels.results import Outputs
+from quantshard.kernels.results import EpilogueRequest
 from quantshard.modules.norm import layer_norm, rms_norm
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
@@ -27,7 +27,7 @@ def values(*shape, dtype=torch.bfloat16, seed=0, mean=0.0):
 
 def parameters(size, centered, dtype=torch.bfloat16, offset=0.0):
     gamma, beta = values(size, dtype=dtype, seed=8), values(size, dtype=dtype, seed=9)
-    return kn.Parameters(gamma, beta if centered else None, offset)
+    return kn.NormParameters(gamma, beta if centered else None, offset)
 
 
 class Exact:
@@ -83,7 +83,7 @@ def test_results_and_gradients_are_within_the_stated_bounds(centered, offset, dt
         assert same.data_ptr() == x.data_ptr()
         close(found.rstd[:, None], exact.rstd, exact.e * exact.rstd, torch.float32)
         high = torch.empty_like(x)
-        kn.normalize_and_quantize(x, found, p, Outputs(high=high))
+        kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
         close(high, exact.y, exact.y_error(), dtype)
 
         dx, dgamma, dbeta = kn.norm_backward(dy, x, found, p)
@@ -107,7 +107,7 @@ def test_results_are_the_oracles_or_their_neighbours(centered):
     with torch.no_grad():
         found, _ = kn.norm_statistics(x, EPS, centered)
         high = torch.empty_like(y)
-        kn.normalize_and_quantize(x, found, p, Outputs(high=high))
+        kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
         got = kn.norm_backward(dy, x, found, p)
         exact = Exact(x, centered, p)
         bounds = (GAP[y.dtype] * y.double().abs() + 2 * exact.y_error(), exact.gradients(dy)[1])
@@ -130,7 +130,7 @@ def test_longer_rows_are_read_in_pieces(centered, monkeypatch):
     found, total = kn.norm_statistics(x, EPS, centered, residual=residual, parameters=p, amax=amax)
     assert torch.equal(total, x + residual)
     exact = Exact(total, centered, p)
-    kn.normalize_and_quantize(total, found, p, Outputs(high=high))
+    kn.normalize_and_quantize(total, found, p, EpilogueRequest(high=high))
     close(high, exact.y, exact.y_error(), x.dtype)
     assert amax == high.abs().amax()
     dx, dgamma, dbeta = kn.norm_backward(dy, total, found, p, residual_gradient=more)
@@ -175,25 +175,25 @@ def test_codes_are_the_oracles_of_the_results(fmt):
         x, p = values(*shape, mean=0.5), parameters(290, centered)
         amax, high = torch.zeros((), device=DEVICE), torch.empty_like(x)
         found, _ = kn.norm_statistics(x, EPS, centered, parameters=p, amax=amax)
-        kn.normalize_and_quantize(x, found, p, Outputs(high=high))
+        kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
         grids = numerics.amaxes(high, fmt)
         multipliers = numerics.encode_scales(grids, fmt, scaling, x.dtype)
         assert amax == high.abs().amax()
         given = multipliers[copy.scale.name] if ALL in copy.block else None
-        asked = kt.Request(copy, scaling, (0, 0), given, grids.get("amax"), None, fmt.transposable)
-        other = None if fmt.transposable else kt.Request(copy, scaling, second_amax=grids.get("amax"))
-        target, two = kn.normalize_and_quantize(x, found, p, Outputs(asked, other))
+        asked = kt.QuantizeRequest(copy, scaling, (0, 0), given, grids.get("amax"), None, fmt.transposable)
+        other = None if fmt.transposable else kt.QuantizeRequest(copy, scaling, second_amax=grids.get("amax"))
+        target, two = kn.normalize_and_quantize(x, found, p, EpilogueRequest(asked, other))
         codes = numerics.quantize_codes(high, copy, multipliers)
         assert torch.equal(target.codes, codes)
         if target.scale is not None:
             assert torch.equal(target.scale, numerics.scales(grids, fmt, scaling, x.dtype)[copy.scale.name])
         if two is not None:
-            turned = high.t().contiguous()
-            multipliers = numerics.encode_scales(numerics.amaxes(turned, fmt), fmt, scaling, x.dtype)
-            assert torch.equal(two.codes, numerics.quantize_codes(turned, copy, multipliers))
+            transposed = high.t().contiguous()
+            multipliers = numerics.encode_scales(numerics.amaxes(transposed, fmt), fmt, scaling, x.dtype)
+            assert torch.equal(two.codes, numerics.quantize_codes(transposed, copy, multipliers))
         else:
             unpacked = numerics.unpack(codes, copy.codes.encoding, shape[1]).t().contiguous()
-            assert torch.equal(target.turned, numerics.pack(unpacked, copy.codes.encoding))
+            assert torch.equal(target.transposed, numerics.pack(unpacked, copy.codes.encoding))
 
 
 def test_large_means_do_not_spoil_layer_norm():
@@ -210,7 +210,7 @@ def test_rows_that_are_not_finite_stay_apart():
     x[1, 7], x[2, 3], x[3] = torch.nan, torch.inf, 0.0
     amax, high = torch.zeros((), device=DEVICE), torch.empty_like(x)
     found, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
-    kn.normalize_and_quantize(x, found, p, Outputs(high=high))
+    kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
     assert high.isfinite().all(1).tolist() == [True, False, False, True] and amax.isnan()
     assert torch.equal(high[3], p.beta)
 
@@ -219,6 +219,6 @@ def test_rows_that_are_not_finite_stay_apart():
 def test_nothing_gives_nothing(shape):
     x, p = torch.empty(shape, device=DEVICE), parameters(shape[1], True)
     found, _ = kn.norm_statistics(x, EPS, True)
-    kn.normalize_and_quantize(x, found, p, Outputs(high=x.clone()))
+    kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=x.clone()))
     dx, dgamma, dbeta = kn.norm_backward(x, x, found, p)
     assert dx.shape == shape and not dgamma.any() and not dbeta.any()

@@ -20,10 +20,10 @@ pytest.importorskip("triton")
 from quantshard import sources
 from quantshard.kernels import amax, dequantize, transpose
 from quantshard.kernels.activation import quantize_gradient
-from quantshard.kernels.quantize import quantize
-from quantshard.kernels.results import Outputs
-from quantshard.kernels.targets import Request, Target
-from quantshard.numerics import Words
+from quantshard.kernels.quantize import quantize_matrix
+from quantshard.kernels.results import EpilogueRequest
+from quantshard.kernels.targets import QuantizedOutput, QuantizeRequest
+from quantshard.numerics import RandomBits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]
@@ -61,8 +61,8 @@ def on_device(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(DEVICE)
 
 
-def words_of(shape: tuple[int, int], stream: int, stochastic: bool) -> Words | None:
-    return Words(KEY, DRAW, stream, shape) if stochastic else None
+def words_of(shape: tuple[int, int], stream: int, stochastic: bool) -> RandomBits | None:
+    return RandomBits(KEY, DRAW, stream, shape) if stochastic else None
 
 
 @every_format
@@ -77,14 +77,14 @@ def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
         )
         grids = numerics.amaxes(x, fmt)
         for copy in fmt.copies.values():
-            request = Request(copy, scaling, second_amax=on_device(grids.get("amax")))
+            request = QuantizeRequest(copy, scaling, second_amax=on_device(grids.get("amax")))
             request = replace(request, words=words_of(shape, 3, stochastic))
             if ALL in copy.block or not stochastic:
                 given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name]
-                found, _ = quantize(x.to(DEVICE), replace(request, multipliers=on_device(given)))
+                found, _ = quantize_matrix(x.to(DEVICE), replace(request, multipliers=on_device(given)))
                 assert same(found.codes, expected[copy.codes.name])
             for by_columns in () if ALL in copy.block else (False, True):
-                found, _ = quantize(x.to(DEVICE), replace(request, by_columns=by_columns))
+                found, _ = quantize_matrix(x.to(DEVICE), replace(request, by_columns=by_columns))
                 assert same(found.codes, expected[copy.codes.name])
                 assert found.scale is not None and same(found.scale, expected[copy.scale.name])
                 assert (found.scale.t() if by_columns else found.scale).is_contiguous()
@@ -104,11 +104,11 @@ def test_pieces_are_those_of_the_whole(fmt: Format) -> None:
             given = numerics.encode_scales(grids, fmt, scaling, x.dtype)
             words = numerics.random_words(KEY, DRAW, 2, whole, origin, (30, 6))
             expected = numerics.quantize_codes(x, copy, given, origin, words)
-            request = Request(
+            request = QuantizeRequest(
                 copy, scaling, origin, on_device(given[copy.scale.name]),
-                words=Words(KEY, torch.tensor(DRAW, device=DEVICE), 2, whole),
+                words=RandomBits(KEY, torch.tensor(DRAW, device=DEVICE), 2, whole),
             )  # fmt: skip
-            assert same(quantize(x.to(DEVICE), request)[0].codes, expected)
+            assert same(quantize_matrix(x.to(DEVICE), request)[0].codes, expected)
             parts = {**numerics.scales(grids, fmt, scaling, x.dtype), copy.codes.name: expected}
             there = {name: part.to(DEVICE) for name, part in parts.items()}
             back = numerics.dequantize(copy, parts, (30, 6), origin)
@@ -129,8 +129,11 @@ def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None
         fmt, x = FORMATS[name], values(shape)
         requests, expected = zip(*(wanted(v, fmt, scaling, s) for v, s in ((x, 1), (x.t(), 2))), strict=True)
         by_columns = [replace(request, by_columns=True) for request in requests]
-        found: list[Target | None] = [*quantize(x.to(DEVICE), *requests), quantize(x.to(DEVICE).t(), requests[1])[0]]
-        found += quantize(x.to(DEVICE), *by_columns)
+        found: list[QuantizedOutput | None] = [
+            *quantize_matrix(x.to(DEVICE), *requests),
+            quantize_matrix(x.to(DEVICE).t(), requests[1])[0],
+        ]
+        found += quantize_matrix(x.to(DEVICE), *by_columns)
         for target, parts in zip(found, [*expected, expected[1], *expected], strict=True):
             assert target is not None and target.scale is not None
             assert same(target.codes, parts["codes"])
@@ -149,19 +152,19 @@ def test_both_directions_of_a_piece(name: str) -> None:
         words = numerics.random_words(KEY, DRAW, stream, of, at, shape)
         expected.append(numerics.quantize_codes(y, copy, given, at, words))
         multipliers = on_device(given[copy.scale.name])
-        requests.append(Request(copy, scaling, at, multipliers, words=Words(KEY, DRAW, stream, of)))
-    for target, codes in zip(quantize(x.to(DEVICE), *requests), expected, strict=True):
+        requests.append(QuantizeRequest(copy, scaling, at, multipliers, words=RandomBits(KEY, DRAW, stream, of)))
+    for target, codes in zip(quantize_matrix(x.to(DEVICE), *requests), expected, strict=True):
         assert target is not None and same(target.codes, codes)
 
 
 def wanted(
     x: Tensor, fmt: Format, scaling: Scaling, stream: int, which: Copy = Copy.ROWWISE
-) -> tuple[Request, dict[str, Tensor]]:
+) -> tuple[QuantizeRequest, dict[str, Tensor]]:
     rows, cols = x.shape
     shape = (rows, cols + (-cols % 16 if scaling.random_hadamard else 0))
     words = dict.fromkeys(Copy, numerics.random_words(KEY, DRAW, stream, shape))
     parts = numerics.quantize(x, fmt, scaling, words=words)
-    request = Request(
+    request = QuantizeRequest(
         fmt.copies[which], scaling, second_amax=on_device(parts.get("amax")),
         words=words_of(shape, stream, scaling.stochastic_rounding),
     )  # fmt: skip
@@ -176,12 +179,12 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
         x[0, -1] = odd
         copy, seen = fmt.copies[Copy.ROWWISE], torch.full((), 2.0, device=DEVICE)
         given = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, Scaling(), x.dtype)[copy.scale.name]
-        found, _ = quantize(
-            x.to(DEVICE), Request(copy, Scaling(), multipliers=on_device(given), turned=True), None, seen
+        found, _ = quantize_matrix(
+            x.to(DEVICE), QuantizeRequest(copy, Scaling(), multipliers=on_device(given), transposed=True), None, seen
         )
         parts = {copy.codes.name: found.codes.cpu()}
-        assert found.turned is not None
-        assert same(found.turned, numerics.transpose_parts(fmt, parts, shape)[copy.codes.name])
+        assert found.transposed is not None
+        assert same(found.transposed, numerics.transpose_parts(fmt, parts, shape)[copy.codes.name])
         assert same(seen, torch.maximum(x.float().abs().amax(), torch.tensor(2.0)))
 
 
@@ -196,15 +199,15 @@ def test_what_fills_a_byte_up_is_zero(fmt: Format, stochastic: bool) -> None:
         x[-1, -1] = odd
         scaling, which = Scaling(stochastic_rounding=stochastic), list(fmt.copies)[-1]
         asked = [wanted(v, fmt, scaling, stream, which) for stream, v in enumerate((x, x.t()))]
-        both = quantize(x.to(DEVICE), asked[0][0], asked[1][0])
+        both = quantize_matrix(x.to(DEVICE), asked[0][0], asked[1][0])
         for target, (_, expected) in zip(both, asked, strict=True):
             assert target is not None and same(target.codes, expected[fmt.copies[which].codes.name])
             assert (target.codes[:, -1] >> 4 == 0).all()
         if fmt.transposable:
-            found, _ = quantize(x.to(DEVICE), replace(asked[0][0], turned=True))
+            found, _ = quantize_matrix(x.to(DEVICE), replace(asked[0][0], transposed=True))
             across = numerics.transpose_parts(fmt, asked[0][1], (35, 37))[fmt.copies[which].codes.name]
-            assert found.turned is not None and same(found.turned, across)
-            assert (found.turned[:, -1] >> 4 == 0).all()
+            assert found.transposed is not None and same(found.transposed, across)
+            assert (found.transposed[:, -1] >> 4 == 0).all()
 
 
 def edges() -> Tensor:
@@ -225,11 +228,13 @@ def test_edge_values(fmt: Format) -> None:
     for factor in (1.0, torch.finfo(torch.float32).max):
         given = torch.full_like(numerics.block_amax(x, copy.block), factor)
         expected = numerics.quantize_codes(x, copy, {copy.scale.name: given})
-        found, _ = quantize(x.to(DEVICE), Request(copy, Scaling(), multipliers=on_device(given)))
+        found, _ = quantize_matrix(x.to(DEVICE), QuantizeRequest(copy, Scaling(), multipliers=on_device(given)))
         assert same(found.codes, expected)
     if ALL not in copy.block:
         expected = numerics.quantize(x, fmt)
-        alone, _ = quantize(x.to(DEVICE), Request(copy, Scaling(), second_amax=on_device(expected.get("amax"))))
+        alone, _ = quantize_matrix(
+            x.to(DEVICE), QuantizeRequest(copy, Scaling(), second_amax=on_device(expected.get("amax")))
+        )
         assert alone.scale is not None
         assert same(alone.scale, expected[copy.scale.name]) and same(alone.codes, expected[copy.codes.name])
         back = numerics.dequantize(copy, expected, (1, x.shape[1]))
@@ -248,7 +253,9 @@ def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
         for power_of_two in (False, True):
             scaling = Scaling(power_of_two=power_of_two)
             expected = numerics.quantize(x, fmt, scaling)
-            found, _ = quantize(x.to(DEVICE), Request(copy, scaling, second_amax=on_device(expected.get("amax"))))
+            found, _ = quantize_matrix(
+                x.to(DEVICE), QuantizeRequest(copy, scaling, second_amax=on_device(expected.get("amax")))
+            )
             assert found.scale is not None and same(found.scale, expected[copy.scale.name])
             assert same(found.codes, expected[copy.codes.name])
 
@@ -257,10 +264,12 @@ def test_a_word_rounds_up_where_it_and_the_fraction_are_one() -> None:
     """Of the way to the smallest code, 2**-9, E4M3 has 20 bits: with those of the word exactly 1, and 2**-20 less."""
     shape, copy = (32, 256), FORMATS["fp8_e4m3"].copies[Copy.ROWWISE]
     words = numerics.random_words(KEY, DRAW, 3, shape)
-    request = Request(copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True))
+    request = QuantizeRequest(
+        copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True)
+    )
     for less in (0, 1):
         x = ((1 << 20) - (words >> 12) - less).float() * 2.0**-29
-        codes = quantize(x.to(DEVICE), request)[0].codes.cpu()
+        codes = quantize_matrix(x.to(DEVICE), request)[0].codes.cpu()
         assert (codes == 1 - less).all()
         assert same(codes, numerics.quantize_codes(x, copy, {copy.scale.name: torch.ones(1, 1)}, words=words))
 
@@ -288,11 +297,11 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
     expected = numerics.quantize(x, fmt)
     grids = numerics.amaxes(x, fmt)
     known = numerics.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
-    request = Request(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), turned=True)
-    outputs = Outputs(request, amax=torch.zeros((), device=DEVICE), poison=torch.zeros((), device=DEVICE))
-    for target, _ in (quantize(x, request), quantize_gradient(x, outputs)):
+    request = QuantizeRequest(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
+    outputs = EpilogueRequest(request, amax=torch.zeros((), device=DEVICE), poison=torch.zeros((), device=DEVICE))
+    for target, _ in (quantize_matrix(x, request), quantize_gradient(x, outputs)):
         assert torch.equal(target.codes, expected[copy.codes.name])
-        assert torch.equal(target.turned, numerics.transpose_parts(fmt, expected, x.shape)[copy.codes.name])
+        assert torch.equal(target.transposed, numerics.transpose_parts(fmt, expected, x.shape)[copy.codes.name])
         assert known is not None or torch.equal(target.scale, expected[copy.scale.name])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import quantshard as qs
 from quantshard import checkpoints, components, recipe
-from quantshard.cli.config import Settings
+from quantshard.cli.config import TrainSettings
 from quantshard.cli.model import LanguageModel
 
 CONFIG: dict[str, Any] = {
@@ -50,7 +50,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> LanguageModel:
     """A model of `CONFIG` with weights of a recipe of `RECIPES`."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 384, "seq_length": 64}
-    settings = Settings(**{**sizes, "params_dtype": "float32", **changes}).resolved()
+    settings = TrainSettings(**{**sizes, "params_dtype": "float32", **changes}).resolved()
     return LanguageModel(settings, RECIPES[name], "cpu")
 
 
@@ -76,6 +76,6 @@ def values(model: torch.nn.Module) -> dict[str, Tensor]:
     """Our name -> the weight's own values, float32."""
     found = {}
     for name, param in model.named_parameters():
-        quantized = components.quantized(param)
+        quantized = components.quantized_local(param)
         found[name] = param.detach().float() if quantized is None else quantized._storage.dequantize()
     return found

@@ -11,8 +11,8 @@ from quantshard import numerics, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.formats import FORMATS, Copy
 from quantshard.layouts import LAYOUTS, Layout, conversion, names, table
-from quantshard.layouts.conversion import NotExact
-from quantshard.layouts.names import Heads, Names, fused_runs
+from quantshard.layouts.conversion import InexactConversionError
+from quantshard.layouts.names import HeadCounts, Names, fused_runs
 from quantshard.recipe import Cell
 from tests.layouts import models
 
@@ -33,7 +33,7 @@ def fused(order: str, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("order", names.ORDERS)
 def test_runs_cut_a_fused_weight(order):
     weight, wanted = fused(order, 6)
-    runs = fused_runs("w", order, len(weight), Heads(QUERIES, GROUPS))
+    runs = fused_runs("w", order, len(weight), HeadCounts(QUERIES, GROUPS))
     for part, value in zip(runs, wanted, strict=True):
         assert torch.equal(weight[conversion.our_rows(part)], value)
 
@@ -47,10 +47,10 @@ def test_a_cut_through_blocks_is_exact_where_rows_have_their_own_scales(fmt, lay
     row, shape = FORMATS[fmt], (len(weight), 128)
     parts = numerics.quantize(weight, row)
     values = numerics.dequantize(row.copies[Copy.ROWWISE], parts, shape)
-    runs = fused_runs("w", "interleaved", len(weight), Heads(QUERIES, GROUPS))
+    runs = fused_runs("w", "interleaved", len(weight), HeadCounts(QUERIES, GROUPS))
     for part, high in zip(runs, wanted, strict=True):
         rows = conversion.our_rows(part)
-        tensors = conversion.export(LAYOUTS[layout], row, parts, shape, rows)
+        tensors = conversion.to_layout(LAYOUTS[layout], row, parts, shape, rows)
         target = LAYOUTS[layout].row()
         scale = conversion.stored_scale(LAYOUTS[layout], tensors[LAYOUTS[layout].scale_key])
         components = {"codes": tensors["weight"].view(torch.uint8), "scale_inv": scale, "amax": parts.get("amax")}
@@ -62,10 +62,10 @@ def test_a_cut_inside_a_block_is_refused_with_the_numbers():
     weight, _ = fused("interleaved", 96)
     row = FORMATS["fp8_128x128"]
     parts = numerics.quantize(weight, row)
-    runs = fused_runs("w", "interleaved", len(weight), Heads(QUERIES, GROUPS))
+    runs = fused_runs("w", "interleaved", len(weight), HeadCounts(QUERIES, GROUPS))
     rows = conversion.our_rows(runs[1])  # keys: rows 192...287 and 576...671
-    with pytest.raises(NotExact, match=r"cut inside a block: row 64 of the part .* 128x128 than row 0"):
-        conversion.export(LAYOUTS["hf-fp8-block"], row, parts, (len(weight), 128), rows)
+    with pytest.raises(InexactConversionError, match=r"cut inside a block: row 64 of the part .* 128x128 than row 0"):
+        conversion.to_layout(LAYOUTS["hf-fp8-block"], row, parts, (len(weight), 128), rows)
 
 
 def cells() -> dict[str, Cell]:
@@ -82,10 +82,10 @@ def test_the_matrix_of_exports_is_what_conversion_does(ours, layout):
     cell = cells()[ours]
     parts = numerics.quantize(torch.randn(160, 256), cell.format, replace(cell.scaling, history=0))
     if table.verdict(cell, layout, has_input_amax=True).kind != table.EXACT:
-        with pytest.raises(NotExact):
-            conversion.export(layout, cell.format, parts, (160, 256))
+        with pytest.raises(InexactConversionError):
+            conversion.to_layout(layout, cell.format, parts, (160, 256))
         return
-    tensors = conversion.export(layout, cell.format, parts, (160, 256))
+    tensors = conversion.to_layout(layout, cell.format, parts, (160, 256))
     assert torch.equal(tensors[layout.codes_key].view(torch.uint8), parts["codes"])
     for target_name, target in cells().items():
         check_import(layout, tensors, cell, target, values_of(cell, parts), (ours, target_name))
@@ -109,7 +109,7 @@ def check_import(
     holds = all(map(table.refines, copy.block, source.format.copies[Copy.ROWWISE].block))
     try:
         scale = conversion.our_grid(by_row, layout, target.format, extents, 256)
-    except NotExact:
+    except InexactConversionError:
         assert found.why and not (holds and source.format == target.format), case
         return
     parts = {"codes": tensors[layout.codes_key].view(torch.uint8), "scale_inv": scale}
@@ -134,10 +134,12 @@ def test_an_amax_of_zero_has_a_finite_second_scale():
 @pytest.mark.parametrize("rows", [0, 7, 100])
 def test_rows_of_other_heads_are_refused(rows):
     if rows % (QUERIES + 2 * GROUPS) == 0:
-        assert all(run.length == 0 for part in fused_runs("w", "stacked", rows, Heads(QUERIES, GROUPS)) for run in part)
+        assert all(
+            run.length == 0 for part in fused_runs("w", "stacked", rows, HeadCounts(QUERIES, GROUPS)) for run in part
+        )
         return
     with pytest.raises(ConfigurationError, match=f"w has {rows} rows, which are not 4 heads of queries and 2"):
-        fused_runs("w", "stacked", rows, Heads(QUERIES, GROUPS))
+        fused_runs("w", "stacked", rows, HeadCounts(QUERIES, GROUPS))
 
 
 def test_a_map_is_read_from_toml(tmp_path):
@@ -146,9 +148,9 @@ def test_a_map_is_read_from_toml(tmp_path):
         '[names]\n"blocks.{n}.fc.weight" = "h.{n}.mlp.weight"\n'
         '[fused]\n"blocks.{n}.qkv.weight" = { rows = "stacked", into = ["h.{n}.q", "h.{n}.k", "h.{n}.v"] }\n'
     )
-    found = names.read(path)
+    found = names.read_names(path)
     assert list(found.theirs("blocks.12.fc.weight", 4, None)) == ["h.12.mlp.weight"]
-    assert list(found.theirs("blocks.3.qkv.weight", 8, Heads(2, 1))) == ["h.3.q", "h.3.k", "h.3.v"]
+    assert list(found.theirs("blocks.3.qkv.weight", 8, HeadCounts(2, 1))) == ["h.3.q", "h.3.k", "h.3.v"]
     assert not found.theirs("other", 4, None)
     with pytest.raises(ConfigurationError, match="num_attention_heads"):
         found.theirs("blocks.3.qkv.weight", 8, None)
@@ -167,7 +169,7 @@ def test_a_map_is_read_from_toml(tmp_path):
 def test_a_wrong_map_is_refused(tmp_path, text, match):
     (tmp_path / "names.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=match):
-        names.read(tmp_path / "names.toml")
+        names.read_names(tmp_path / "names.toml")
 
 
 def test_two_weights_of_one_name_are_refused():

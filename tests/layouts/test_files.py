@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantshard.errors import CheckpointError
-from quantshard.layouts.files import INDEX, Files, Group, write
+from quantshard.layouts.files import INDEX, SafetensorsFiles, TensorBatch, write_safetensors
 
 
 def raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
@@ -47,19 +47,19 @@ def test_library_refuses(tmp_path, damage):
     header, data, length = DAMAGED[damage]
     raw(tmp_path / "model.safetensors", header, data, length)
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read as safetensors") as raised:
-        Files(tmp_path)
+        SafetensorsFiles(tmp_path)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
 
 
 def test_undamaged_is_read(tmp_path):
     raw(tmp_path / "model.safetensors", {"a": entry(0, 2, [2]), "b": entry(2, 6, [2, 2])}, b"123456")
-    assert Files(tmp_path).read("b", slice(1, 2), slice(0, 1)).tolist() == [[ord("5")]]
+    assert SafetensorsFiles(tmp_path).read("b", slice(1, 2), slice(0, 1)).tolist() == [[ord("5")]]
 
 
 def test_a_dtype_of_no_layout(tmp_path):
     save_file({"a": torch.zeros(2, dtype=torch.int16)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="a is of dtype I16"):
-        Files(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_index_names_only_files_beside_it(tmp_path, name):
     save_file({"a": torch.zeros(2)}, tmp_path / "secret.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="which is not the name of a safetensors file beside it"):
-        Files(folder)
+        SafetensorsFiles(folder)
 
 
 @pytest.mark.parametrize(
@@ -89,28 +89,28 @@ def test_index_is_checked(tmp_path, index, match):
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
     (tmp_path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=match):
-        Files(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 def test_a_tensor_in_two_files(tmp_path):
     for name in "xy":
         save_file({"a": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match=r"a lies in x.safetensors and in y.safetensors"):
-        Files(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 def test_no_files(tmp_path):
     with pytest.raises(CheckpointError, match="holds no safetensors"):
-        Files(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 def test_write_keeps_a_group_in_one_file(tmp_path):
-    def group(number: int) -> Group:
+    def group(number: int) -> TensorBatch:
         made = {f"{number}.a": torch.full((3,), number, dtype=torch.uint8), f"{number}.b": torch.tensor(1.5)}
-        return Group({f"{number}.a": (torch.uint8, (3,)), f"{number}.b": (torch.float32, ())}, lambda: made)
+        return TensorBatch({f"{number}.a": (torch.uint8, (3,)), f"{number}.b": (torch.float32, ())}, lambda: made)
 
-    assert write(tmp_path, [group(n) for n in range(5)], 15, {"note": "x"}) == 35
-    files = Files(tmp_path)
+    assert write_safetensors(tmp_path, [group(n) for n in range(5)], 15, {"note": "x"}) == 35
+    files = SafetensorsFiles(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3 and files.metadata["note"] == "x"
     assert files.read("4.a").tolist() == [4, 4, 4] and files.read("4.b").item() == 1.5
     placed = json.loads((tmp_path / INDEX).read_text())["weight_map"]

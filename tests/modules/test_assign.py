@@ -109,7 +109,7 @@ def of_shards(recipe: str) -> list[dict[str, Any]]:
             each(torch.ones(16, 32, dtype=torch.bfloat16)).float().square().mean().backward()
         optimizer.step()
         found.append(bits(each, optimizer))
-        assert components.quantized(each[0].weight) is not None
+        assert components.quantized_local(each[0].weight) is not None
     return found
 
 

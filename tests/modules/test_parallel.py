@@ -14,8 +14,8 @@ from quantshard.modules import parallel
 from quantshard.modules.parallel import TensorParallel, stream_base
 
 OPERATIONS = [
-    parallel.copy,
-    parallel.reduce,
+    parallel.copy_to_group,
+    parallel.reduce_from_group,
     parallel.gather_rows,
     parallel.scatter_rows,
     parallel.split_rows,

@@ -17,7 +17,7 @@ from quantshard import private_torch
 from quantshard.errors import ConfigurationError, TorchVersionError, UnsupportedOperationError
 from quantshard.modules import context
 from quantshard.private_torch import recomputation
-from quantshard.private_torch.lookup import Missing
+from quantshard.private_torch.lookup import MissingName
 from quantshard.recipe import DelayedScaling
 
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -167,7 +167,7 @@ def test_quantshards_own_regions_need_no_private_name(monkeypatch: pytest.Monkey
         a is b for a, b in zip(names, recomputation._NAMES, strict=True)
     )
     for number, name in enumerate(MISSING):
-        missing = Missing(f"torch.{name}", recomputation._FEATURE, recomputation._INSTEAD)
+        missing = MissingName(f"torch.{name}", recomputation._FEATURE, recomputation._INSTEAD)
         monkeypatch.setattr(recomputation, "_NAMES", (*names[:number], missing, *names[number + 1 :]))
         for way in ("quantshard.checkpoint", "reentrant quantshard.checkpoint"):
             for one, other in zip(one_step(REGIONS[way]), expected, strict=True):

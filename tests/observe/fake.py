@@ -57,7 +57,7 @@ def cut_by_tp(param: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """This rank's piece of a whole parameter, as a DTensor over the axis of tensor parallelism."""
     chunk = ceil_div(param.shape[dim], mesh.size())
     start = mesh.get_local_rank() * chunk
-    quantized = components.quantized(param)
+    quantized = components.quantized_local(param)
     if quantized is None:
         size = max(min(chunk, param.shape[dim] - start), 0)
         local = param.detach().narrow(dim, min(start, param.shape[dim]), size).contiguous()

@@ -14,7 +14,7 @@ from quantshard.formats import Copy
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.optimizers.adam import Hyperparameters, adam
 from quantshard.storage import AMAX_HISTORY, DRAWS
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, every_recipe, random, same, weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -114,7 +114,7 @@ def test_weights_are_the_oracles_of_the_masters(name):
 def test_delayed_weights_have_the_scale_of_past_amaxes():
     """The scale of a step is from the amaxes up to the one before; then the new one is recorded."""
     cell = recipe.DelayedScaling(amax_history_len=3).weight
-    param = nn.Parameter(quantize(random(8, 8), cell))
+    param = nn.Parameter(quantize_weight(random(8, 8), cell))
     optimizer = FusedAdam([param], lr=0.5)
     storage = param._storage
     recorded = [random(8, 8).abs().amax().item()]
@@ -150,7 +150,7 @@ def test_learns():
 @every_cell
 def test_masters_keep_what_codes_cannot(cell):
     """Updates far below a code's spacing add up in the master: without it the weight would never move."""
-    param = nn.Parameter(quantize(torch.ones(32, 32), cell))
+    param = nn.Parameter(quantize_weight(torch.ones(32, 32), cell))
     optimizer = FusedAdam([param], lr=1e-4)
     for _ in range(10):
         param.grad = torch.ones(32, 32)
@@ -285,7 +285,7 @@ def test_moments_of_8_bits_train_as_well(recipe):
 @pytest.mark.parametrize("keep", [True, False])
 def test_masters_are_seeded_from_kept_values_or_from_the_weight(cell, keep):
     exact = random(48, 40)
-    tensor = quantize(exact, cell, dtype=torch.bfloat16, keep_high_precision=keep)
+    tensor = quantize_weight(exact, cell, dtype=torch.bfloat16, keep_high_precision=keep)
     params = [nn.Parameter(tensor), nn.Parameter(random(3, 3).bfloat16()), nn.Parameter(random(3, 3))]
     optimizer = FusedAdam(params)
     master = optimizer.state[params[0]]["master_param"]
@@ -298,7 +298,7 @@ def test_masters_are_seeded_from_kept_values_or_from_the_weight(cell, keep):
 @every_cell
 def test_a_second_optimizer_starts_from_the_trained_weight(cell):
     """Not from initial values that were kept: the weight no longer has them."""
-    param = nn.Parameter(quantize(random(48, 40), cell, keep_high_precision=True))
+    param = nn.Parameter(quantize_weight(random(48, 40), cell, keep_high_precision=True))
     first = FusedAdam([param], lr=0.5)
     param.grad = torch.ones(48, 40)
     first.step()

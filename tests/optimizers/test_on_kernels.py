@@ -23,7 +23,7 @@ from quantshard.kernels import adam_plan
 from quantshard.optimizers import FusedAdam, on_kernels
 from quantshard.recipe import resolve
 from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
@@ -65,14 +65,14 @@ def build(recipe: str, **options: Any) -> tuple[dict[str, nn.Parameter], FusedAd
     torch.manual_seed(3)
     cell = resolve(RECIPES[recipe]).weight
     params = {
-        "quantized": nn.Parameter(quantize(random(3, 34, seed=0).to(DEVICE), cell, dtype=torch.bfloat16)),
+        "quantized": nn.Parameter(quantize_weight(random(3, 34, seed=0).to(DEVICE), cell, dtype=torch.bfloat16)),
         "bf16": random(2, 9, seed=1).bfloat16(),
         "fp16": random(2, 5, seed=2).half(),
         "fp32": random(3, 2, seed=3),
         "vector": random(7, seed=4).bfloat16(),
         "cube": random(2, 2, 3, seed=5).bfloat16(),
         "scalar": random(seed=6),
-        "again": nn.Parameter(quantize(random(2, 17, seed=7).to(DEVICE), cell, dtype=torch.bfloat16)),
+        "again": nn.Parameter(quantize_weight(random(2, 17, seed=7).to(DEVICE), cell, dtype=torch.bfloat16)),
     }
     params = {key: p if isinstance(p, nn.Parameter) else nn.Parameter(p.to(DEVICE)) for key, p in params.items()}
     named = list(params.items())
@@ -212,11 +212,11 @@ def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[adam_plan.Plan]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[adam_plan.AdamLaunchPlan]:
     """All plans that are made from now on."""
-    made: list[adam_plan.Plan] = []
-    real = on_kernels.Plan
-    monkeypatch.setattr(on_kernels, "Plan", lambda *args: made.append(real(*args)) or made[-1])
+    made: list[adam_plan.AdamLaunchPlan] = []
+    real = on_kernels.AdamLaunchPlan
+    monkeypatch.setattr(on_kernels, "AdamLaunchPlan", lambda *args: made.append(real(*args)) or made[-1])
     return made
 
 
@@ -258,7 +258,7 @@ def loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
 @pytest.mark.parametrize(
     "change", [replaced, components_replaced, state_replaced, unfrozen, group_added, key_loaded, loaded]
 )
-def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[adam_plan.Plan]) -> None:
+def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[adam_plan.AdamLaunchPlan]) -> None:
     results = []
     for devices in ((), (DEVICE,)):
         params, optimizer = build("mxfp8", master_weights=False)
@@ -273,7 +273,7 @@ def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[adam_
     assert not differing(*results)
 
 
-def test_a_plan_that_a_graph_holds_is_kept(plans: list[adam_plan.Plan]) -> None:
+def test_a_plan_that_a_graph_holds_is_kept(plans: list[adam_plan.AdamLaunchPlan]) -> None:
     params, optimizer = build("current")
     with kernels_on(DEVICE):
         for step in range(3):
@@ -323,6 +323,6 @@ def test_changes_are_noticed_as_they_are_without_kernels() -> None:
 def test_a_plan_is_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     params, optimizer = build("current", capturable=True)
     set_grads(params, 0)
-    monkeypatch.setattr(adam_plan.Plan, "_is_capturing", property(lambda self: True))
+    monkeypatch.setattr(adam_plan.AdamLaunchPlan, "_is_capturing", property(lambda self: True))
     with kernels_on(DEVICE), pytest.raises(UnsupportedOperationError, match="run a step before"):
         optimizer.step()

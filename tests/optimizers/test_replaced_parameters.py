@@ -9,7 +9,7 @@ from torch import nn
 
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 from tests.test_tensor import RECIPES, contents, differing, random, same
 
 OPTIMIZERS = {
@@ -25,7 +25,9 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 def parameters(seed=0):
     torch.manual_seed(seed)
     return {
-        "quantized": nn.Parameter(quantize(random(40, 150, seed=seed), RECIPES["mxfp8"].weight, dtype=torch.bfloat16)),
+        "quantized": nn.Parameter(
+            quantize_weight(random(40, 150, seed=seed), RECIPES["mxfp8"].weight, dtype=torch.bfloat16)
+        ),
         "bf16": nn.Parameter(random(6, 140, seed=seed + 1).bfloat16()),
         "fp32": nn.Parameter(random(4, 33, seed=seed + 2)),
     }

@@ -6,7 +6,7 @@ import torch
 from quantshard import numerics
 from quantshard.formats import FP16
 from quantshard.numerics import join_bfloat16, split_bfloat16
-from quantshard.optimizers.rounding import Draw, Place, rounded
+from quantshard.optimizers.rounding import StateDraw, TensorRegion, round_to
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_stochastic_rounding_has_exact_probabilities(dtype, fraction, at):
     value = below.float() + (above.float() - below.float()) * fraction
     assert value.double() == below.double() + (above.double() - below.double()) * fraction  # is a float32
     words = (torch.arange(1 << 16) << 16) + 0x1234
-    found = rounded(value.expand(1 << 16).clone(), dtype, words)
+    found = round_to(value.expand(1 << 16).clone(), dtype, words)
     assert ((found == below) | (found == above)).all()
     assert (found == above).sum().item() == fraction * (1 << 16)
 
@@ -63,49 +63,49 @@ def test_stochastic_rounding_keeps_what_fits_and_saturates(dtype):
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     values = bits[bits.isfinite()].float()
     for word in (0, 2**32 - 1):
-        assert torch.equal(rounded(values, dtype, torch.full(values.shape, word)).float(), values)
+        assert torch.equal(round_to(values, dtype, torch.full(values.shape, word)).float(), values)
     huge = torch.tensor([3.4e38, -3.4e38, float("inf")])
-    assert rounded(huge, dtype, torch.zeros(3, dtype=torch.int64)).tolist() == [limits.max, -limits.max, limits.max]
+    assert round_to(huge, dtype, torch.zeros(3, dtype=torch.int64)).tolist() == [limits.max, -limits.max, limits.max]
 
 
 def test_nan_stays_nan():
     """Those of all bits, too, as GPUs make them, whatever the word."""
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
     for word in (0, 2**32 - 1):
-        assert rounded(nans, torch.bfloat16, torch.full((4,), word)).isnan().all()
+        assert round_to(nans, torch.bfloat16, torch.full((4,), word)).isnan().all()
 
 
 def test_float16_is_the_row_of_the_table():
     values, words = torch.randn(7, 9), torch.randint(0, 2**32, (7, 9))
-    assert torch.equal(rounded(values, torch.float16, words), numerics.encode_stochastic(values, FP16, words))
+    assert torch.equal(round_to(values, torch.float16, words), numerics.encode_stochastic(values, FP16, words))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_without_words_it_is_a_cast(dtype):
     values = torch.randn(50)
-    assert torch.equal(rounded(values, dtype, None), values.to(dtype))
+    assert torch.equal(round_to(values, dtype, None), values.to(dtype))
 
 
 @pytest.mark.parametrize("shape", [(), (11,), (7, 5), (7, 5, 3), (4, 3, 2, 5)], ids=str)
 @pytest.mark.parametrize("dim", range(4))
 def test_words_of_a_piece_are_those_of_the_whole(shape, dim):
-    whole = Draw(123, 4, 5).words(Place(shape, (0,) * len(shape), shape), CPU)
+    whole = StateDraw(123, 4, 5).words(TensorRegion(shape, (0,) * len(shape), shape), CPU)
     assert whole.shape == shape and whole.unique().numel() == whole.numel()
     if dim >= len(shape):
         return
     for start, stop in ((0, 2), (1, shape[dim]), (2, 2)):
         origin, local = [0] * len(shape), list(shape)
         origin[dim], local[dim] = start, stop - start
-        piece = Draw(123, 4, 5).words(Place(shape, tuple(origin), tuple(local)), CPU)
+        piece = StateDraw(123, 4, 5).words(TensorRegion(shape, tuple(origin), tuple(local)), CPU)
         assert torch.equal(piece, whole.narrow(dim, start, stop - start))
 
 
 def test_words_differ_with_each_part_of_a_draw():
-    place = Place((6, 4), (0, 0), (6, 4))
-    seen = [Draw(*draw).words(place, CPU) for draw in ((1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1), (-1, 1, 0))]
+    place = TensorRegion((6, 4), (0, 0), (6, 4))
+    seen = [StateDraw(*draw).words(place, CPU) for draw in ((1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1), (-1, 1, 0))]
     assert len({tuple(words.flatten().tolist()) for words in seen}) == len(seen)
 
 
 def test_the_step_may_be_a_tensor():
-    place = Place((3, 70), (1, 5), (2, 33))
-    assert torch.equal(Draw(9, torch.tensor(77), 2).words(place, CPU), Draw(9, 77, 2).words(place, CPU))
+    place = TensorRegion((3, 70), (1, 5), (2, 33))
+    assert torch.equal(StateDraw(9, torch.tensor(77), 2).words(place, CPU), StateDraw(9, 77, 2).words(place, CPU))

@@ -20,7 +20,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.optimizers.adam import Hyperparameters, adam
 from quantshard.optimizers.state import RemainderState
 from quantshard.storage import DRAWS
-from quantshard.tensor import quantize
+from quantshard.tensor import quantize_weight
 from tests.test_tensor import RECIPES, contents, differing, every_cell, random, same
 
 LR, EPS, DECAY = 1e-2, 1e-8, 0.1
@@ -45,7 +45,7 @@ def build(cell, **options):
     """One parameter of each kind, in blocks that end in the middle, and their optimizer."""
     torch.manual_seed(3)
     params = {
-        "quantized": nn.Parameter(quantize(random(40, 150), cell, dtype=torch.bfloat16)),
+        "quantized": nn.Parameter(quantize_weight(random(40, 150), cell, dtype=torch.bfloat16)),
         "bf16": nn.Parameter(random(6, 140, seed=1).bfloat16()),
         "fp16": nn.Parameter(random(5, 130, seed=2).half()),
         "fp32": nn.Parameter(random(4, 130, seed=3)),
@@ -212,10 +212,10 @@ def test_small_updates_move_weights_on_average(recipe):
     start = torch.randn(192, 192).clamp(-2, 2)
     options, dtype = {"master_weights": False}, torch.float32
     if recipe in RECIPES:
-        param = nn.Parameter(quantize(start * 2.0**-2, RECIPES[recipe].weight))
+        param = nn.Parameter(quantize_weight(start * 2.0**-2, RECIPES[recipe].weight))
     elif "master" in recipe:
         options = {"master_weight_dtype": DTYPES[recipe.removeprefix("master ")]}
-        param = nn.Parameter(quantize(start, RECIPES["mxfp8"].weight))
+        param = nn.Parameter(quantize_weight(start, RECIPES["mxfp8"].weight))
     else:
         dtype = DTYPES[recipe]
         param = nn.Parameter(start.to(dtype))
@@ -245,7 +245,7 @@ def test_weights_without_masters_draw_from_their_own_key(cell):
         set_grads(params, step)
         before = values(params["quantized"])
         m, v = (optimizer.get_unscaled_state(params["quantized"], moment).clone() for moment in MOMENTS)
-        nearest = quantize(torch.zeros(40, 150), cell, state={k: t.clone() for k, t in storage.state.items()})
+        nearest = quantize_weight(torch.zeros(40, 150), cell, state={k: t.clone() for k, t in storage.state.items()})
         h = Hyperparameters(step, LR, 0.9, 0.999, EPS, DECAY, True, True)
         optimizer.step()
         nearest.quantize_(adam(params["quantized"].grad, before, m, v, h).master)
@@ -363,7 +363,7 @@ def test_parameters_are_rounded_from_the_result_not_from_the_master(masters):
     optimizer.step()
     h = Hyperparameters(1, LR, 0.9, 0.999, EPS, DECAY, True, True)
     result = adam(param.grad, master, torch.zeros_like(master), torch.zeros_like(master), h).master
-    expected = quantize(result, RECIPES["block"].weight)
+    expected = quantize_weight(result, RECIPES["block"].weight)
     assert not differing(param._storage.components, expected._storage.components)
 
 
@@ -391,4 +391,4 @@ def test_rows_of_states_are_rows_of_the_table():
         optimizer.set_scaled_state(params["fp32"], moment, exact)
         parts = numerics.quantize(exact, storage.cell.format, storage.cell.scaling)
         assert not differing(storage.components, parts)
-    assert components.quantized(params["fp32"]) is None
+    assert components.quantized_local(params["fp32"]) is None

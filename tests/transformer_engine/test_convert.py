@@ -29,7 +29,7 @@ import quantshard.cli as command_line
 from quantshard import checkpoints, numerics, recipe, transformer_engine
 from quantshard.checkpoints import manifest
 from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.inspection import inspect
+from quantshard.checkpoints.inspection import inspect_checkpoint
 from quantshard.checkpoints.verify import verify
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy
@@ -93,7 +93,7 @@ def test_bit_for_bit(stored: Path, tmp_path: Path, name: str) -> None:
     done = transformer_engine.convert(stored / name, new, tmp_path / "out")
     assert not done.inexact and not done.left and len(done.exact) == 8
     assert verify(tmp_path / "out").ok and verify(tmp_path / "out").checksums
-    assert any(fmt.name in str(row) for row in inspect(tmp_path / "out").rows)
+    assert any(fmt.name in str(row) for row in inspect_checkpoint(tmp_path / "out").rows)
     model, optimizer = built(STORED[name], size)
     checkpoints.load(tmp_path / "out", model, optimizer)
     storage = model[0].weight._storage
@@ -207,7 +207,7 @@ def test_the_rest_is_as_the_new_model_has_it(stored: Path, tmp_path: Path) -> No
     done = transformer_engine.convert(stored / "current", tmp_path / "new", tmp_path / "out")
     assert {key for key in done.own if key.startswith("extra.")} == {"extra.recipe", "extra.step"}
     assert checkpoints.load(tmp_path / "out", *built("current", 128)) == {"recipe": "current", "step": 0}
-    found = manifest.read(tmp_path / "out")
+    found = manifest.read_manifest(tmp_path / "out")
     assert found is not None and (found.step, found.recipe) == (3, "current")
     (model, _), (other, _) = built("current", 128), built("current", 128, seed=8)
     checkpoints.load(tmp_path / "out", other)

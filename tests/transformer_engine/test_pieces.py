@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from quantshard import formats, numerics
-from quantshard.checkpoints.entries import Call
+from quantshard.checkpoints.entries import RecordedCall
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Copy
-from quantshard.layouts.conversion import NotExact
-from quantshard.transformer_engine.pieces import Piece, piece_of
+from quantshard.layouts.conversion import InexactConversionError
+from quantshard.transformer_engine.pieces import WeightPiece, piece_of
 from quantshard.transformer_engine.weights import components_of, values_of
 from tests.golden.make_compact import COMPACT, load
 from tests.test_tensor import differing, same
@@ -29,20 +29,20 @@ def golden() -> dict[str, Any]:
     return load(COMPACT)
 
 
-def call(module: str, name: str, *args: object) -> Call:
-    return Call(f"transformer_engine.pytorch.tensor.{module}._make_{name}_tensor_in_reduce_ex", args, None)
+def call(module: str, name: str, *args: object) -> RecordedCall:
+    return RecordedCall(f"transformer_engine.pytorch.tensor.{module}._make_{name}_tensor_in_reduce_ex", args, None)
 
 
-def dtype(number: int) -> Call:
-    return Call("transformer_engine.pytorch.constants.DType", (number,), None)
+def dtype(number: int) -> RecordedCall:
+    return RecordedCall("transformer_engine.pytorch.constants.DType", (number,), None)
 
 
-def per_tensor(data: Tensor | None, scale: Tensor, number: int = 7, turned: Tensor | None = None) -> Call:
-    held = data if data is not None else turned.t()
-    return call("float8_tensor", "float8", data, dtype(number), scale, torch.bfloat16, held.shape, turned)
+def per_tensor(data: Tensor | None, scale: Tensor, number: int = 7, transposed: Tensor | None = None) -> RecordedCall:
+    held = data if data is not None else transposed.t()
+    return call("float8_tensor", "float8", data, dtype(number), scale, torch.bfloat16, held.shape, transposed)
 
 
-def blockwise(shape: torch.Size, planes: tuple[Tensor | None, ...], is_2d: bool) -> Call:
+def blockwise(shape: torch.Size, planes: tuple[Tensor | None, ...], is_2d: bool) -> RecordedCall:
     return call(
         "float8_blockwise_tensor", "float8_blockwise", shape, *planes, dtype(7), torch.bfloat16, None, is_2d, None
     )
@@ -52,7 +52,7 @@ def padded(grid: Tensor, rows: int, cols: int) -> Tensor:
     return torch.nn.functional.pad(grid, (0, -grid.shape[1] % cols, 0, -grid.shape[0] % rows), value=PADDING)
 
 
-def mxfp8(parts: dict[str, Tensor], swizzled: bool = False) -> Call:
+def mxfp8(parts: dict[str, Tensor], swizzled: bool = False) -> RecordedCall:
     """Of the components of both copies, of which one may be missing."""
     planes = [parts.get(key) for key in ("codes", "scale_inv", "columnwise", "columnwise_scale_inv")]
     planes[1] = None if planes[1] is None else padded(planes[1], 128, 4)
@@ -61,15 +61,15 @@ def mxfp8(parts: dict[str, Tensor], swizzled: bool = False) -> Call:
     return call("mxfp8_tensor", "mxfp8", *planes, dtype(7), torch.bfloat16, shape, None, swizzled)
 
 
-def nvfp4(parts: dict[str, Tensor], **changed: object) -> Call:
+def nvfp4(parts: dict[str, Tensor], **changed: object) -> RecordedCall:
     """Of the components of both copies."""
     rows, cols = parts["columnwise"].shape[0], parts["columnwise"].shape[1] * 2
-    turned = numerics.unpack(parts["columnwise"], formats.E2M1, cols).t().contiguous()
+    transposed = numerics.unpack(parts["columnwise"], formats.E2M1, cols).t().contiguous()
     given: dict[str, object] = {
         "shape": torch.Size([rows, cols]),
         "rowwise": parts["codes"],
         "rowwise scales": padded(parts["scale_inv"], 128, 4),
-        "columnwise": numerics.pack(turned, formats.E2M1),
+        "columnwise": numerics.pack(transposed, formats.E2M1),
         "columnwise scales": padded(parts["columnwise_scale_inv"].t(), 128, 4),
         "amax": parts["amax"].reshape(1),
         "columnwise amax": parts["amax"].reshape(1),
@@ -84,12 +84,12 @@ def nvfp4(parts: dict[str, Tensor], **changed: object) -> Call:
     return call("nvfp4_tensor", "nvfp4", *(given | changed).values())
 
 
-def whole(made: Call) -> Piece:
+def whole(made: RecordedCall) -> WeightPiece:
     shape = next(arg for arg in made.args if isinstance(arg, torch.Size))
     return piece_of(made, (0, 0), tuple(shape))
 
 
-def converted(made: Call, fmt: formats.Format) -> dict[str, Tensor]:
+def converted(made: RecordedCall, fmt: formats.Format) -> dict[str, Tensor]:
     piece = whole(made)
     return components_of([piece], fmt, piece.shape)[0]
 
@@ -106,10 +106,12 @@ def test_per_tensor(golden: dict[str, Any], recipe: str, element: str, kind: str
     wanted = {"codes": found["data"], "scale_inv": found["scale_inv"].reshape(1, 1)}
     assert not differing(converted(per_tensor(found["data"], found["scale_inv"], number), fmt), wanted)
     if "transpose" in found:  # after a columnwise-only update there is nothing else
-        turned = per_tensor(None, found["scale_inv"], number, found["transpose"])
-        assert not differing(converted(turned, fmt), wanted)
+        transposed = per_tensor(None, found["scale_inv"], number, found["transpose"])
+        assert not differing(converted(transposed, fmt), wanted)
     if element == "e5m2":
-        with pytest.raises(NotExact, match=re.escape("its codes are E5M2 (Float8Tensor), those of fp8_e4m3 E4M3")):
+        with pytest.raises(
+            InexactConversionError, match=re.escape("its codes are E5M2 (Float8Tensor), those of fp8_e4m3 E4M3")
+        ):
             converted(per_tensor(found["data"], found["scale_inv"], number), formats.FP8_E4M3)
 
 
@@ -126,7 +128,9 @@ def test_blocks(golden: dict[str, Any], pow2: bool, kind: str) -> None:
     assert not differing(converted(alone, formats.FP8_128X128), wanted)
     other = columnwise.clone()
     other[3, 5] ^= 1
-    with pytest.raises(NotExact, match="its columnwise copy has other codes or scales, and fp8_128x128 has one copy"):
+    with pytest.raises(
+        InexactConversionError, match="its columnwise copy has other codes or scales, and fp8_128x128 has one copy"
+    ):
         converted(blockwise(codes.shape, (codes, scales[0], other, scales[1]), True), formats.FP8_128X128)
 
 
@@ -143,10 +147,10 @@ def test_blocks_of_rows(golden: dict[str, Any], pow2: bool, kind: str) -> None:
     assert left == ("its columnwise copy is left out: fp8_1x128 has none",)
     exact = numerics.dequantize(formats.FP8_1X128.copies[Copy.ROWWISE], parts, piece.shape)
     assert same(values_of([piece], piece.shape), exact)
-    with pytest.raises(NotExact, match="blocks of 1x128 have different scales inside one of 128x128"):
+    with pytest.raises(InexactConversionError, match="blocks of 1x128 have different scales inside one of 128x128"):
         components_of([piece], formats.FP8_128X128, piece.shape)
     columnwise = whole(blockwise(shape, (None, None, *planes[2:]), False))
-    with pytest.raises(NotExact, match="no rowwise copy is stored"):
+    with pytest.raises(InexactConversionError, match="no rowwise copy is stored"):
         components_of([columnwise], formats.FP8_1X128, piece.shape)
     with pytest.raises(CheckpointError, match="one copy, in blocks of 128x1, which no format has"):
         values_of([columnwise], piece.shape)
@@ -176,7 +180,7 @@ def both(values: Tensor, fmt: formats.Format) -> dict[str, Tensor]:
 def test_mxfp8(values: Tensor) -> None:
     parts = numerics.quantize(values, formats.MXFP8_BOTH)
     assert not differing(converted(mxfp8(parts), formats.MXFP8_BOTH), parts)
-    with pytest.raises(NotExact, match="blocks of 1x32 have different scales inside one of 32x32"):
+    with pytest.raises(InexactConversionError, match="blocks of 1x32 have different scales inside one of 32x32"):
         converted(mxfp8(parts), formats.MXFP8_32X32)
     square = numerics.quantize(values, formats.MXFP8_32X32)
     made = both(values, formats.MXFP8_32X32)
@@ -184,7 +188,7 @@ def test_mxfp8(values: Tensor) -> None:
     assert converted(mxfp8(made), formats.MXFP8_BOTH).keys() == parts.keys()
     one = {key: value for key, value in parts.items() if "columnwise" not in key}
     other = {key: value for key, value in parts.items() if "columnwise" in key}
-    with pytest.raises(NotExact, match="no columnwise copy is stored"):
+    with pytest.raises(InexactConversionError, match="no columnwise copy is stored"):
         converted(mxfp8(one), formats.MXFP8_BOTH)
     assert not differing(converted(mxfp8(one), formats.MXFP8_1X32), one)
     alone = whole(mxfp8(other))
@@ -201,10 +205,10 @@ def test_nvfp4(values: Tensor) -> None:
     assert same(
         values_of([whole(made)], SIZE), numerics.dequantize(formats.NVFP4_16X16.copies[Copy.ROWWISE], square, SIZE)
     )
-    with pytest.raises(NotExact, match="blocks of 1x16 have different scales inside one of 16x16"):
+    with pytest.raises(InexactConversionError, match="blocks of 1x16 have different scales inside one of 16x16"):
         converted(nvfp4(parts), formats.NVFP4_16X16)
     for fmt, source in ((formats.NVFP4_BOTH, parts), (formats.NVFP4_16X16, both(values, formats.NVFP4_16X16))):
-        with pytest.raises(NotExact, match="its two copies have different amaxes, and a format has one"):
+        with pytest.raises(InexactConversionError, match="its two copies have different amaxes, and a format has one"):
             converted(nvfp4(source, **{"columnwise amax": torch.tensor([9.0])}), fmt)
 
 
@@ -216,7 +220,7 @@ def test_every_format_is_had_or_refused(values: Tensor, name: str) -> None:
         piece = whole(made)
         try:
             found, _ = components_of([piece], fmt, piece.shape)
-        except NotExact as error:
+        except InexactConversionError as error:
             assert len(str(error)) > 20
             continue
         exact = numerics.dequantize(fmt.copies[Copy.ROWWISE], found, piece.shape)
@@ -226,7 +230,7 @@ def test_every_format_is_had_or_refused(values: Tensor, name: str) -> None:
 # Shards
 
 
-def cut(values: Tensor, sizes: list[int], make: Any, origin: int = 0) -> list[Piece]:
+def cut(values: Tensor, sizes: list[int], make: Any, origin: int = 0) -> list[WeightPiece]:
     """Each run of rows quantized for itself."""
     pieces = []
     for size in sizes:
@@ -236,7 +240,7 @@ def cut(values: Tensor, sizes: list[int], make: Any, origin: int = 0) -> list[Pi
     return pieces
 
 
-def mx_of(part: Tensor) -> Call:
+def mx_of(part: Tensor) -> RecordedCall:
     return mxfp8(numerics.quantize(part, formats.MXFP8_BOTH))
 
 
@@ -244,7 +248,7 @@ def test_shards_are_joined_where_blocks_are(values: Tensor) -> None:
     wanted = numerics.quantize(values, formats.MXFP8_BOTH)
     assert not differing(components_of(cut(values, [32, 160, 64], mx_of), formats.MXFP8_BOTH, tuple(SIZE))[0], wanted)
     with pytest.raises(
-        NotExact, match="a shard begins at row 48, column 0, inside a block of 32x1 of the whole weight"
+        InexactConversionError, match="a shard begins at row 48, column 0, inside a block of 32x1 of the whole weight"
     ):
         components_of(cut(values, [48, 208], mx_of), formats.MXFP8_BOTH, tuple(SIZE))
 
@@ -257,26 +261,28 @@ def test_columns_are_joined(values: Tensor) -> None:
 
 
 def test_shards_with_scales_of_their_own_are_refused(values: Tensor) -> None:
-    def current(part: Tensor) -> Call:
+    def current(part: Tensor) -> RecordedCall:
         parts = numerics.quantize(part, formats.FP8_E4M3)
         return per_tensor(parts["codes"], parts["scale_inv"].reshape(1))
 
     pieces = cut(values, [128, 128], current)
-    with pytest.raises(NotExact, match=r"its 2 shards have 2 values of the one scale, 0\.00\d+ to 0\.00\d+"):
+    with pytest.raises(
+        InexactConversionError, match=r"its 2 shards have 2 values of the one scale, 0\.00\d+ to 0\.00\d+"
+    ):
         components_of(pieces, formats.FP8_E4M3, tuple(SIZE))
     every = values_of(pieces, SIZE)
     for piece in pieces:
         assert same(every[piece.origin[0] : piece.origin[0] + 128], values_of([whole_at_zero(piece)], piece.shape))
 
-    def nv(part: Tensor) -> Call:
+    def nv(part: Tensor) -> RecordedCall:
         return nvfp4(both(part, formats.NVFP4_16X16))
 
-    with pytest.raises(NotExact, match="its 2 shards have 2 values of the one amax"):
+    with pytest.raises(InexactConversionError, match="its 2 shards have 2 values of the one amax"):
         components_of(cut(values, [128, 128], nv), formats.NVFP4_16X16, tuple(SIZE))
 
 
-def whole_at_zero(piece: Piece) -> Piece:
-    return Piece(piece.kind, (0, 0), piece.shape, piece.element, piece.scale, piece.planes)
+def whole_at_zero(piece: WeightPiece) -> WeightPiece:
+    return WeightPiece(piece.kind, (0, 0), piece.shape, piece.element, piece.scale, piece.planes)
 
 
 def test_some_shards_in_high_precision(values: Tensor) -> None:
@@ -301,7 +307,7 @@ def test_some_shards_in_high_precision(values: Tensor) -> None:
         ),
         (lambda p: per_tensor(p["codes"], torch.ones(2)), "its scale has 2 numbers, not one"),
         (lambda p: per_tensor(p["codes"], torch.ones(1), 9), "DType 9, which is not known here"),
-        (lambda p: Call("os.system", (), None), "it is a os.system, which is no weight"),
+        (lambda p: RecordedCall("os.system", (), None), "it is a os.system, which is no weight"),
         (lambda p: nvfp4(p["both"], **{"row scaled": True}), "a second scale for each row"),
         (
             lambda p: nvfp4(p["both"], max=256),
@@ -331,7 +337,7 @@ def test_whatever_the_arguments_are(values: Tensor, kind: int) -> None:
     )[kind]
     others = (
         None, True, 448, 1 << 50, -1.5, "text", b"bytes", (), [3], {}, torch.bfloat16, torch.Size([2]), dtype(7),
-        dtype(99), Call("os.system", (), None), torch.ones(2, 2), torch.zeros(0), torch.ones(256, 128) > 0,
+        dtype(99), RecordedCall("os.system", (), None), torch.ones(2, 2), torch.zeros(0), torch.ones(256, 128) > 0,
         torch.ones(512, 512, dtype=torch.float64), torch.ones(512, 512, dtype=torch.int16), torch.tensor(5),
     )  # fmt: skip
     read = 0
@@ -340,7 +346,7 @@ def test_whatever_the_arguments_are(values: Tensor, kind: int) -> None:
             args = (*made.args[:at], other, *made.args[at + 1 :])
             for changed in (args, args[: at + 1], (*args, other)):
                 try:
-                    piece = piece_of(Call(made.name, changed, None), (0, 0), tuple(SIZE))
+                    piece = piece_of(RecordedCall(made.name, changed, None), (0, 0), tuple(SIZE))
                 except CheckpointError as error:
                     assert "\n" not in str(error)
                     continue
