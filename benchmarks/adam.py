@@ -59,7 +59,7 @@ class Case(NamedTuple):
 def bytes_of(tensor: Tensor) -> int:
     """All that is stored of a tensor; of a subclass, the tensors in it."""
     if isinstance(tensor, QuantizedTensor):
-        return sum(map(bytes_of, tensor._storage.components.values()))
+        return sum(map(bytes_of, tensor.quantized_storage.components.values()))
     if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.itemsize

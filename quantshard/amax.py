@@ -307,7 +307,7 @@ def world() -> dist.ProcessGroup | None:
 
 def _storage_of(weight: Tensor) -> QuantizedStorage:
     local: Any = private_torch.local_tensor(weight)  # a QuantizedTensor, a class that imports this file
-    storage: QuantizedStorage = local._storage
+    storage: QuantizedStorage = local.quantized_storage
     return storage
 
 

@@ -147,8 +147,8 @@ def _pick(operand: Any, indices: list[int]) -> Any:
 def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dict[str, Any]) -> Tensor:
     """What the weight's values would become, float32, of the shape of its rectangle."""
     _check_writable(target)
-    shape = target._storage.shard.shape
-    x = target._storage.dequantize().reshape(target.shape)
+    shape = target.quantized_storage.shard.shape
+    x = target.quantized_storage.dequantize().reshape(target.shape)
     result = formula(x, *map(_operand, operands), **options)
     if result.shape != x.shape:
         raise UnsupportedOperationError(
@@ -164,8 +164,8 @@ def _operand(operand: Any) -> Any:
 
 
 def _check_writable(target: QuantizedTensor) -> None:
-    target._check_filled("in-place arithmetic")
-    if target._storage.gathered:
+    target.check_filled("in-place arithmetic")
+    if target.quantized_storage.gathered:
         raise UnsupportedOperationError(
             f"in-place arithmetic on {target!r}, the copy that FSDP gathered: what is written to it is lost; call "
             "reshard() on the FSDP-wrapped module first, and change its sharded parameter"
@@ -189,7 +189,7 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
         by_group.setdefault(amax.sharding_group(owner), []).append(index)
     reduction = FlatMax(padded=True)
     flags = {
-        group: _flags([weights[i]._storage for i in members], [results[i] for i in members], operation)
+        group: _flags([weights[i].quantized_storage for i in members], [results[i] for i in members], operation)
         for group, members in by_group.items()
     }
     for group, flag in flags.items():
@@ -197,14 +197,14 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     non_finite = torch.stack([~torch.isfinite(result).all() for result in results]).float()
     reduction.add(non_finite, amax.united(by_group))
     begun = [
-        Requantization(weight._storage, result, amax.shared_scales(owner, weight._storage), reduction)
+        Requantization(weight.quantized_storage, result, amax.shared_scales(owner, weight.quantized_storage), reduction)
         for weight, owner, result in zip(weights, owners, results, strict=True)
     ]
     reduction.reduce()
     changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
     _check_finite(weights, non_finite, operation)
     for i in changed:
-        begun[i].commit(results[i], storages.rounding_words(weights[i]._storage))
+        begun[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
         torch.autograd.graph.increment_version(weights[i])
 
 
@@ -256,7 +256,7 @@ _places: WeakKeyDictionary[QuantizedStorage, _ParameterPlacement] = WeakKeyDicti
 
 def _owner_of(weight: QuantizedTensor) -> Tensor:
     """A DTensor like the parameter whose local tensor this is; a whole weight itself."""
-    storage = weight._storage
+    storage = weight.quantized_storage
     cut = storage.shard.cut
     if cut is None:
         return weight
@@ -266,7 +266,7 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
         for parameter, _ in private_torch.sharded_parameters():
             local: Any = private_torch.local_tensor(parameter)
             if isinstance(local, QuantizedTensor):
-                _places[local._storage] = _ParameterPlacement(
+                _places[local.quantized_storage] = _ParameterPlacement(
                     parameter.device_mesh, tuple(parameter.placements), parameter.shape
                 )
     if storage not in _places:
@@ -283,7 +283,7 @@ def _name(weight: QuantizedTensor) -> str:
     """What a weight is, for messages; with its name where FSDP2 knows it."""
     for parameter, name in private_torch.sharded_parameters():
         local: Any = private_torch.local_tensor(parameter)
-        if isinstance(local, QuantizedTensor) and local._storage is weight._storage:
+        if isinstance(local, QuantizedTensor) and local.quantized_storage is weight.quantized_storage:
             return f"{name}, {weight!r},"
     return repr(weight)
 
@@ -301,7 +301,7 @@ def _read(formula: Formula, target: Tensor, operand: Any) -> Any:
     """An operand of arithmetic on a plain tensor; a quantized one dequantized, where that may be."""
     if not isinstance(operand, QuantizedTensor):
         return operand
-    allowed = formula is _add and target.shape == operand.shape and not operand._storage.gathered
+    allowed = formula is _add and target.shape == operand.shape and not operand.quantized_storage.gathered
     if not allowed or torch.is_grad_enabled():
         raise UnsupportedOperationError(
             f"arithmetic of a plain tensor with {operand!r} would dequantize it unasked; use .dequantize() for its "

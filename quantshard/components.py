@@ -104,7 +104,7 @@ def storage_of(param: Tensor) -> QuantizedStorage:
     """The (local) storage of a parameter that is quantized."""
     local = quantized_local(param)
     assert local is not None
-    return local._storage
+    return local.quantized_storage
 
 
 def format_tag(name: str, padding: int = 0) -> Tensor:
@@ -186,7 +186,7 @@ def shard_of(param: Tensor) -> Shard:
     """Which rectangle of the global tensor a 2-D parameter's local tensor is."""
     local = quantized_local(param)
     if local is not None:
-        return local._storage.shard
+        return local.quantized_storage.shard
     shard = sharding.whole((param.shape[0], param.shape[1]))
     if isinstance(param, DTensor):
         mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
@@ -329,9 +329,9 @@ def power_of_two_scales(param: Tensor) -> list[str]:
     """The key suffixes of those scales of a parameter that its scaling wants to be powers of two, in an encoding that
     holds others too: the format tag does not tell whether they are."""
     local = quantized_local(param)
-    if local is None or not local._storage.cell.scaling.power_of_two:
+    if local is None or not local.quantized_storage.cell.scaling.power_of_two:
         return []
-    scales = (c for c in local._storage.cell.format.components if c.role is Role.SCALE and c.encoding == FP32)
+    scales = (c for c in local.quantized_storage.cell.format.components if c.role is Role.SCALE and c.encoding == FP32)
     return [component.key_suffix for component in scales]
 
 
@@ -358,8 +358,8 @@ def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
         target.copy_(source)
     local = quantized_local(param)
     if local is not None and pairs:
-        local._storage.mark_written()
-        local._storage.high_precision = None  # what was kept are no longer this weight's values
+        local.quantized_storage.mark_written()
+        local.quantized_storage.high_precision = None  # what was kept are no longer this weight's values
 
 
 def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:

@@ -51,8 +51,8 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
     elif quantized is None:
         local = param.detach().narrow(dim, start, chunk).clone(memory_format=torch.contiguous_format)
     else:
-        _check_codes(quantized._storage.cell, tuple(param.shape), mesh, dim)
-        local = QuantizedTensor(_alone(quantized._storage.piece(dim, start, chunk), mesh), param.dtype)
+        _check_codes(quantized.quantized_storage.cell, tuple(param.shape), mesh, dim)
+        local = QuantizedTensor(_alone(quantized.quantized_storage.piece(dim, start, chunk), mesh), param.dtype)
     return _parameter(local, mesh, dim, param.shape, param.requires_grad)
 
 
@@ -100,8 +100,8 @@ def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     """A parameter of a 1-D mesh as one of another mesh of the same ranks. Its memory is kept."""
     local = private_torch.local_tensor(param).detach()
     quantized = components.quantized_local(param)
-    if quantized is not None and quantized._storage.mesh is not None:
-        quantized._storage.mesh = mesh
+    if quantized is not None and quantized.quantized_storage.mesh is not None:
+        quantized.quantized_storage.mesh = mesh
     placed = private_torch.dtensor_around(local, mesh, list(param.placements), param.shape)
     return nn.Parameter(placed, requires_grad=param.requires_grad)
 

@@ -34,7 +34,7 @@ def rule(*operations: Any, needed_by: str) -> Callable[[Rule], Rule]:
 
 
 def _handle(tensor: QuantizedTensor, shape: Sequence[int] | None = None) -> QuantizedTensor:
-    return QuantizedTensor(tensor._storage, tensor.dtype, torch.Size(tensor.shape if shape is None else shape))
+    return QuantizedTensor(tensor.quantized_storage, tensor.dtype, torch.Size(tensor.shape if shape is None else shape))
 
 
 def _refuse(operation: str, tensor: QuantizedTensor, why: str) -> UnsupportedOperationError:
@@ -52,7 +52,7 @@ def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     shape = list(size)
     if shape in ([-1], [numel]):
         return _handle(tensor, [numel])
-    if shape == list(tensor.shape) or shape == list(tensor._storage.shard.shape):
+    if shape == list(tensor.shape) or shape == list(tensor.quantized_storage.shard.shape):
         return _handle(tensor, shape)
     raise _refuse("view", tensor, f"to {shape}; only the flat view(-1), a handle to the same components, is allowed")
 
@@ -68,10 +68,10 @@ def _as_strided(
 
 @rule(aten.split.Tensor, needed_by="FSDP2: torch.chunk of the parameter in fully_shard")
 def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
-    tensor._check_filled("split")
+    tensor.check_filled("split")
     if dim % 2 != 0:
         raise UnsupportedOperationError(limits.refusal("other placements", f"split of {tensor!r} along dim {dim}"))
-    return [QuantizedTensor(piece, tensor.dtype) for piece in tensor._storage.split(0, split_size)]
+    return [QuantizedTensor(piece, tensor.dtype) for piece in tensor.quantized_storage.split(0, split_size)]
 
 
 def _new(make: Callable[..., Tensor]) -> Rule:
@@ -88,7 +88,7 @@ def _new(make: Callable[..., Tensor]) -> Rule:
         target = torch.device(device) if device is not None else tensor.device
         if dtype is not None and not dtype.is_floating_point:
             return make(size, dtype=dtype, device=target)
-        return QuantizedTensor(Placeholder(tensor._storage, target), dtype or tensor.dtype, torch.Size(size))
+        return QuantizedTensor(Placeholder(tensor.quantized_storage, target), dtype or tensor.dtype, torch.Size(size))
 
     return new
 
@@ -106,7 +106,7 @@ def _slice(
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     shape = list(tensor.shape)
     shape[dim] = max(last - first, 0)
-    storage = tensor._storage
+    storage = tensor.quantized_storage
     if isinstance(storage, Placeholder):
         if dim == 0 and first == 0 and last == 0 and storage.parent.shard.shape[0] != 0:
             # This rank's chunk is empty, so nothing was copied in: it is the piece past the parent's end.
@@ -139,16 +139,16 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
         )
     if not isinstance(destination, QuantizedTensor):
         raise _refuse("copy_", source, "into a plain tensor; use .dequantize()")
-    target = destination._storage
+    target = destination.quantized_storage
     if isinstance(target, Placeholder):
-        target.fill(source._storage)
+        target.fill(source.quantized_storage)
     elif target.gathered:
         raise _refuse(
             "copy_", destination, "the copy that FSDP gathered: what is written to it is lost; call reshard() on the "
             "FSDP-wrapped module first, and copy into its sharded parameter"
         )  # fmt: skip
-    elif target is not source._storage:
-        copy_bytes(target, source._storage)
+    elif target is not source.quantized_storage:
+        copy_bytes(target, source.quantized_storage)
     return destination
 
 
@@ -173,8 +173,8 @@ def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
 
 @rule(aten.clone.default, needed_by="users, deepcopy")
 def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
-    tensor._check_filled("clone")
-    return QuantizedTensor(tensor._storage.clone(), tensor.dtype, tensor.shape)
+    tensor.check_filled("clone")
+    return QuantizedTensor(tensor.quantized_storage.clone(), tensor.dtype, tensor.shape)
 
 
 @rule(aten._to_copy.default, needed_by="module.to(), .cpu(), .cuda(), FSDP2's CPU offload")
@@ -189,7 +189,7 @@ def _to_copy(
 ) -> QuantizedTensor:
     if dtype is not None and not dtype.is_floating_point:
         raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
-    moved = tensor._storage.to(device, non_blocking=non_blocking)
+    moved = tensor.quantized_storage.to(device, non_blocking=non_blocking)
     return QuantizedTensor(moved, dtype or tensor.dtype, tensor.shape)
 
 
@@ -202,16 +202,16 @@ def _empty_like(
     pin_memory: bool | None = None,
     memory_format: Any = None,
 ) -> Tensor:
-    tensor._check_filled("empty_like")
+    tensor.check_filled("empty_like")
     target = torch.device(device) if device is not None else tensor.device
     if dtype is not None and not dtype.is_floating_point:
         return torch.empty(tensor.shape, dtype=dtype, device=target)
-    state = dict(tensor._storage.state)
+    state = dict(tensor.quantized_storage.state)
     if AMAX_HISTORY in state:
         state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
     storages.move_draws(state, target)
-    storage = storages.empty(tensor._storage.cell, tensor._storage.shard, target, state)
-    storage.mesh = tensor._storage.mesh
+    storage = storages.empty(tensor.quantized_storage.cell, tensor.quantized_storage.shard, target, state)
+    storage.mesh = tensor.quantized_storage.mesh
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
 
 
@@ -219,7 +219,7 @@ def _empty_like(
 def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
     if not isinstance(tensor, QuantizedTensor) or not isinstance(other, QuantizedTensor):
         return False
-    return tensor._storage is other._storage and tensor.shape == other.shape
+    return tensor.quantized_storage is other.quantized_storage and tensor.shape == other.shape
 
 
 def plain_like(make: Callable[..., Tensor]) -> Rule:
@@ -244,15 +244,15 @@ rule(aten.ones_like.default, needed_by="autograd")(plain_like(torch.ones))
 
 @rule(aten.is_pinned.default, needed_by="FSDP2's CPU offload")
 def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
-    parts = tensor._storage.components.values()
+    parts = tensor.quantized_storage.components.values()
     return bool(parts) and all(part.is_pinned() for part in parts)
 
 
 @rule(aten._pin_memory.default, needed_by="FSDP2's CPU offload")
 def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
-    if isinstance(tensor._storage, Placeholder):
+    if isinstance(tensor.quantized_storage, Placeholder):
         return tensor  # nothing is in it yet
-    return QuantizedTensor(tensor._storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
+    return QuantizedTensor(tensor.quantized_storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
 
 
 @rule(aten.cat.default, torch.ops.c10d.broadcast_.default, needed_by="DistributedDataParallel, to be told what to do")

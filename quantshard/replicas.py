@@ -65,7 +65,7 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
     for param in model.parameters():
         quantized = components.quantized_local(param)
         if quantized is not None:
-            quantized._storage.mark_written()
+            quantized.quantized_storage.mark_written()
 
 
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:

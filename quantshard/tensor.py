@@ -46,7 +46,7 @@ class QuantizedTensor(Tensor):
     are what the values would take as a plain tensor; `explain` tells the bytes that are held.
     """
 
-    _storage: QuantizedStorage
+    quantized_storage: QuantizedStorage
 
     __torch_function__ = private_torch.disabled_torch_function  # type: ignore[assignment]
 
@@ -59,7 +59,7 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         size = torch.Size(storage.shard.shape if shape is None else shape)
         self = private_torch.make_wrapper(cls, size, dtype, storage.device)
-        self._storage = storage
+        self.quantized_storage = storage
         self.requires_grad_(requires_grad)
         return self
 
@@ -81,8 +81,12 @@ class QuantizedTensor(Tensor):
             UnsupportedOperationError: this is a shard whose blocks straddle ranks; their scale needs a collective, and
                 none hides here. `requantize_` does all weights of a model in one.
         """
-        self._check_filled("quantize_")
-        shared = [c.name for c in self._storage.cell.format.components if self._storage.shard.shares_blocks(c)]
+        self.check_filled("quantize_")
+        shared = [
+            c.name
+            for c in self.quantized_storage.cell.format.components
+            if self.quantized_storage.shard.shares_blocks(c)
+        ]
         if shared:
             raise UnsupportedOperationError(
                 f"quantize_ on {self!r}: its {' and '.join(shared)} belong to several ranks, so new values need one "
@@ -95,7 +99,7 @@ class QuantizedTensor(Tensor):
                 f"{tuple(tensor.shape)}"
             )
         if noop_flag is None or not noop_flag.any():
-            amax.requantize_([(self, tensor.to(self.device).reshape(self._storage.shard.shape))])
+            amax.requantize_([(self, tensor.to(self.device).reshape(self.quantized_storage.shard.shape))])
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
@@ -103,14 +107,14 @@ class QuantizedTensor(Tensor):
 
         They are kept by `quantized_model_init(preserve_high_precision_init_val=True)`.
         """
-        return self._storage.high_precision
+        return self.quantized_storage.high_precision
 
     def clear_high_precision_init_val(self) -> None:
         """Free what `get_high_precision_init_val` returns."""
-        self._storage.high_precision = None
+        self.quantized_storage.high_precision = None
 
-    def _check_filled(self, what: str) -> None:
-        if isinstance(self._storage, Placeholder):
+    def check_filled(self, what: str) -> None:
+        if isinstance(self.quantized_storage, Placeholder):
             raise UnsupportedOperationError(
                 f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing until a "
                 "quantized tensor is copied into them"
@@ -124,8 +128,8 @@ class QuantizedTensor(Tensor):
         """
         if self.is_meta:
             return 0
-        codes = next(iter(self._storage.components.values()), None)
-        return id(self._storage) if codes is None or codes.numel() == 0 else codes.data_ptr()
+        codes = next(iter(self.quantized_storage.components.values()), None)
+        return id(self.quantized_storage) if codes is None or codes.numel() == 0 else codes.data_ptr()
 
     def share_memory_(self) -> QuantizedTensor:
         """Refused: a quantized tensor has no storage of its own that could be shared."""
@@ -163,17 +167,17 @@ class QuantizedTensor(Tensor):
             given = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
             raise UnsupportedOperationError(limits.refusal("new data", f"{given} as .data of {self!r}"))
         private_torch.set_data(self, value)
-        self._storage = value._storage
+        self.quantized_storage = value.quantized_storage
 
     # Python protocol -------------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        if isinstance(self._storage, Placeholder):
+        if isinstance(self.quantized_storage, Placeholder):
             return f"QuantizedTensor(placeholder, shape={tuple(self.shape)}, dtype={self.dtype})"
-        shard = self._storage.shard
+        shard = self.quantized_storage.shard
         where = f", origin={shard.origin} of {shard.global_shape}" if shard.cut is not None else ""
         return (
-            f"QuantizedTensor({self._storage.cell.tag}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"QuantizedTensor({self.quantized_storage.cell.tag}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device={self.device}{where})"
         )
 
@@ -195,17 +199,17 @@ class QuantizedTensor(Tensor):
     def __getattr__(self, name: str) -> Tensor:
         for prefix, part in ((_COMPONENT, "components"), (_STATE, "state")):
             if name.startswith(prefix):
-                found = getattr(self._storage, part).get(name.removeprefix(prefix))
+                found = getattr(self.quantized_storage, part).get(name.removeprefix(prefix))
                 if found is not None:
                     return found
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        self._check_filled("__tensor_flatten__")
-        names = [_COMPONENT + name for name in self._storage.components]
-        names += [_STATE + name for name in self._storage.state]
+        self.check_filled("__tensor_flatten__")
+        names = [_COMPONENT + name for name in self.quantized_storage.components]
+        names += [_STATE + name for name in self.quantized_storage.state]
         # the names too: a graph is for the copies that were there, and what FSDP2 gathers differs between passes
-        return names, (self._storage.cell, self._storage.shard, self.dtype, tuple(names))
+        return names, (self.quantized_storage.cell, self.quantized_storage.shard, self.dtype, tuple(names))
 
     @staticmethod
     def __tensor_unflatten__(
@@ -239,7 +243,7 @@ class QuantizedTensor(Tensor):
 
         The signature with the mesh alone: with the longer one FSDP2 wants inputs of the padded parameter's size.
         """
-        storage = self._storage
+        storage = self.quantized_storage
         plan = _fsdp_plan(self)
         if plan.reshards_to_other_mesh:
             raise ConfigurationError(limits.refusal("reshard to fewer ranks", self))
@@ -266,7 +270,7 @@ class QuantizedTensor(Tensor):
         gathered = _assemble(metadata, all_gather_outputs)
         if out is not None:
             unsharded: Any = private_torch.local_tensor(out)
-            unsharded._storage.take(gathered)
+            unsharded.quantized_storage.take(gathered)
             return None
         return QuantizedTensor(gathered, param_dtype), ()
 
@@ -283,7 +287,7 @@ def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
 def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
     """True if `new` could be the values of `old`: of one format, shape and place in the global tensor. What FSDP2
     gathered has no others."""
-    ours, theirs = new._storage, old._storage
+    ours, theirs = new.quantized_storage, old.quantized_storage
     if ours is theirs:
         return True  # `weight.data -= update` ends with it
     alike = (ours.cell, ours.shard, new.shape) == (theirs.cell, theirs.shard, old.shape)
@@ -330,7 +334,7 @@ _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDic
 
 def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
     """The plan at the first gather: FSDP2 fixes the sizes of its buffers then, so it must not change for two copies."""
-    storage = tensor._storage.home
+    storage = tensor.quantized_storage.home
     if storage not in _plans:
         _plans[storage] = private_torch.fsdp_plan(storage)
     plan = _plans[storage]
@@ -399,8 +403,8 @@ def _gather_copy(
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        tensor._check_filled("dequantize")
-        values = private_torch.cast(tensor._storage.dequantize(), dtype)
+        tensor.check_filled("dequantize")
+        values = private_torch.cast(tensor.quantized_storage.dequantize(), dtype)
         return values if values.shape == tensor.shape else values.reshape(tensor.shape)
 
     @staticmethod

@@ -223,7 +223,7 @@ def test_all_ranks_get_the_maximum(ranks):
 def test_measuring_writes_nothing(cell):
     tensor, values = weight(cell), random(48, 40, seed=1)
     before = contents(tensor)
-    begun = Requantization(tensor._storage, values, {}, FlatMax())
+    begun = Requantization(tensor.quantized_storage, values, {}, FlatMax())
     assert not differing(before, contents(tensor))
     begun.commit(values)
     assert differing(before, contents(tensor))
@@ -253,10 +253,10 @@ def test_a_weight_without_a_usable_amax_records_none(first):
     Whoever writes infinities unjudged, as an optimizer that skipped no step, finds them gone.
     """
     tensor = weight(RECIPES["delayed"].weight, 4, 4)
-    tensor._storage.state[AMAX_HISTORY].zero_()
+    tensor.quantized_storage.state[AMAX_HISTORY].zero_()
     amax.requantize_([(tensor, torch.full((4, 4), first))], judged=True)
-    assert not tensor._storage.state[AMAX_HISTORY].any()
-    assert tensor._storage.components["scale_inv"].item() == 1.0
+    assert not tensor.quantized_storage.state[AMAX_HISTORY].any()
+    assert tensor.quantized_storage.components["scale_inv"].item() == 1.0
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))])
@@ -265,7 +265,7 @@ def test_plain_tensors_have_no_group(tensor):
 
 
 def test_quantized_tensors_have_no_group_of_their_own():
-    assert sharding_group(weight(MXFP8)) == () and shared_scales(weight(MXFP8), weight(MXFP8)._storage) == {}
+    assert sharding_group(weight(MXFP8)) == () and shared_scales(weight(MXFP8), weight(MXFP8).quantized_storage) == {}
 
 
 def test_keys_need_no_check_without_a_group():
@@ -363,20 +363,20 @@ def test_a_weight_takes_no_values_that_are_not_finite(name, special):
     """Codes saturate, and so would come out finite: raised with how many, and where the first is."""
     tensor, values = weight(RECIPES[name].weight), random(48, 40, seed=3)
     values[5, 7] = values[40, 2] = special
-    before, state = contents(tensor), {name: part.clone() for name, part in tensor._storage.state.items()}
+    before, state = contents(tensor), {name: part.clone() for name, part in tensor.quantized_storage.state.items()}
     for write in (
         lambda: tensor.quantize_(values),
         lambda: requantize_([(weight(MXFP8), random(48, 40)), (tensor, values)]),
-        lambda: quantize_weight(values, tensor._storage.cell),
+        lambda: quantize_weight(values, tensor.quantized_storage.cell),
     ):
         with pytest.raises(ConfigurationError, match=rf"2 of 1920 values.*first, {special}, at \[5, 7\]"):
             write()
-    assert not differing(before, contents(tensor)) and not differing(state, tensor._storage.state)
+    assert not differing(before, contents(tensor)) and not differing(state, tensor.quantized_storage.state)
 
 
 def test_a_piece_says_where_in_the_whole():
     tensor = weight(RECIPES["rowwise"].weight)
-    piece = QuantizedTensor(tensor._storage.piece(0, 16, 16), tensor.dtype)
+    piece = QuantizedTensor(tensor.quantized_storage.piece(0, 16, 16), tensor.dtype)
     values = torch.ones(16, 40)
     values[3, 4] = NAN
     with pytest.raises(ConfigurationError, match=r"1 of 640 values.*nan, at \[19, 4\]"):

@@ -77,7 +77,7 @@ def raises(message):
 def rounded(tensor, values):
     """A copy of a weight after `values` were rounded stochastically into it."""
     copied = tensor.detach().clone()
-    storage = copied._storage
+    storage = copied.quantized_storage
     Requantization(storage, values, {}, FlatMax()).commit(values, storages.rounding_words(storage))
     return copied
 
@@ -91,11 +91,11 @@ def test_is_the_rounded_float32_result(cell, name):
     operation, formula = SINGLE[name]
     tensor = weight(cell, dtype=torch.bfloat16)
     expected = rounded(tensor, formula(tensor.dequantize(dtype=torch.float32)))
-    version, written = tensor._version, tensor._storage.version
+    version, written = tensor._version, tensor.quantized_storage.version
     operation(tensor)
     assert not differing(contents(tensor), contents(expected))
     assert tensor._version > version, "autograd must notice"
-    assert tensor._storage.version != written, "and so must optimizers with masters"
+    assert tensor.quantized_storage.version != written, "and so must optimizers with masters"
 
 
 @every_cell
@@ -113,16 +113,16 @@ def test_lists_are_one_by_one(cell, name):
 @pytest.mark.parametrize("name", NOTHING)
 def test_an_equal_result_changes_nothing(cell, name):
     tensor = weight(cell, dtype=torch.bfloat16)
-    before, written = contents(tensor), tensor._storage.version
+    before, written = contents(tensor), tensor.quantized_storage.version
     NOTHING[name](tensor)
     assert not differing(contents(tensor), before)
-    assert tensor._storage.version == written
+    assert tensor.quantized_storage.version == written
 
 
 def test_only_changed_weights_of_a_list_draw():
     weights = [weight(MXFP8, seed=seed) for seed in (0, 1)]
     torch._foreach_mul_(weights, [1.0, 0.5])
-    assert [int(w._storage.state[DRAWS]) for w in weights] == [0, 1]
+    assert [int(w.quantized_storage.state[DRAWS]) for w in weights] == [0, 1]
 
 
 def test_lists_may_mix_quantized_and_plain():
@@ -131,7 +131,7 @@ def test_lists_may_mix_quantized_and_plain():
     torch._foreach_mul_([plain, quantized], 0.5)
     torch._foreach_add_([quantized, plain], [A, torch.ones(5, 3)])
     assert torch.equal(plain, expected)
-    assert int(quantized._storage.state[DRAWS]) == 2
+    assert int(quantized.quantized_storage.state[DRAWS]) == 2
 
 
 @every_cell
@@ -141,13 +141,13 @@ def test_rounding_is_right_on_average(cell):
     A rounding has variance at most (step / 2)**2 for two neighbours a step apart; the bound is 5 standard deviations.
     """
     tensor = weight(cell, dtype=torch.bfloat16)
-    tensor._storage.state.pop(AMAX_HISTORY, None)  # delayed scaling would clip at a scale of the past
+    tensor.quantized_storage.state.pop(AMAX_HISTORY, None)  # delayed scaling would clip at a scale of the past
     factors = 1 - 0.1 * torch.rand(SHAPE)
     exact = tensor.dequantize(dtype=torch.float32) * factors
     found = []
     for key in range(40):
         one = tensor.detach().clone()
-        one._storage.state[KEY].fill_(key)
+        one.quantized_storage.state[KEY].fill_(key)
         found.append(one.mul_(factors).dequantize(dtype=torch.float32))
     found = torch.stack(found)
     low, high = found.amin(0), found.amax(0)
@@ -177,10 +177,13 @@ def test_small_updates_do_not_vanish(cell):
 
 def test_delayed_scaling_uses_past_amaxes_and_records_this_one():
     tensor = weight(RECIPES["delayed"].weight)
-    scale, history = tensor._storage.components["scale_inv"].clone(), tensor._storage.state[AMAX_HISTORY]
+    scale, history = (
+        tensor.quantized_storage.components["scale_inv"].clone(),
+        tensor.quantized_storage.state[AMAX_HISTORY],
+    )
     amax = float(tensor.dequantize().abs().max())
     tensor.mul_(0.5)
-    assert torch.equal(tensor._storage.components["scale_inv"], scale), "of the amax before"
+    assert torch.equal(tensor.quantized_storage.components["scale_inv"], scale), "of the amax before"
     assert history[-1] == amax * 0.5
     before = contents(tensor)
     tensor.mul_(1.0)
@@ -231,7 +234,7 @@ def test_no_forward_pass_reads_in_silence(add):
     tensor = weight(MXFP8)
     with raises("dequantize it unasked"):
         add(tensor)
-    tensor._storage.gathered = True  # what FSDP2 gives to a forward pass
+    tensor.quantized_storage.gathered = True  # what FSDP2 gives to a forward pass
     with torch.no_grad(), raises("dequantize it unasked"):
         add(tensor)
 
@@ -253,7 +256,7 @@ def test_weight_decay_reads_the_weight(cell):
 
 def test_refused_targets():
     gathered = weight(MXFP8)
-    gathered._storage.gathered = True
+    gathered.quantized_storage.gathered = True
     with raises("copy that FSDP gathered"):
         gathered.mul_(0.5)
     with raises("placeholder"):
@@ -290,7 +293,7 @@ def everything(model):
         f"{i} {key}": value
         for i, param in enumerate(model.parameters())
         for key, value in (
-            contents(param).items() if hasattr(param, "_storage") else [("", param.detach().clone())]
+            contents(param).items() if hasattr(param, "quantized_storage") else [("", param.detach().clone())]
         )
     }  # fmt: skip
 
@@ -333,14 +336,19 @@ def test_torch_optim_moves_weights(name):
     for foreach in (False, True):
         for recipe in (RECIPES["mxfp8"], RECIPES["nvfp4"]):
             model = model_of(recipe, torch.float32)
-            before = [param.dequantize().detach() for param in model.parameters() if hasattr(param, "_storage")]
+            before = [
+                param.dequantize().detach() for param in model.parameters() if hasattr(param, "quantized_storage")
+            ]
             twins = nn.ParameterList(
-                [p.dequantize().detach() if hasattr(p, "_storage") else p.detach().clone() for p in model.parameters()]
+                [
+                    p.dequantize().detach() if hasattr(p, "quantized_storage") else p.detach().clone()
+                    for p in model.parameters()
+                ]
             )
             make = getattr(torch.optim, name.split()[0])
             run(twins, make(twins.parameters(), foreach=foreach, **WORK[name]))
             found[foreach, recipe.name] = run(model, make(model.parameters(), foreach=foreach, **WORK[name]))
-            weights = [param for param in model.parameters() if hasattr(param, "_storage")]
+            weights = [param for param in model.parameters() if hasattr(param, "quantized_storage")]
             for old, twin, new in zip(before, [p for p in twins if p.ndim == 2], weights, strict=True):
                 moved, wanted = new.dequantize().detach() - old, twin.detach() - old
                 assert moved.abs().sum() > 0
@@ -442,7 +450,7 @@ def test_users_loops():
             param *= 0.999
             param.data -= 1e-3
     for old, new in zip(before.parameters(), model.parameters(), strict=True):
-        if hasattr(new, "_storage"):
+        if hasattr(new, "quantized_storage"):
             moved = (new.dequantize() - old.dequantize()).detach().float().mean()
             assert moved == pytest.approx(-1.1e-2, rel=0.1)
 

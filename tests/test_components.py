@@ -99,7 +99,7 @@ def test_state_dict_holds_plain_tensors_that_alias_the_live_ones(recipe, keep_va
     layer = linear(recipe)
     state = layer.state_dict(keep_vars=keep_vars)
     assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
-    storage = layer.weight._storage
+    storage = layer.weight.quantized_storage
     by_name = storage.cell.format.by_name
     live = {f"weight{by_name[name].key_suffix}": part for name, part in storage.components.items()}
     live |= {f"weight_{name}": value for name, value in storage.state.items()}
@@ -170,7 +170,7 @@ def test_an_unknown_version_is_refused(version):
 def test_loading_gives_the_same_bits_in_the_same_tensors(recipe, monkeypatch):
     """Key, draws and history too, whatever the loading model was seeded with. Nothing is dequantized on the way."""
     saved, loaded = linear(recipe, seed=1), linear(recipe, seed=2)
-    saved.weight._storage.state["draws"].fill_(5)
+    saved.weight.quantized_storage.state["draws"].fill_(5)
     live = dict(loaded.state_dict())
     monkeypatch.setattr(numerics, "dequantize", None)
     monkeypatch.setattr(numerics, "quantize_codes", None)
@@ -224,9 +224,9 @@ def test_loading_drops_kept_initial_values():
 
 def test_loading_nothing_leaves_the_kept_initial_values():
     layer = linear("mxfp8", preserve_high_precision_init_val=True)
-    kept, version = layer.weight.get_high_precision_init_val(), layer.weight._storage.version
+    kept, version = layer.weight.get_high_precision_init_val(), layer.weight.quantized_storage.version
     layer.load_state_dict({}, strict=False)
-    assert layer.weight.get_high_precision_init_val() is kept and layer.weight._storage.version == version
+    assert layer.weight.get_high_precision_init_val() is kept and layer.weight.quantized_storage.version == version
 
 
 def test_a_refused_module_keeps_its_biases_too():
@@ -283,7 +283,7 @@ def refused(layer, state, *parts, **options):
 @pytest.mark.parametrize("strict", [True, False])
 def test_another_format_names_both(source, target, strict):
     saved, loaded = linear(RECIPES[source], seed=1), linear(RECIPES[target], seed=2)
-    tags = [module.weight._storage.cell.tag for module in (saved, loaded)]
+    tags = [module.weight.quantized_storage.cell.tag for module in (saved, loaded)]
     if tags[0] != tags[1]:
         refused(loaded, saved.state_dict(), "weight: ", *(f"'{tag}'" for tag in tags), "recipe", strict=strict)
 
@@ -326,7 +326,7 @@ def test_missing_keys_under_strict(name):
         state = linear(RECIPES[name]).state_dict()
         del state["weight" + suffix]
         target = linear(RECIPES[name])
-        if suffix in {c.key_suffix for c in target.weight._storage.cell.format.components}:
+        if suffix in {c.key_suffix for c in target.weight.quantized_storage.cell.format.components}:
             for strict in (True, False):  # codes under another weight's scales
                 refused(
                     target,
@@ -373,11 +373,15 @@ def test_the_whole_component_or_the_local_part_may_be_loaded(recipe):
     """Into a shard: `load` finds its entries in whole plain components by the shard's place."""
     saved = linear(recipe, seed=1)
     for piece in torch.chunk(linear(recipe, seed=2).weight.detach(), 3):
-        before = {name: part.clone() for name, part in piece._storage.components.items()}
-        twin = next(p for p in torch.chunk(saved.weight.detach(), 3) if p._storage.shard == piece._storage.shard)
+        before = {name: part.clone() for name, part in piece.quantized_storage.components.items()}
+        twin = next(
+            p
+            for p in torch.chunk(saved.weight.detach(), 3)
+            if p.quantized_storage.shard == piece.quantized_storage.shard
+        )
         values = {suffix: value.clone() for suffix, value in components.state_of(twin).items()}
         components.load_components(piece, values, "weight")
-        assert differing(before, piece._storage.components)
+        assert differing(before, piece.quantized_storage.components)
         assert not differing(contents(piece), contents(twin))
 
 
@@ -423,7 +427,7 @@ def test_quantized_finds_quantized_tensors():
     layer = linear("mxfp8")
     assert components.quantized_local(layer.weight) is layer.weight
     assert all(components.quantized_local(other) is None for other in (layer.bias, None, 3, torch.ones(2)))
-    assert not isinstance(components.storage_tensors(layer.weight._storage, layer.weight)["codes"], DTensor)
+    assert not isinstance(components.storage_tensors(layer.weight.quantized_storage, layer.weight)["codes"], DTensor)
 
 
 def test_random_layers_differ():

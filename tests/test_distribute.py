@@ -53,13 +53,18 @@ def test_a_quantized_piece_is_that_of_the_whole(cell, dim, ranks):
             assert (tuple(param.shape), param.dtype, param.placements) == (SHAPE, torch.bfloat16, (Shard(dim),))
             assert param.device_mesh == mesh["tp"]
             chunk = SHAPE[dim] // ranks
-            piece, expected = components.storage_of(param), whole._storage.piece(dim, rank * chunk, chunk)
+            piece, expected = components.storage_of(param), whole.quantized_storage.piece(dim, rank * chunk, chunk)
             assert piece.shard == expected.shard and tuple(param.to_local().shape) == piece.shard.shape
             assert not differing(piece.components, expected.components)
-            assert all(is_alone(part, whole._storage.components.values()) for part in piece.components.values())
-            assert piece.state[KEY] is whole._storage.state[KEY] and piece.state[DRAWS] is whole._storage.state[DRAWS]
+            assert all(
+                is_alone(part, whole.quantized_storage.components.values()) for part in piece.components.values()
+            )
+            assert (
+                piece.state[KEY] is whole.quantized_storage.state[KEY]
+                and piece.state[DRAWS] is whole.quantized_storage.state[DRAWS]
+            )
             assert torch.equal(piece.high_precision, expected.high_precision)
-            assert is_alone(piece.high_precision, [whole._storage.high_precision])
+            assert is_alone(piece.high_precision, [whole.quantized_storage.high_precision])
 
 
 @every_cell
@@ -107,7 +112,7 @@ def test_a_replicated_parameter_keeps_its_memory():
     with fake_rank({"tp": 2}, 0) as mesh:
         whole = parameter(NVFP4)
         param = shard_parameter(whole, mesh, None)
-        assert components.storage_of(param) is whole._storage and param.placements == (Replicate(),)
+        assert components.storage_of(param) is whole.quantized_storage and param.placements == (Replicate(),)
 
 
 def already(mesh):
@@ -247,7 +252,9 @@ def test_misplaced_pieces_of_a_quantized_weight_are_refused_by_its_state_dict():
     with fake_rank({"dp": 3, "tp": 2}, 0) as mesh:
         with qs.quantized_model_init(recipe="mxfp8"):
             layer = qs.Linear(32, 7, bias=False)
-        piece = qs.QuantizedTensor(layer.weight._storage.piece(0, 4 * mesh["tp"].get_local_rank(), 4), torch.float32)
+        piece = qs.QuantizedTensor(
+            layer.weight.quantized_storage.piece(0, 4 * mesh["tp"].get_local_rank(), 4), torch.float32
+        )
         shape = layer.weight.shape
         layer.weight = nn.Parameter(private_torch.dtensor_around(piece, mesh["tp"], [Shard(0)], shape))
         fully_shard(layer, mesh=mesh["dp"])

@@ -81,13 +81,13 @@ def test_a_gradient_moves_along():
 def test_to_the_meta_device_and_back():
     """A plain parameter is replaced then; a quantized one remains, with its attributes and key."""
     model = linear()
-    param, key = model.weight, model.weight._storage.state["key"].clone()
+    param, key = model.weight, model.weight.quantized_storage.state["key"].clone()
     param.noted = "here"
     for move in (lambda: model.to("meta"), lambda: model.to_empty(device="cpu")):
         param.grad = torch.zeros(64, 64, dtype=torch.bfloat16, device=param.device)
         move()
         assert model.weight is param and param.noted == "here" and param.grad.device == param.device
-        assert isinstance(param, nn.Parameter) and torch.equal(param._storage.state["key"], key)
+        assert isinstance(param, nn.Parameter) and torch.equal(param.quantized_storage.state["key"], key)
 
 
 def test_a_tied_weight_stays_tied():
@@ -104,7 +104,7 @@ def test_deepcopy_keeps_attributes(cell):
     param.noted, param.same = ["here"], param
     copied = copy.deepcopy(param)
     assert copied.noted == ["here"] and copied.noted is not param.noted and copied.same is copied
-    assert isinstance(copied, nn.Parameter) and copied._storage is not param._storage
+    assert isinstance(copied, nn.Parameter) and copied.quantized_storage is not param.quantized_storage
     assert not hasattr(copy.deepcopy(weight(cell)), "noted")
 
 
@@ -116,7 +116,7 @@ OPTIMIZERS = {
 
 
 def codes(tensor):
-    return next(iter(tensor._storage.components.values()))
+    return next(iter(tensor.quantized_storage.components.values()))
 
 
 def trained(model, optimizer):
@@ -157,9 +157,11 @@ def test_an_optimizer_built_before_a_move_trains_the_model_or_says_why_not(make,
 WRITES = {
     "quantize_": lambda t: t.quantize_(torch.ones(48, 40)),
     "requantize_": lambda t: requantize_([(t, torch.ones(48, 40))]),
-    "copy_": lambda t: t.copy_(weight(t._storage.cell, seed=1)),
+    "copy_": lambda t: t.copy_(weight(t.quantized_storage.cell, seed=1)),
     "itself": lambda t: t.copy_(t.clone()),
-    "load": lambda t: components.load_components(t, components.state_of(weight(t._storage.cell, seed=1)), "weight"),
+    "load": lambda t: components.load_components(
+        t, components.state_of(weight(t.quantized_storage.cell, seed=1)), "weight"
+    ),
     "arithmetic": lambda t: t.mul_(0.5),
     "in place": lambda t: codes(t).zero_(),
 }
@@ -170,13 +172,13 @@ WRITES = {
 def test_every_write_has_a_version_of_its_own(cell):
     """So no two storages have equal ones by chance, as counts would be, where one takes the place of another."""
     tensors = [weight(cell), weight(cell)]
-    versions = [tensor._storage.version for tensor in tensors]
+    versions = [tensor.quantized_storage.version for tensor in tensors]
     for name, write in WRITES.items():
         for tensor in tensors:
-            before = tensor._storage.seen_version()
+            before = tensor.quantized_storage.seen_version()
             write(tensor)
-            assert (tensor._storage.version != before) == (name != "in place")
-            versions.append(tensor._storage.seen_version())
+            assert (tensor.quantized_storage.version != before) == (name != "in place")
+            versions.append(tensor.quantized_storage.seen_version())
     assert len(set(versions)) == len(versions)
 
 
@@ -196,31 +198,31 @@ def test_no_one_but_the_storage_numbers_versions():
 def test_copies_and_looks_keep_the_version(cell):
     tensor = weight(cell)
     for write in (lambda t: None, *WRITES.values()):
-        seen = tensor._storage.seen_version()
+        seen = tensor.quantized_storage.seen_version()
         write(tensor)
         copies = [tensor.clone(), tensor.half(), tensor.detach(), copy.deepcopy(tensor), tensor.split(48)[0]]
-        storages = [tensor._storage.piece(0, 0, 24), *(made._storage for made in copies)]
-        assert {storage.seen_version() for storage in storages} == {tensor._storage.seen_version()}
-        assert (write in WRITES.values()) == (tensor._storage.seen_version() != seen)
-    assert torch.empty_like(tensor)._storage.seen_version() != tensor._storage.seen_version()
+        storages = [tensor.quantized_storage.piece(0, 0, 24), *(made.quantized_storage for made in copies)]
+        assert {storage.seen_version() for storage in storages} == {tensor.quantized_storage.seen_version()}
+        assert (write in WRITES.values()) == (tensor.quantized_storage.seen_version() != seen)
+    assert torch.empty_like(tensor).quantized_storage.seen_version() != tensor.quantized_storage.seen_version()
 
 
 def test_padding_a_shard_anew_loses_no_write():
     """As FSDP2 does in its first forward: what `dcp.load` has written before is noticed after."""
     shard = weight(MXFP8, 5).split(2)[2]
-    before = shard._storage.seen_version()
+    before = shard.quantized_storage.seen_version()
     codes(shard).zero_()
     padded = shard.new_zeros(2, 40)
     padded.narrow(0, 0, 1).copy_(shard)
-    assert padded.narrow(0, 0, 1)._storage.seen_version() != before
+    assert padded.narrow(0, 0, 1).quantized_storage.seen_version() != before
 
 
 def test_weights_of_inference_mode_have_versions_too():
     with torch.inference_mode():
         tensor = weight(MXFP8)
-        before = tensor._storage.seen_version()
+        before = tensor.quantized_storage.seen_version()
         tensor.quantize_(torch.ones(48, 40))
-        assert tensor._storage.seen_version() != before
+        assert tensor.quantized_storage.seen_version() != before
 
 
 # -------------------------------------------------------------------------------------------------------------- .data
@@ -242,7 +244,7 @@ def test_data_can_be_a_copy_of_another_dtype(cell):
 def test_data_is_an_alias():
     param, other = nn.Parameter(weight(MXFP8)), weight(MXFP8, seed=1)
     param.data = other
-    assert param.data_ptr() == other.data_ptr() and param._storage is other._storage
+    assert param.data_ptr() == other.data_ptr() and param.quantized_storage is other.quantized_storage
 
 
 @pytest.mark.parametrize(

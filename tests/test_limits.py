@@ -41,7 +41,7 @@ def late_history() -> None:
 
 def fetched() -> None:
     layer = linear(qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
-    storage = layer.weight._storage
+    storage = layer.weight.quantized_storage
     storage.gathered = True
     for part in [name for name, c in storage.cell.format.by_name.items() if c.copy is Copy.ROWWISE]:
         del storage.components[part]
@@ -106,7 +106,7 @@ def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
 
 
 def test_a_gpu_without_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, recipe = linear().weight._storage, resolve("current")
+    weight, recipe = linear().weight.quantized_storage, resolve("current")
     for usable in (True, False):
         monkeypatch.setattr(kernels, "USABLE", usable)
         assert ("no kernels" in backend.fallbacks(weight, recipe, torch.device("cuda"))) == (not usable)
@@ -138,7 +138,9 @@ def test_every_recipe_is_as_the_table_says() -> None:
     for name in ("delayed", "current", "block", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        assert "turned" not in backend.fallbacks(linear(name).weight._storage, resolve(name), torch.device("cpu"))
+        assert "turned" not in backend.fallbacks(
+            linear(name).weight.quantized_storage, resolve(name), torch.device("cpu")
+        )
 
 
 def test_every_entry_of_the_table_is_used() -> None:

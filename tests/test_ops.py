@@ -22,7 +22,7 @@ def raises(message):
 
 def is_handle(a, b):
     """Do both stand for the same components?"""
-    return type(a) is QuantizedTensor and a._storage is b._storage
+    return type(a) is QuantizedTensor and a.quantized_storage is b.quantized_storage
 
 
 # ------------------------------------------------------------------------------------------------------------ handles
@@ -113,7 +113,7 @@ def test_split(cell, rows, size):
     assert [part.shape[0] for part in parts] == [len(part) for part in values.split(size)]
     assert all(part.dtype == torch.bfloat16 for part in parts)
     assert torch.equal(torch.cat([part.dequantize() for part in parts]), values)
-    assert [part._storage.shard.origin for part in parts] == [(i * size, 0) for i in range(len(parts))]
+    assert [part.quantized_storage.shard.origin for part in parts] == [(i * size, 0) for i in range(len(parts))]
 
 
 # -------------------------------------------------------------------------------------------------- what FSDP2 does
@@ -158,11 +158,11 @@ def test_fully_shard(cell, rows, world):
         local, flat, padded_size = fsdp_init(tensor, rank, world)
         assert padded_size == (ceil_div(rows, world), 40)
         assert local.shape == expected[rank].shape and local.dtype == torch.bfloat16 and local.is_contiguous()
-        assert local._storage.shard == expected[rank]._storage.shard
+        assert local.quantized_storage.shard == expected[rank].quantized_storage.shard
         assert not differing(contents(local), contents(expected[rank]))
         assert type(flat) is QuantizedTensor  # else FSDP2 asks for a data pointer
-        before = {t.untyped_storage().data_ptr() for t in tensor._storage.components.values()}
-        after = {t.untyped_storage().data_ptr() for t in local._storage.components.values() if t.numel()}
+        before = {t.untyped_storage().data_ptr() for t in tensor.quantized_storage.components.values()}
+        after = {t.untyped_storage().data_ptr() for t in local.quantized_storage.components.values() if t.numel()}
         assert not before & after
 
 
@@ -173,13 +173,13 @@ def test_resetting_the_sharded_parameter_keeps_the_components(cell, world):
     tensor = weight(cell, 5)
     for rank in range(world):
         local, _, padded_size = fsdp_init(tensor, rank, world)
-        live, state, before = dict(local._storage.components), local._storage.state, contents(local)
+        live, state, before = dict(local.quantized_storage.components), local.quantized_storage.state, contents(local)
         for _ in range(2):
             local, _ = fsdp_reset(local, padded_size)
-            assert local._storage.components.keys() == live.keys()
-            assert all(local._storage.components[name] is part for name, part in live.items())
-            assert local._storage.state is state
-            assert local.shape == local._storage.shard.shape
+            assert local.quantized_storage.components.keys() == live.keys()
+            assert all(local.quantized_storage.components[name] is part for name, part in live.items())
+            assert local.quantized_storage.state is state
+            assert local.shape == local.quantized_storage.shard.shape
         assert not differing(before, contents(local))
 
 
@@ -193,10 +193,10 @@ def test_fully_shard_on_meta_then_to_empty(cell, world):
         assert local.is_meta
         real, _ = fsdp_reset(torch.empty_like(local, device="cpu"), padded_size)
         twin, _, _ = fsdp_init(tensor, rank, world)
-        assert real.device.type == "cpu" and real._storage.shard == twin._storage.shard
-        shapes = [{n: (t.shape, t.dtype) for n, t in x._storage.components.items()} for x in (real, twin)]
+        assert real.device.type == "cpu" and real.quantized_storage.shard == twin.quantized_storage.shard
+        shapes = [{n: (t.shape, t.dtype) for n, t in x.quantized_storage.components.items()} for x in (real, twin)]
         assert shapes[0] == shapes[1]
-        assert torch.equal(real._storage.state[KEY], twin._storage.state[KEY])
+        assert torch.equal(real.quantized_storage.state[KEY], twin.quantized_storage.state[KEY])
 
 
 def test_kept_initial_values_survive_sharding():
@@ -217,7 +217,7 @@ def test_a_placeholder_holds_nothing(cell, make):
     tensor = weight(cell)
     placeholder = make(tensor)
     assert type(placeholder) is QuantizedTensor and placeholder.device == tensor.device
-    assert placeholder._storage.components == {}
+    assert placeholder.quantized_storage.components == {}
     for use in (
         lambda p: p.dequantize(),
         lambda p: p.quantize_(torch.zeros(p.shape)),
@@ -239,7 +239,7 @@ def test_a_placeholder_moves_as_the_empty_chunk_of_cpu_offload_does(cell):
         moved.dequantize()
     empty = moved.narrow(0, 0, 0)
     assert empty.shape == (0, 40) and empty.device.type == "meta" and placeholder.device.type == "cpu"
-    assert {part.device.type for part in empty._storage.components.values()} == {"meta"}
+    assert {part.device.type for part in empty.quantized_storage.components.values()} == {"meta"}
     assert is_handle(moved.pin_memory(), moved)  # nothing is in it yet
 
 
@@ -264,11 +264,14 @@ def test_a_placeholder_never_takes_part_of_the_shard(size):
 @every_cell
 def test_copy_moves_bytes(cell):
     source, target = weight(cell, seed=1), weight(cell)
-    source._storage.state[DRAWS].add_(3)
-    held = target._storage.components | target._storage.state
+    source.quantized_storage.state[DRAWS].add_(3)
+    held = target.quantized_storage.components | target.quantized_storage.state
     assert target.copy_(source) is target
     assert not differing(contents(target), contents(source))
-    assert all((target._storage.components | target._storage.state)[name] is part for name, part in held.items())
+    assert all(
+        (target.quantized_storage.components | target.quantized_storage.state)[name] is part
+        for name, part in held.items()
+    )
     source.quantize_(torch.ones(48, 40))
     assert differing(contents(target), contents(source))
 
@@ -308,7 +311,7 @@ def test_copy_between_formats_names_both(source, target):
     """Other scaling is another format, too: amax histories of two lengths, or scales of powers of two."""
     one, two = (weight(RECIPES[name].weight) for name in (source, target))
     before = contents(two)
-    with raises(".*".join(re.escape(t._storage.cell.format.name) for t in (one, two))):
+    with raises(".*".join(re.escape(t.quantized_storage.cell.format.name) for t in (one, two))):
         two.copy_(one)
     assert not differing(before, contents(two))
 
@@ -327,7 +330,7 @@ def test_copy_between_different_places():
 
 def altered(tensor):
     """Change everything that a tensor holds."""
-    for part in (tensor._storage.components | tensor._storage.state).values():
+    for part in (tensor.quantized_storage.components | tensor.quantized_storage.state).values():
         part.add_(1)
     return tensor
 
@@ -348,10 +351,10 @@ COPIES = {
 def test_copies_are_equal_and_independent(cell, world, make):
     """Of whole weights and shards: components, key, draws and history."""
     for tensor in cut(weight(cell, keep_high_precision=True), [(0, world)]):
-        tensor._storage.state[DRAWS].add_(7)
+        tensor.quantized_storage.state[DRAWS].add_(7)
         before = contents(tensor)
         made = make(tensor)
-        assert made.shape == tensor.shape and made._storage.shard == tensor._storage.shard
+        assert made.shape == tensor.shape and made.quantized_storage.shard == tensor.quantized_storage.shard
         assert not differing(before, contents(made))
         assert torch.equal(made.get_high_precision_init_val(), tensor.get_high_precision_init_val())
         altered(made)
@@ -377,8 +380,8 @@ def test_cpu_of_a_cpu_tensor_is_itself():
 def test_to_meta_and_back_has_the_same_form(cell):
     tensor = weight(cell)
     meta = tensor.to("meta")
-    assert all(part.is_meta for part in meta._storage.components.values())
-    history = meta._storage.state.get(AMAX_HISTORY)
+    assert all(part.is_meta for part in meta.quantized_storage.components.values())
+    history = meta.quantized_storage.state.get(AMAX_HISTORY)
     assert history is None or history.is_meta
     empty = torch.empty_like(meta, device="cpu")
     assert {n: (t.shape, t.dtype) for n, t in contents(empty).items()} == {
@@ -392,7 +395,7 @@ def test_deepcopy_of_a_parameter(requires_grad):
     twin = copy.deepcopy([parameter, parameter])
     assert isinstance(twin[0], nn.Parameter) and isinstance(twin[0], QuantizedTensor)
     assert twin[0] is twin[1] and twin[0].requires_grad == requires_grad
-    assert twin[0]._storage is not parameter._storage
+    assert twin[0].quantized_storage is not parameter.quantized_storage
 
 
 @every_cell
@@ -402,12 +405,14 @@ def test_empty_like(cell):
     made = torch.empty_like(tensor)
     assert type(made) is QuantizedTensor and made.dtype == torch.bfloat16
     before = contents(tensor)
-    for part in made._storage.components.values():
+    for part in made.quantized_storage.components.values():
         part.zero_()
     assert not differing(before, contents(tensor))
-    assert torch.equal(made._storage.state[KEY], tensor._storage.state[KEY])
-    if AMAX_HISTORY in made._storage.state:
-        assert not made._storage.state[AMAX_HISTORY].any() and tensor._storage.state[AMAX_HISTORY].any()
+    assert torch.equal(made.quantized_storage.state[KEY], tensor.quantized_storage.state[KEY])
+    if AMAX_HISTORY in made.quantized_storage.state:
+        assert (
+            not made.quantized_storage.state[AMAX_HISTORY].any() and tensor.quantized_storage.state[AMAX_HISTORY].any()
+        )
 
 
 @pytest.mark.parametrize(("make", "fill"), [(torch.zeros_like, 0.0), (torch.ones_like, 1.0)])

@@ -67,7 +67,9 @@ def differing(a, b):
 
 def contents(tensor):
     """Copies of all that a quantized tensor holds: components and state."""
-    held = tensor._storage.components | {f"state {name}": t for name, t in tensor._storage.state.items()}
+    held = tensor.quantized_storage.components | {
+        f"state {name}": t for name, t in tensor.quantized_storage.state.items()
+    }
     return {name: t.clone() for name, t in held.items()}
 
 
@@ -86,10 +88,10 @@ def test_quantize_and_dequantize_are_the_oracle(cell, shape, dtype):
     tensor = quantize_weight(values, cell)
     parts = oracle(values, cell)
     assert tensor.shape == shape and tensor.dtype == dtype
-    assert not differing(tensor._storage.components, parts)
+    assert not differing(tensor.quantized_storage.components, parts)
     for copy_ in cell.format.copies.values():
         expected = numerics.dequantize(copy_, parts, shape)
-        assert same(tensor._storage.dequantize(copy_.codes.copy), expected)
+        assert same(tensor.quantized_storage.dequantize(copy_.codes.copy), expected)
     first = cell.format.copies[Copy.ROWWISE]
     assert same(tensor.dequantize(), numerics.dequantize(first, parts, shape).to(dtype))
 
@@ -99,14 +101,14 @@ def test_dtype_is_nominal(cell):
     values = random(48, 40)
     tensor = quantize_weight(values, cell, dtype=torch.bfloat16)
     assert tensor.dtype == tensor.dequantize().dtype == torch.bfloat16
-    assert not differing(tensor._storage.components, oracle(values, cell))
+    assert not differing(tensor.quantized_storage.components, oracle(values, cell))
     assert same(tensor.dequantize(dtype=torch.float32).bfloat16(), tensor.dequantize())
 
 
 def test_delayed_scales_are_those_of_past_amaxes():
     cell = recipe.DelayedScaling(amax_history_len=2, margin=1).weight
     tensor = quantize_weight(torch.tensor([[1.0, -4.0]]), cell)
-    history, scale = tensor._storage.state[AMAX_HISTORY], tensor._storage.components["scale_inv"]
+    history, scale = tensor.quantized_storage.state[AMAX_HISTORY], tensor.quantized_storage.components["scale_inv"]
     scales, histories = [scale.item()], [history.tolist()]
     for amax in (2.0, 1.0, 0.0, float("inf"), 8.0, 0.5):
         requantize_([(tensor, torch.tensor([[amax, 0.25]]).clamp(max=amax))], judged=True)
@@ -121,7 +123,7 @@ def test_delayed_scale_of_the_newest_amax():
     tensor = quantize_weight(torch.full((2, 2), 4.0), RECIPES["delayed newest"].weight)
     for amax in (2.0, 1.0):
         tensor.quantize_(torch.full((2, 2), amax))
-    assert tensor._storage.components["scale_inv"].item() == pytest.approx(2.0 / 224, rel=1e-6)
+    assert tensor.quantized_storage.components["scale_inv"].item() == pytest.approx(2.0 / 224, rel=1e-6)
 
 
 @every_cell
@@ -137,11 +139,11 @@ def test_gradients_flow_through_dequantize(cell):
 def test_quantize_in_place(cell):
     """As if born with the new values; in the same components."""
     values, tensor = random(48, 40, seed=1), weight(cell)
-    held = dict(tensor._storage.components)
-    tensor._storage.state.get(AMAX_HISTORY, torch.zeros(1)).zero_()
+    held = dict(tensor.quantized_storage.components)
+    tensor.quantized_storage.state.get(AMAX_HISTORY, torch.zeros(1)).zero_()
     assert tensor.quantize_(values.bfloat16()) is tensor
     assert not differing(held, oracle(values.bfloat16(), cell))
-    assert all(tensor._storage.components[name] is part for name, part in held.items())
+    assert all(tensor.quantized_storage.components[name] is part for name, part in held.items())
 
 
 @every_cell
@@ -178,7 +180,7 @@ def test_what_is_no_matrix_of_floats_is_refused(values):
 def test_quantize_in_place_through_the_flat_handle():
     values, tensor = random(48, 40, seed=1), weight(MXFP8)
     tensor.view(-1).quantize_(values.view(-1))
-    assert not differing(tensor._storage.components, oracle(values, MXFP8))
+    assert not differing(tensor.quantized_storage.components, oracle(values, MXFP8))
     with pytest.raises(UnsupportedOperationError, match="1920"):
         tensor.view(-1).quantize_(values)
 
@@ -190,21 +192,21 @@ def test_quantize_in_place_of_a_shard(cell):
     for world in (2, 5):
         torch.manual_seed(0)
         for shard in torch.chunk(weight(cell, 256), world):
-            rows = slice(*shard._storage.shard.extents[0])
+            rows = slice(*shard.quantized_storage.shard.extents[0])
             before = contents(shard)
-            if any(shard._storage.shard.shares_blocks(c) for c in cell.format.components):
+            if any(shard.quantized_storage.shard.shares_blocks(c) for c in cell.format.components):
                 with pytest.raises(UnsupportedOperationError, match=r"(scale_inv|amax).*requantize_"):
                     shard.quantize_(values[rows])
                 assert not differing(before, contents(shard))
             else:
                 shard.quantize_(values[rows])
-                assert not differing(resident(oracle(values, cell), shard), shard._storage.components)
+                assert not differing(resident(oracle(values, cell), shard), shard.quantized_storage.components)
 
 
 def test_straddling_shards_are_found():
     """The two sides of the test above, by hand: 256 rows in 2 and in 5 pieces."""
     shares = {
-        (cell.format.name, world): torch.chunk(weight(cell, 256), world)[0]._storage.shard.shares_blocks(
+        (cell.format.name, world): torch.chunk(weight(cell, 256), world)[0].quantized_storage.shard.shares_blocks(
             cell.format.by_name["scale_inv"]
         )
         for cell in (MXFP8, RECIPES["block"].weight, RECIPES["current"].weight)
@@ -218,14 +220,14 @@ def test_straddling_shards_are_found():
 
 def resident(parts, shard):
     """The entries of whole components that one shard holds."""
-    by_name = shard._storage.cell.format.by_name
-    slices = {name: shard._storage.shard.resident(by_name[name]) for name in parts}
+    by_name = shard.quantized_storage.cell.format.by_name
+    slices = {name: shard.quantized_storage.shard.resident(by_name[name]) for name in parts}
     return {name: part[slice(*slices[name][0]), slice(*slices[name][1])] for name, part in parts.items()}
 
 
 def cut(tensor, axes):
     """The storages of all ranks, each with its own tensors and state, after cutting by (dim, pieces) in turn."""
-    shards = [tensor._storage]
+    shards = [tensor.quantized_storage]
     for dim, world in axes:
         chunks = [(s, ceil_div(s.shard.shape[dim], world)) for s in shards]
         shards = [s.piece(dim, rank * chunk, chunk) for s, chunk in chunks for rank in range(world)]
@@ -266,7 +268,7 @@ def reduce_on_ranks(shards, registered):
     by_place = {}
     for shard, own in zip(shards, registered, strict=True):
         for name, grid in zip(shared_names(shard), own.grids, strict=True):
-            place = (name, shard._storage.shard.resident(shard._storage.cell.format.by_name[name]))
+            place = (name, shard.quantized_storage.shard.resident(shard.quantized_storage.cell.format.by_name[name]))
             by_place.setdefault(place, []).append(grid)
     for grids in by_place.values():
         if grids[0].numel():
@@ -274,17 +276,17 @@ def reduce_on_ranks(shards, registered):
 
 
 def shared_names(shard):
-    storage = shard._storage
+    storage = shard.quantized_storage
     by_name = storage.cell.format.by_name
     return [n for n in storages.scale_names(storage.cell) if storage.shard.shares_blocks(by_name[n])]
 
 
 def requantize_on_ranks(shards, values):
     """What `requantize_` does, with all ranks in this process."""
-    parts = [values[tuple(slice(*extent) for extent in shard._storage.shard.extents)] for shard in shards]
+    parts = [values[tuple(slice(*extent) for extent in shard.quantized_storage.shard.extents)] for shard in shards]
     registered = [Registered() for _ in shards]
     begun = [
-        Requantization(shard._storage, part, dict.fromkeys(shared_names(shard), "those that hold it"), own)
+        Requantization(shard.quantized_storage, part, dict.fromkeys(shared_names(shard), "those that hold it"), own)
         for shard, part, own in zip(shards, parts, registered, strict=True)
     ]
     reduce_on_ranks(shards, registered)
@@ -328,11 +330,11 @@ def test_cut_then_requantize_is_requantize_then_cut(cell, problem):
     shards = cut(tensor, axes)
     requantize_([(tensor, values)], judged=True)  # as they are, finite or not
     requantize_on_ranks(shards, values)
-    state = tensor._storage.state
+    state = tensor.quantized_storage.state
     for shard in shards:
-        assert not differing(shard._storage.components, resident(tensor._storage.components, shard))
-        assert not differing(shard._storage.state, state)
-        rectangle = tuple(slice(*extent) for extent in shard._storage.shard.extents)
+        assert not differing(shard.quantized_storage.components, resident(tensor.quantized_storage.components, shard))
+        assert not differing(shard.quantized_storage.state, state)
+        rectangle = tuple(slice(*extent) for extent in shard.quantized_storage.shard.extents)
         torch.testing.assert_close(shard.dequantize(), tensor.dequantize()[rectangle], rtol=0, atol=0, equal_nan=True)
 
 
@@ -341,16 +343,16 @@ def test_the_reduction_is_needed():
     values = random(33, 64)
     shards = cut(weight(MXFP8, 33, 64), [(0, 2)])
     for shard in shards:
-        part = values[slice(*shard._storage.shard.extents[0])]
-        shard._storage.write(part, shard._storage.measure(part))
+        part = values[slice(*shard.quantized_storage.shard.extents[0])]
+        shard.quantized_storage.write(part, shard.quantized_storage.measure(part))
     whole_parts = oracle(values, MXFP8)
-    assert any(differing(shard._storage.components, resident(whole_parts, shard)) for shard in shards)
+    assert any(differing(shard.quantized_storage.components, resident(whole_parts, shard)) for shard in shards)
 
 
 @every_row
 def test_measure_is_zero_outside_the_shard(cell):
     for shard in cut(weight(cell), [(0, 3)]):
-        storage = shard._storage
+        storage = shard.quantized_storage
         part = torch.ones(storage.shard.shape)
         for name, grid in storage.measure(part).items():
             component = cell.format.by_name[name]
@@ -389,7 +391,7 @@ def test_gathered_is_what_one_process_holds(cell, shape, world):
     tensor = weight(cell, *shape)
     for gathered, inner in gather(cut(tensor, [(0, world)])):
         assert gathered.shape == shape and inner == ()
-        assert gathered._storage.shard == whole(shape)
+        assert gathered.quantized_storage.shard == whole(shape)
         assert not differing(contents(gathered), contents(tensor))
 
 
@@ -407,7 +409,7 @@ def test_a_gather_sends_codes_and_scales_that_others_lack(cell):
     shards = cut(weight(cell, 256, 64), [(0, 2)])
     for shard in shards:
         inputs, _ = shard.fsdp_pre_all_gather(SimpleNamespace(size=lambda: 2))
-        own = shard._storage.components
+        own = shard.quantized_storage.components
         shared = shared_names(shard)
         assert sum(t.nbytes for t in inputs) == sum(part.nbytes for n, part in own.items() if n not in shared)
         assert len(inputs) == len(own) - len(shared)
@@ -438,7 +440,7 @@ def test_kept_initial_values_are_cut_with_the_weight(world):
     assert same(torch.cat(kept), values)
     chunks[0].clear_high_precision_init_val()
     assert tensor.get_high_precision_init_val() is not None
-    past_the_end = tensor._storage.piece(0, 48, 24)
+    past_the_end = tensor.quantized_storage.piece(0, 48, 24)
     assert past_the_end.high_precision.shape == (0, 40)
 
 
@@ -461,11 +463,14 @@ def test_flatten_and_unflatten(cell, world):
         hash(meta)  # torch.compile guards on it
         inner = {name: getattr(tensor, name) for name in names}
         assert {id(t) for t in inner.values()} == {
-            id(t) for t in (tensor._storage.components | tensor._storage.state).values()
+            id(t) for t in (tensor.quantized_storage.components | tensor.quantized_storage.state).values()
         }
         again = QuantizedTensor.__tensor_unflatten__(inner, meta, tensor.shape, tensor.stride())
         assert again.shape == tensor.shape and again.dtype == tensor.dtype
-        assert (again._storage.cell, again._storage.shard) == (tensor._storage.cell, tensor._storage.shard)
+        assert (again.quantized_storage.cell, again.quantized_storage.shard) == (
+            tensor.quantized_storage.cell,
+            tensor.quantized_storage.shard,
+        )
         assert not differing(contents(again), contents(tensor))
 
 
@@ -508,11 +513,13 @@ def test_meta(cell):
     torch.manual_seed(5)
     real = quantize_weight(random(48, 40, dtype=torch.bfloat16), cell)
     assert tensor.is_meta and tensor.dtype == torch.bfloat16 and tensor.shape == (48, 40)
-    described = {n: (t.shape, t.dtype, t.device.type) for n, t in tensor._storage.components.items()}
-    assert described == {n: (t.shape, t.dtype, "meta") for n, t in real._storage.components.items()}
-    state = tensor._storage.state
-    assert state.keys() == real._storage.state.keys()
-    assert same(state[KEY], real._storage.state[KEY]) and same(state[DRAWS], real._storage.state[DRAWS])
+    described = {n: (t.shape, t.dtype, t.device.type) for n, t in tensor.quantized_storage.components.items()}
+    assert described == {n: (t.shape, t.dtype, "meta") for n, t in real.quantized_storage.components.items()}
+    state = tensor.quantized_storage.state
+    assert state.keys() == real.quantized_storage.state.keys()
+    assert same(state[KEY], real.quantized_storage.state[KEY]) and same(
+        state[DRAWS], real.quantized_storage.state[DRAWS]
+    )
     chunks = torch.chunk(tensor, 3)
     assert [chunk.shape for chunk in chunks] == [(16, 40)] * 3 and all(chunk.is_meta for chunk in chunks)
 
@@ -524,7 +531,7 @@ def test_keys_come_from_torchs_seed():
         weight(MXFP8, seed=1),
         quantize_weight(random(2, 2), MXFP8),
     ]
-    keys = [t._storage.state[KEY] for t in tensors]
+    keys = [t.quantized_storage.state[KEY] for t in tensors]
     assert all(key.dtype == torch.int64 and key.shape == (1,) for key in keys)
     assert same(keys[0], keys[2])
     assert len({key.item() for key in keys}) == 3  # the last two were drawn one after the other
@@ -532,7 +539,7 @@ def test_keys_come_from_torchs_seed():
 
 def test_a_given_state_is_used():
     state = storages.weight_state(MXFP8, "cpu")
-    assert weight(MXFP8, state=state)._storage.state is state
+    assert weight(MXFP8, state=state).quantized_storage.state is state
 
 
 # ------------------------------------------------------------------------------------------------------ torch.compile
@@ -561,16 +568,16 @@ def test_pieces_are_views(cell):
     """Cutting copies nothing: each piece's components are parts of the whole's memory."""
     tensor = weight(cell, 256, 64)
     for piece in torch.chunk(tensor, 3):
-        for name, part in piece._storage.components.items():
-            whole_part = tensor._storage.components[name]
+        for name, part in piece.quantized_storage.components.items():
+            whole_part = tensor.quantized_storage.components[name]
             assert part.untyped_storage().data_ptr() == whole_part.untyped_storage().data_ptr()
-        assert piece._storage.state is tensor._storage.state
-        assert pieces_outermost_first(piece._storage.shard) == [piece._storage.shard]
+        assert piece.quantized_storage.state is tensor.quantized_storage.state
+        assert pieces_outermost_first(piece.quantized_storage.shard) == [piece.quantized_storage.shard]
 
 
 @every_row
 def test_storage_knows_its_copies(cell):
-    storage = weight(cell)._storage
+    storage = weight(cell).quantized_storage
     assert [which for which in Copy if storage.has(which)] == list(cell.format.copies)
     assert storage.device.type == "cpu"
 

@@ -55,8 +55,8 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
                 continue
             if local.get_high_precision_init_val() is not None:
                 kept[name] = parts[name].cpu().clone()
-            if AMAX_HISTORY in local._storage.state:
-                local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
+            if AMAX_HISTORY in local.quantized_storage.state:
+                local.quantized_storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
             quantized.append((param, parts[name].to(local.device)))
         amax.requantize_(quantized, judged=True)
         for name, values in kept.items():
@@ -72,7 +72,7 @@ def _fitting(
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():
         local = components.quantized_local(params[name])
-        told = "" if local is None else amax.non_finite(part, local._storage.shard.origin)
+        told = "" if local is None else amax.non_finite(part, local.quantized_storage.shard.origin)
         if told:
             raise CheckpointError(f"load_high_precision: {name}: {told}; codes saturate, which would hide it")
     return others, parts
@@ -117,7 +117,7 @@ def _local_part(name: str, param: Tensor, given: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         return private_torch.local_tensor(value)
     local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
-    first = private_torch.global_offset(param) if quantized is None else quantized._storage.shard.origin
+    first = private_torch.global_offset(param) if quantized is None else quantized.quantized_storage.shard.origin
     return value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
 
 

@@ -134,7 +134,7 @@ def _count_as_written(model: nn.Module) -> None:
     for param in model.parameters():
         quantized = components.quantized_local(param)
         if quantized is not None:
-            quantized._storage.mark_written()
+            quantized.quantized_storage.mark_written()
 
 
 def _forget_compiled_code() -> None:

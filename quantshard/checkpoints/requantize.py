@@ -189,8 +189,8 @@ def write_weights(
             if local is None:
                 private_torch.local_tensor(change.param).copy_(value)
                 continue
-            if AMAX_HISTORY in local._storage.state:
-                local._storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
+            if AMAX_HISTORY in local.quantized_storage.state:
+                local.quantized_storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
             quantized.append((change.param, value))
         amax.requantize_(quantized, judged=True)
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
@@ -199,7 +199,11 @@ def write_weights(
 def _check_finite(path: Path_, batch: list[ParameterConversion], values: list[Tensor]) -> None:
     for change, value in zip(batch, values, strict=True):
         local = components.quantized_local(change.param)
-        told = "" if local is None or not change.requantizes else amax.non_finite(value, local._storage.shard.origin)
+        told = (
+            ""
+            if local is None or not change.requantizes
+            else amax.non_finite(value, local.quantized_storage.shard.origin)
+        )
         if told:
             raise CheckpointError(
                 f"{path}: {change.name} by {_told(change.source)}: {told}; codes saturate, which would hide it. The "

@@ -128,7 +128,7 @@ def _has_master(param: Tensor, optimizer: Optimizer) -> bool:
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
     """Whether a parameter was given other values since the optimizer last wrote or read it, as a step would find."""
     quantized = components.quantized_local(param)
-    now = private_torch.in_place_changes(param) if quantized is None else quantized._storage.seen_version()
+    now = private_torch.in_place_changes(param) if quantized is None else quantized.quantized_storage.seen_version()
     return bool(getattr(optimizer, "_versions", {}).get(param, now) != now)
 
 
@@ -154,7 +154,7 @@ def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | Non
     if master is not None:
         values = private_torch.local_tensor(master).detach().to(wanted, copy=True)
     elif quantized is not None:
-        values = quantized._storage.dequantize(dtype=wanted).reshape(local.shape)
+        values = quantized.quantized_storage.dequantize(dtype=wanted).reshape(local.shape)
     else:
         values = local.to(wanted, copy=True)
     if not isinstance(param, DTensor):

@@ -66,7 +66,7 @@ def has_oracles_bits(recipe: str, shapes: Sequence[Shape], device: str, **option
 
 def _stored(tensor: Tensor) -> list[Tensor]:
     held = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    return list(held._storage.components.values()) if isinstance(held, QuantizedTensor) else [held]
+    return list(held.quantized_storage.components.values()) if isinstance(held, QuantizedTensor) else [held]
 
 
 def histories(shape: Shape, device: torch.device) -> bool:

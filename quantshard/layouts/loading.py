@@ -120,7 +120,7 @@ class _ParameterSlices:
     @property
     def storage(self) -> QuantizedStorage | None:
         quantized = components.quantized_local(self.param)
-        return None if quantized is None else quantized._storage
+        return None if quantized is None else quantized.quantized_storage
 
     def extents(self) -> list[tuple[int, int]]:
         """The local part, along each dim."""

@@ -111,7 +111,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
-    """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `_add_vector`."""
+    """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `add_vector`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         for weight, name, size in zip(projection.weights, projection.biases, sizes.values(), strict=True):
             self._add_weight(weight, WeightSpec((size, in_features), init_method), cut)
             if bias:
-                self._add_vector(name, size, 0.0, bias_cut)
+                self.add_vector(name, size, 0.0, bias_cut)
             else:
                 self.register_parameter(name, None)
         self._add_histories(prefix)
@@ -187,7 +187,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         if not self.get_parameter(name).is_meta:
             self._fill([name])
 
-    def _add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
+    def add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
         """Register a 1-D parameter that starts as a constant and stays in high precision."""
         self._check_divides(name, (size,), cut)
         self._vectors[name], self._cuts[name] = fill, cut
@@ -252,7 +252,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 state[AMAX_HISTORY].zero_()
             local = private_torch.local_tensor(param)
             first = private_torch.global_offset(param)
-            origin = local._storage.shard.origin if isinstance(local, QuantizedTensor) else (first[0], first[1])
+            origin = (
+                local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (first[0], first[1])
+            )
             shape = (local.shape[0], local.shape[1])
             values = spec.values(int(state[KEY]), origin, shape, local.device).to(self._dtype)
             if isinstance(local, QuantizedTensor):
@@ -303,7 +305,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 moved = self.get_buffer(name)
                 if moved.dtype != buffer.dtype:
                     self.register_buffer(name, buffer.to(moved.device))
-        for name, state in self._plain_states.items():
+        for name, state in self.plain_states.items():
             storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
         self._check_dtypes()
         return self
@@ -367,7 +369,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             return self._traced(layer, tensors, self._biases(layer, with_bias))
         quantized = any(components.quantized_local(tensor) is not None for tensor in tensors)
         call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized)
-        checked = [self._operand(weight, call, device) for weight in layer.weights]
+        checked = [self.weight_operand(weight, call, device) for weight in layer.weights]
         if x_shape[-1] != checked[0].shape[1]:
             part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
             raise ConfigurationError(
@@ -376,7 +378,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         biases = self._biases(layer, with_bias)
-        return PreparedLinear(checked, biases, call, replace(state, tp=self._tensor_parallel(layer.mode)))
+        return PreparedLinear(checked, biases, call, replace(state, tp=self.tensor_parallel(layer.mode)))
 
     def _traced(self, layer: Projection, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> TracedLinear:
         if self.tp_size > 1:
@@ -386,20 +388,20 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
-        return normalize(x, self._whole_on_rows(prefix + "weight"), self._whole_on_rows(prefix + "bias"))
+        return normalize(x, self.whole_on_rows(prefix + "weight"), self.whole_on_rows(prefix + "bias"))
 
     def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
         """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
         if not self.use_bias:
             return None
-        local = self._whole_on_rows if layer.mode == "row" else self._local
+        local = self.whole_on_rows if layer.mode == "row" else self._local
         return joined([local(bias) for bias in layer.biases]).to(dtype)
 
-    def _operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
+    def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
         checked = self._checked_weight(name, call.recipe)
         if call.strict:
-            stored = checked._storage if isinstance(checked, QuantizedTensor) else None
+            stored = checked.quantized_storage if isinstance(checked, QuantizedTensor) else None
             self._refuse_fallbacks(name, backend.fallbacks(stored, call.recipe, device))
         return checked
 
@@ -442,7 +444,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             )
         if history is None:
             state[AMAX_HISTORY] = _empty_history(cell.scaling.history, device)
-        elif history.device != device and weight in self._plain_states:
+        elif history.device != device and weight in self.plain_states:
             # the module was moved; what is no parameter or buffer was not
             state[AMAX_HISTORY] = history.to(device)
         return state
@@ -464,16 +466,16 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         """
         local = self._local(name)
         assert local is not None
-        if isinstance(local, QuantizedTensor) and local._storage.is_stale:
+        if isinstance(local, QuantizedTensor) and local.quantized_storage.is_stale:
             raise ConfigurationError(
                 f"{type(self).__name__}.{name} was gathered by FSDP before its last update, so this forward would use "
                 "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
                 "call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
-        if isinstance(local, QuantizedTensor) and local._storage.cell != recipe.weight and recipe.table:
+        if isinstance(local, QuantizedTensor) and local.quantized_storage.cell != recipe.weight and recipe.table:
             wanted = "high precision" if recipe.weight is None else str(recipe.weight)
             raise RecipeMismatchError(
-                f"{type(self).__name__}.{name} is stored as {local._storage.cell}, but autocast's recipe "
+                f"{type(self).__name__}.{name} is stored as {local.quantized_storage.cell}, but autocast's recipe "
                 f"{recipe.name!r} wants {wanted}; use one recipe object for quantized_model_init and autocast"
             )
         return cast(Tensor, local)

@@ -39,11 +39,11 @@ def _states(model: nn.Module) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     """Name of each weight that draws -> its local tensor and state."""
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     for prefix, module in model.named_modules():
-        for name, state in module._plain_states.items() if isinstance(module, QuantizedModule) else ():
+        for name, state in module.plain_states.items() if isinstance(module, QuantizedModule) else ():
             param = private_torch.local_tensor(module.get_parameter(name))
             found[f"{prefix}.{name}" if prefix else name] = param, state
     for name, parameter in model.named_parameters():
         quantized = components.quantized_local(parameter)
         if quantized is not None:
-            found[name] = quantized, quantized._storage.state
+            found[name] = quantized, quantized.quantized_storage.state
     return found

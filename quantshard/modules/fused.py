@@ -59,7 +59,7 @@ def front(
 ) -> NormInput:
     """That of a module with a normalization in front, whose parameters begin with "layer_norm_"."""
     normalization.check(x)
-    weight, bias = (module._whole_on_rows(f"layer_norm_{name}") for name in ("weight", "bias"))
+    weight, bias = (module.whole_on_rows(f"layer_norm_{name}") for name in ("weight", "bias"))
     return NormInput(x, residual, weight, bias, normalization)
 
 

@@ -109,15 +109,15 @@ class ExpertsLayer(NamedTuple):
         poisoned = stored if role is TensorRole.GRAD_OUTPUT else None
         codes = grouped_kernel.quantize_expert_rows(values, segments, copy.codes.encoding, multipliers, seen, poisoned)
         if seen is not None:
-            keys = [weight._storage.state[KEY] for weight in self.weights]
+            keys = [weight.quantized_storage.state[KEY] for weight in self.weights]
             note_amaxes(role, keys, self.histories[role], seen, self.amax_group)
         return EncodedRows(codes, stored, copy.codes.encoding)
 
     def operands(self, weights: Sequence[QuantizedTensor], biases: Sequence[Tensor] = ()) -> ExpertWeights:
         """Weights as kernels read them."""
-        copy = weights[0]._storage.cell.format.copies[Copy.ROWWISE]
+        copy = weights[0].quantized_storage.cell.format.copies[Copy.ROWWISE]
         codes, scale = copy.codes.name, copy.scale.name
-        parts = [weight._storage.components for weight in weights]
+        parts = [weight.quantized_storage.components for weight in weights]
         return ExpertWeights(
             [p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding, self.block
         )
@@ -128,13 +128,13 @@ def are_readable(
 ) -> TypeGuard[Sequence[QuantizedTensor]]:
     """Whether kernels can read these weights and biases: quantized by `cell`, alike, all of each where x is.
 
-    Not those that `QuantizedModule._operand` would refuse, nor pieces.
+    Not those that `QuantizedModule.weight_operand` would refuse, nor pieces.
     """
     kinds, bias_dtypes, parts = set(), {bias.dtype for bias in biases}, list(biases)
     for weight in weights:
         if not isinstance(weight, QuantizedTensor):
             return False
-        storage = weight._storage
+        storage = weight.quantized_storage
         if (storage.cell is not cell and storage.cell != cell) or storage.is_stale:
             return False
         kinds.add((storage.shard.shape, weight.dtype))

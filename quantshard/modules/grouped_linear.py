@@ -171,7 +171,7 @@ class GroupedLinear(QuantizedModule):
             return None
         if call.strict:
             for layer in self._layers:
-                self._operand(layer.weights[0], call, tokens.device)
+                self.weight_operand(layer.weights[0], call, tokens.device)
         histories = self._histories(call.recipe)
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)

@@ -387,7 +387,7 @@ class _DelayedScale:
 def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
     """A weight for the GEMM: as it is stored, or quantized now from high precision."""
     if isinstance(weight, QuantizedTensor):
-        return weight._storage
+        return weight.quantized_storage
     cell = call.recipe.weight
     if cell is None:
         return weight

@@ -205,9 +205,9 @@ class Normalization:
 
     def add_parameters(self, module: QuantizedModule, prefix: str = "") -> None:
         """Register `weight` and, for LayerNorm, `bias` (else None), their names behind `prefix`."""
-        module._add_vector(prefix + "weight", self.size, 0.0 if self.zero_centered_gamma else 1.0)
+        module.add_vector(prefix + "weight", self.size, 0.0 if self.zero_centered_gamma else 1.0)
         if self.kind == "LayerNorm":
-            module._add_vector(prefix + "bias", self.size, 0.0)
+            module.add_vector(prefix + "bias", self.size, 0.0)
         else:
             module.register_parameter(prefix + "bias", None)
 

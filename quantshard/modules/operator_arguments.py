@@ -32,7 +32,7 @@ class LinearModule(Protocol):
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState: ...
 
-    def _operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor: ...
+    def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor: ...
 
 
 _modules: WeakValueDictionary[int, LinearModule] = WeakValueDictionary()
@@ -130,7 +130,7 @@ class LayerArguments(NamedTuple):
 
 def _rebuilt(weight: Tensor, components: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     live: Any = private_torch.local_tensor(weight)
-    storage: QuantizedStorage = live._storage
+    storage: QuantizedStorage = live.quantized_storage
     whole = replace(storage, components=components, fetch=lambda which: storage.with_copy(which).components)
     return QuantizedTensor(whole, dtype)
 

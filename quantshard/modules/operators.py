@@ -81,7 +81,7 @@ def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
     for index, names in enumerate(layers.names):
         call = recompute.linear_context((id(module), ",".join(names)), not given.plain, layers.setting)
         for name in names:
-            module._operand(name, call, asked.x.device)
+            module.weight_operand(name, call, asked.x.device)
         added = [next(biases) if adds else None for adds in biased[index]]
         ready.append(PreparedLinear(weights[index], added, call, states[index]))
     return ready
@@ -251,7 +251,7 @@ def _with_components(operator: Any) -> None:
         parts = {
             f"{part}:{name}": component
             for part, weight in enumerate(weights)
-            for name, component in weight._storage.components.items()
+            for name, component in weight.quantized_storage.components.items()
         }
         found: list[Tensor] = operator(first, [], list(parts.values()), ",".join(parts), *others[2:])
         return found

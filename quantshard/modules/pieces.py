@@ -110,7 +110,7 @@ class PiecewiseAssignment(ComponentStateDict):
             )
         given = self._given.setdefault(weight, {})
         given[suffix] = value
-        if all(component.key_suffix in given for component in quantized._storage.cell.format.components):
+        if all(component.key_suffix in given for component in quantized.quantized_storage.cell.format.components):
             values = {key: piece.detach() for key, piece in given.items()}
             new = components.assigned(own, components.fitting_pairs(own, values, name))
             if all(getattr(piece, LOADED, False) for piece in given.values()):

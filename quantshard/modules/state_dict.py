@@ -22,7 +22,7 @@ class ComponentStateDict(nn.Module):
     _born_states: dict[str, dict[str, Tensor]]
 
     @property
-    def _plain_states(self) -> dict[str, dict[str, Tensor]]:
+    def plain_states(self) -> dict[str, dict[str, Tensor]]:
         """The state of weights that are not quantized, live."""
         return {
             name: s for name, s in self._born_states.items() if components.quantized_local(getattr(self, name)) is None
@@ -31,7 +31,7 @@ class ComponentStateDict(nn.Module):
     def weight_state(self, name: str) -> dict[str, Tensor]:
         """The key, draws and amax history of a weight, live."""
         quantized = components.quantized_local(getattr(self, name))
-        return self._born_states[name] if quantized is None else quantized._storage.state
+        return self._born_states[name] if quantized is None else quantized.quantized_storage.state
 
     def _state_keys(self, name: str) -> dict[str, Tensor]:
         """Key suffix -> live tensor, for all that the state dict holds of a weight."""
@@ -108,7 +108,7 @@ class ComponentStateDict(nn.Module):
         if local is None:
             return
         given = components.quantized_local(found.get(""))
-        if given is not None and given._storage is local._storage:
+        if given is not None and given.quantized_storage is local.quantized_storage:
             del found[""]
         if "" not in found and not getattr(self, name).requires_grad:
             found.clear()

@@ -90,7 +90,7 @@ def _row(
 ) -> Row:
     local = private_torch.local_tensor(param)
     quantized = components.quantized_local(param)
-    storage = None if quantized is None else quantized._storage
+    storage = None if quantized is None else quantized.quantized_storage
     codes, scales = _resident(local, storage, gathers)
     forward, backward = _wire(storage, local, gathers)
     gemm = gemm_of(leaf, module, param, storage, chosen)

@@ -164,7 +164,7 @@ def _row(
 ) -> tuple[Row, int]:
     """The row of one parameter, and how many of its elements the optimizer has here."""
     quantized = components.quantized_local(param)
-    storage = None if quantized is None else quantized._storage
+    storage = None if quantized is None else quantized.quantized_storage
     shard = _cut(name, param, storage, place, tp_dim)
     assert shard.cut is not None
     placements = place.placements(tp_dim)

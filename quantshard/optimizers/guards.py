@@ -40,7 +40,7 @@ def initial_master(param: Tensor) -> Tensor:
         return local.to(torch.float32, copy=True)
     kept = quantized.get_high_precision_init_val()
     if kept is None:
-        return quantized._storage.dequantize()
+        return quantized.quantized_storage.dequantize()
     return kept.to(quantized.device, torch.float32, copy=True)
 
 
@@ -70,7 +70,7 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
         info = torch.iinfo(torch.int64)
         seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
     else:
-        low, high = numerics.random_words(int(first._storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
+        low, high = numerics.random_words(int(first.quantized_storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
         seed = int(high << 32 | low) - (1 << 63)
     return largest_over_ranks(seed, params)
 
@@ -80,7 +80,7 @@ def weight_version(param: Tensor) -> int:
     quantized = components.quantized_local(param)
     if quantized is None:
         return private_torch.in_place_changes(param)
-    return quantized._storage.seen_version()
+    return quantized.quantized_storage.seen_version()
 
 
 def plain_versions(params: Iterable[Tensor]) -> dict[Tensor, int]:
@@ -121,7 +121,7 @@ def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Ten
         checked = keys.setdefault(private_torch.mesh_group(param), dict(also or {}))
         if quantized is None:
             continue
-        key = checked[name] = quantized._storage.state[KEY]
+        key = checked[name] = quantized.quantized_storage.state[KEY]
         owner = owners.setdefault(id(key), name)
         if owner != name:
             raise ConfigurationError(

@@ -133,7 +133,11 @@ class FloatState(OptimizerState):
     def place(self) -> TensorRegion:
         """Which part of the global tensor it is."""
         quantized = components.quantized_local(self.owner)
-        return TensorRegion.of(self.owner) if quantized is None else TensorRegion.of_shard(quantized._storage.shard)
+        return (
+            TensorRegion.of(self.owner)
+            if quantized is None
+            else TensorRegion.of_shard(quantized.quantized_storage.shard)
+        )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name: self.tensor}

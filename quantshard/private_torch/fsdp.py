@@ -49,7 +49,7 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
         for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 local = fsdp_param.sharded_param._local_tensor
-                if getattr(local, "_storage", None) is storage:
+                if getattr(local, "quantized_storage", None) is storage:
                     after, now = group.post_forward_mesh_info, group.mesh_info
                     size = getattr(now, "shard_mesh_size", None)
                     other = after is not None and getattr(after, "shard_mesh_size", None) != size

@@ -39,10 +39,10 @@ def test_values_are_quantized_as_the_oracle_does(recipe, dtype):
     checkpoints.load_high_precision(loaded, state)
     cell = recipe.weight
     for index in (0, 1):
-        history = loaded[index].weight._storage.state.get("amax_history")
+        history = loaded[index].weight.quantized_storage.state.get("amax_history")
         assert history is None or history.nonzero().flatten().tolist() == [len(history) - 1]
         parts = numerics.quantize(state[f"{index}.weight"].float(), cell.format, cell.scaling)
-        assert not differing(loaded[index].weight._storage.components, parts)
+        assert not differing(loaded[index].weight.quantized_storage.components, parts)
     for key in ("0.bias", "2.weight", "2.running_mean", "2.num_batches_tracked"):
         assert same(loaded.state_dict()[key], state[key].to(loaded.state_dict()[key].dtype))
     assert live == {key: v.data_ptr() for key, v in loaded.state_dict().items() if not key.endswith("_format")}
@@ -78,7 +78,7 @@ def test_a_model_of_our_own_modules_in_high_precision(recipe):
         loaded.load_state_dict(source.state_dict())
     checkpoints.load_high_precision(loaded, source.state_dict())
     fresh = model(recipe, seed=3)
-    assert not differing(loaded[0].weight._storage.components, fresh[0].weight._storage.components)
+    assert not differing(loaded[0].weight.quantized_storage.components, fresh[0].weight.quantized_storage.components)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -160,7 +160,7 @@ def test_tied_weights():
     state = high_precision()
     checkpoints.load_high_precision(loaded, state | {"3.weight": state["1.weight"]})
     parts = numerics.quantize(state["1.weight"], MXFP8.format, MXFP8.scaling)
-    assert not differing(loaded[3].weight._storage.components, parts)
+    assert not differing(loaded[3].weight.quantized_storage.components, parts)
 
 
 def test_a_meta_model_is_refused():

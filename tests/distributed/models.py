@@ -214,7 +214,7 @@ def gathered_bits(model: nn.Sequential) -> dict[str, str]:
             layer.unshard()
         weight = components.quantized_local(layer.weight)
         assert weight is not None
-        found.update({f"{index}.{name}": sha(part) for name, part in weight._storage.components.items()})
+        found.update({f"{index}.{name}": sha(part) for name, part in weight.quantized_storage.components.items()})
         if hasattr(layer, "reshard"):
             layer.reshard()
     return found

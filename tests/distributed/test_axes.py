@@ -73,7 +73,7 @@ def held(model: nn.Module, optimizer: FusedAdam | None = None) -> Held:
             here = at((start, start + size) for start, size in zip(place.origin, place.shape, strict=True))
             found[name] = (private_torch.local_tensor(param), here)
         else:
-            storage = local._storage
+            storage = local.quantized_storage
             here = at(storage.shard.extents)
             for part in storage.cell.format.components:
                 found[f"{name}.{part.name}"] = (storage.components[part.name], at(storage.shard.resident(part)))
@@ -339,7 +339,7 @@ def other_optimizer(name: str, recipe: str, masters: bool, foreach: bool) -> lis
         for key, value in states.items():
             param = model.get_parameter(key.rpartition(".")[0])
             local = components.quantized_local(param)
-            place = TensorRegion.of(param) if local is None else TensorRegion.of_shard(local._storage.shard)
+            place = TensorRegion.of(param) if local is None else TensorRegion.of_shard(local.quantized_storage.shard)
             here = at((start, start + size) for start, size in zip(place.origin, place.shape, strict=True))
             pieces[key] = (private_torch.local_tensor(value), here if value.ndim else ())
         found.append(pieces)

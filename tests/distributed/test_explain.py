@@ -68,7 +68,7 @@ def resident(model: nn.Module) -> int:
     tensors: list[torch.Tensor] = []
     for param in model.parameters():
         local = components.quantized_local(param)
-        tensors += [param.to_local()] if local is None else local._storage.components.values()
+        tensors += [param.to_local()] if local is None else local.quantized_storage.components.values()
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -162,7 +162,7 @@ def straddling(rows: int, shape: tuple[int, ...]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
     fully_shard(model, mesh=mesh)
     (row,) = explain(model).rows
-    storage = components.quantized_local(next(model.parameters()))._storage
+    storage = components.quantized_local(next(model.parameters())).quantized_storage
     scale, codes = storage.components["scale_inv"].nbytes, storage.components["codes"].nbytes
     return {"notes": row.notes, "warnings": row.warnings, "scale": scale, "codes": codes, "reduced": row.reduced_bytes}
 

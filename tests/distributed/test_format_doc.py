@@ -41,7 +41,7 @@ def write(case: Case, path: str) -> dict[str, torch.Tensor]:
             layer.unshard()
         local = components.quantized_local(layer.weight)
         assert local is not None
-        found[f"model.{index}.weight"] = local._storage.dequantize()
+        found[f"model.{index}.weight"] = local.quantized_storage.dequantize()
     return found
 
 

@@ -75,7 +75,7 @@ def cut_like(param: Tensor, whole: Tensor) -> DTensor:
     """This rank's part of a global tensor, as FSDP2 has this rank's part of the parameter."""
     assert isinstance(param, DTensor)
     quantized = components.quantized_local(param)
-    first = private_torch.global_offset(param)[0] if quantized is None else quantized._storage.shard.origin[0]
+    first = private_torch.global_offset(param)[0] if quantized is None else quantized.quantized_storage.shard.origin[0]
     local = whole.narrow(0, first, private_torch.local_tensor(param).shape[0]).to(param.dtype)
     return components.as_dtensor(local, param, list(param.placements), tuple(param.shape))
 

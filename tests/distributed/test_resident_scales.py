@@ -50,14 +50,14 @@ def shared_memory(recipe: str) -> list[str]:
     wrong += [f"the whole {name} is still there" for name, whole in wholes.items() if whole() is not None]
     model[0].unshard()
     weight = model[0].weight
-    assert isinstance(weight, QuantizedTensor) and weight._storage.gathered
-    gathered = {name: part.clone() for name, part in weight._storage.components.items()}
+    assert isinstance(weight, QuantizedTensor) and weight.quantized_storage.gathered
+    gathered = {name: part.clone() for name, part in weight.quantized_storage.components.items()}
     resident = [c for c in shard.cell.format.components if c.role is not Role.CODES and not shard.shard.gathers(c)]
     if not resident:
         wrong.append("no scale is resident, so nothing was tried")
     for component in resident:
         shard.components[component.name].add_(1)  # as the next step's weight does, before the backward of this one
-        if not torch.equal(gathered[component.name], weight._storage.components[component.name]):
+        if not torch.equal(gathered[component.name], weight.quantized_storage.components[component.name]):
             wrong.append(f"the gathered {component.name} changed with the shard's")
     return wrong
 

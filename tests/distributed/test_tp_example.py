@@ -70,7 +70,7 @@ def differing() -> tuple[list[str], list[str]]:
         alone, _ = example.build(argparse.Namespace(recipe="block", sequence_parallel=False), None)
         before = example.differences(model, alone, mesh["tp"])
         if dist.get_rank() == 1:
-            model.layers[0].layernorm_mlp.fc2_weight.to_local()._storage.components["codes"][0, 0] += 1
+            model.layers[0].layernorm_mlp.fc2_weight.to_local().quantized_storage.components["codes"][0, 0] += 1
         return before, example.differences(model, alone, mesh["tp"])
 
 

@@ -58,7 +58,7 @@ def on_a_mesh(case: Case, folder: str) -> list[str]:
             expected = high_precision_state_dict(alone.model, optimizers[1])
             for key, param in components.named_parameters(alone.model).items():
                 local = components.quantized_local(param)
-                plain = param.detach().float() if local is None else local._storage.dequantize()
+                plain = param.detach().float() if local is None else local.quantized_storage.dequantize()
                 if optimizers[1] is not None:
                     plain = optimizers[1].get_unscaled_state(param, "master_param")
                 if not torch.equal(expected[key], plain):

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 ROWS, COLS = 4096, 4096
 
@@ -85,7 +86,7 @@ def became(kernel: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".o"))]
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".o"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),

@@ -77,5 +77,5 @@ def values(model: torch.nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, param in model.named_parameters():
         quantized = components.quantized_local(param)
-        found[name] = param.detach().float() if quantized is None else quantized._storage.dequantize()
+        found[name] = param.detach().float() if quantized is None else quantized.quantized_storage.dequantize()
     return found

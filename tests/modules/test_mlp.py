@@ -141,8 +141,8 @@ def part(recipe, module, prefixes=("",)):
     for mine, its in zip(linear._layer.parts, prefixes, strict=True):
         for kind in ("weight", "bias"):
             setattr(linear, mine + kind, getattr(module, its + kind))
-        if linear._plain_states:
-            linear._plain_states[mine + "weight"] = module.weight_state(its + "weight")
+        if linear.plain_states:
+            linear.plain_states[mine + "weight"] = module.weight_state(its + "weight")
     return linear
 
 

@@ -62,7 +62,7 @@ def cut_by_tp(param: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
         size = max(min(chunk, param.shape[dim] - start), 0)
         local = param.detach().narrow(dim, min(start, param.shape[dim]), size).contiguous()
     else:
-        local = QuantizedTensor(quantized._storage.piece(dim, start, chunk), param.dtype)
+        local = QuantizedTensor(quantized.quantized_storage.piece(dim, start, chunk), param.dtype)
     return DTensor.from_local(
         local, mesh, [Shard(dim)], run_check=False, shape=param.shape, stride=param.detach().stride()
     )

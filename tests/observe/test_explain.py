@@ -39,7 +39,7 @@ def test_rows_are_the_parameters(recipe):
     report = explain(model)
     assert [(row.name, row.shape) for row in report.rows] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
     up = row_of(report, "up.weight")
-    storage = model.up.weight._storage
+    storage = model.up.weight.quantized_storage
     assert up.format == storage.cell.tag
     assert up.code_bytes == 200 * 96 * RECIPES[recipe]
     assert up.bytes == sum(part.untyped_storage().nbytes() for part in storage.components.values())
@@ -59,7 +59,7 @@ def test_totals_are_sums(recipe):
     assert totals.bf16_bytes == 2 * totals.parameters
     assert totals.bf16_optimizer_bytes == 12 * totals.parameters
     plain = sum(p.nbytes for n, p in model.named_parameters() if n not in ("up.weight", "down.weight"))
-    stored = [part for m in (model.up, model.down) for part in m.weight._storage.components.values()]
+    stored = [part for m in (model.up, model.down) for part in m.weight.quantized_storage.components.values()]
     assert totals.bytes == plain + sum(part.nbytes for part in stored)
     assert totals.optimizer_bytes == 0
     assert totals.gather_bytes == 0

@@ -84,7 +84,7 @@ def test_bytes_are_those_of_storages_that_are_cut(recipe, rows, cols, axes):
     if recipe == "bf16":
         assert all(row.code_bytes == row.bf16_bytes for row in planned)
         return
-    whole = model.weight._storage
+    whole = model.weight.quantized_storage
     by_name = whole.cell.format.by_name
     tp_pieces = [whole.piece(dim, i * chunk, chunk) for i in range(tp)] if tp > 1 else [whole.piece(dim, 0, 10**6)]
     rest = [ceil_div(piece.shard.shape[0], shards) for piece in tp_pieces]
@@ -138,7 +138,9 @@ def test_straddling_blocks_are_those_that_several_ranks_hold_elements_of(recipe,
         columns = [range(min(r % tp * chunk, cols), min(r % tp * chunk + chunk, cols)) for r in ranks]
     expected = [0] * len(ranks)
     scales = [
-        c for c in model.weight._storage.cell.format.components if c.role is not Role.CODES and ALL not in c.covers
+        c
+        for c in model.weight.quantized_storage.cell.format.components
+        if c.role is not Role.CODES and ALL not in c.covers
     ]
     for component in scales:
         height, width = component.covers

@@ -154,11 +154,11 @@ def test_too_many_bad_steps_are_found_out_when_asked(ask):
 
 def test_the_history_of_a_bad_step_is_not_recorded():
     params, optimizer = build(RECIPES["delayed"].weight, capturable=True)
-    history = params["quantized"]._storage.state[AMAX_HISTORY].clone()
+    history = params["quantized"].quantized_storage.state[AMAX_HISTORY].clone()
     set_grads(params, 1)
     params["fp32"].grad[0, 0] = float("nan")
     optimizer.step()
-    assert same(params["quantized"]._storage.state[AMAX_HISTORY], history)
+    assert same(params["quantized"].quantized_storage.state[AMAX_HISTORY], history)
 
 
 def test_plain_parameters_without_masters_may_be_captured():

@@ -44,7 +44,11 @@ def set_grads(params, step, scale=1.0):
 
 def values(param):
     """A copy of a parameter's values, float32."""
-    return (param.dequantize(dtype=torch.float32) if hasattr(param, "_storage") else param.float()).detach().clone()
+    return (
+        (param.dequantize(dtype=torch.float32) if hasattr(param, "quantized_storage") else param.float())
+        .detach()
+        .clone()
+    )
 
 
 def hyperparameters(step, lr=LR, weight_decay=0.0, decoupled=True, bias_correction=True):
@@ -55,7 +59,7 @@ def everything(optimizer):
     """Copies of all that a step may change, by name: parameters, their state, optimizer states and group entries."""
     found = {}
     for name, param in zip(names(optimizer), params_of(optimizer), strict=True):
-        held = contents(param) if hasattr(param, "_storage") else {"value": param.detach().clone()}
+        held = contents(param) if hasattr(param, "quantized_storage") else {"value": param.detach().clone()}
         found |= {f"{name} {key}": value for key, value in held.items()}
         found |= {f"{name} {key}": value.clone() for key, value in optimizer.state[param].items()}
     for index, group in enumerate(optimizer.param_groups):
@@ -108,7 +112,7 @@ def test_weights_are_the_oracles_of_the_masters(name):
         optimizer.step()
     master = optimizer.state[params["quantized"]]["master_param"]
     parts = numerics.quantize(master, cell.format, cell.scaling)
-    assert not differing(params["quantized"]._storage.components, parts)
+    assert not differing(params["quantized"].quantized_storage.components, parts)
 
 
 def test_delayed_weights_have_the_scale_of_past_amaxes():
@@ -116,7 +120,7 @@ def test_delayed_weights_have_the_scale_of_past_amaxes():
     cell = recipe.DelayedScaling(amax_history_len=3).weight
     param = nn.Parameter(quantize_weight(random(8, 8), cell))
     optimizer = FusedAdam([param], lr=0.5)
-    storage = param._storage
+    storage = param.quantized_storage
     recorded = [random(8, 8).abs().amax().item()]
     for step in range(5):
         param.grad = grad_of(param, step)

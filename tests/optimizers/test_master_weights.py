@@ -73,7 +73,7 @@ def step_both(optimizer, params, twin, twins, step):
 
 def nearest(param, master):
     """Does the parameter hold the nearest values to its master?"""
-    if not hasattr(param, "_storage"):
+    if not hasattr(param, "quantized_storage"):
         return same(param, master.to(param.dtype))
     copied = param.detach().clone()
     copied.quantize_(master)
@@ -86,7 +86,7 @@ def nearest(param, master):
 def everything(optimizer):
     found = {}
     for index, (param, state) in enumerate(optimizer.state.items()):
-        held = contents(param) if hasattr(param, "_storage") else {"value": param.detach().clone()}
+        held = contents(param) if hasattr(param, "quantized_storage") else {"value": param.detach().clone()}
         held |= {k: v.clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for k, v in state.items()}
         found |= {f"{index} {key}": value for key, value in held.items()}
     return found
@@ -176,12 +176,15 @@ def test_seeded_from_the_initial_values_where_they_were_kept():
 
 def test_construction_changes_no_bit():
     params = parameters()
-    before = {name: contents(p) if hasattr(p, "_storage") else {"v": p.detach().clone()} for name, p in params.items()}
+    before = {
+        name: contents(p) if hasattr(p, "quantized_storage") else {"v": p.detach().clone()}
+        for name, p in params.items()
+    }
     random_state = torch.get_rng_state()
     for cls, options in OPTIMIZERS.values():
         MasterWeights(cls, params.values(), **options)
     for name, param in params.items():
-        now = contents(param) if hasattr(param, "_storage") else {"v": param.detach()}
+        now = contents(param) if hasattr(param, "quantized_storage") else {"v": param.detach()}
         assert not differing(before[name], now)
         assert param.grad is None
     assert torch.equal(torch.get_rng_state(), random_state)

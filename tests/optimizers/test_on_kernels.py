@@ -94,8 +94,8 @@ def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[st
     found: dict[str, Any] = {}
     for key, param in params.items():
         local: Any = private_torch.local_tensor(param)
-        if hasattr(local, "_storage"):
-            storage = local._storage
+        if hasattr(local, "quantized_storage"):
+            storage = local.quantized_storage
             parts = {**storage.components, **storage.state}
             found |= {f"{key} {part}": t.clone() for part, t in parts.items()}
             found[f"{key} writes"] = WRITES.get(storage, 0)
@@ -167,7 +167,7 @@ def test_histories_change() -> None:
     before, _ = build("delayed")
     found, _ = train("delayed", {}, DEVICE)
     assert found[f"quantized {AMAX_HISTORY}"].count_nonzero() > 0
-    history = before["quantized"]._storage.state[AMAX_HISTORY]
+    history = before["quantized"].quantized_storage.state[AMAX_HISTORY]
     assert not torch.equal(found[f"quantized {AMAX_HISTORY}"], history)
 
 
@@ -225,7 +225,7 @@ def replaced(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
 
 
 def components_replaced(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
-    storage = params["again"]._storage
+    storage = params["again"].quantized_storage
     storage.components = {name: part.clone() for name, part in storage.components.items()}
 
 
@@ -244,8 +244,8 @@ def group_added(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
 
 
 def key_loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
-    params["quantized"]._storage.state[KEY].fill_(12345)
-    params["quantized"]._storage.state[DRAWS].fill_(77)
+    params["quantized"].quantized_storage.state[KEY].fill_(12345)
+    params["quantized"].quantized_storage.state[DRAWS].fill_(77)
 
 
 def loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:

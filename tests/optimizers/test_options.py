@@ -120,7 +120,7 @@ def test_loading_gives_the_same_future(masters, name):
     others, _ = build(MXFP8)
     for weight in map(components.quantized_local, others.values()):
         if weight is not None:
-            weight._storage.state[KEY].add_(1)  # the seed derives from it
+            weight.quantized_storage.state[KEY].add_(1)  # the seed derives from it
     other = FusedAdam(others.items(), **MASTERS[masters], **dtypes)
     assert other.param_groups[0]["rounding_seed"] != optimizer.param_groups[0]["rounding_seed"]
     for key, param in others.items():

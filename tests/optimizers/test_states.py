@@ -60,7 +60,11 @@ def set_grads(params, step):
 
 
 def values(param):
-    return (param.dequantize(dtype=torch.float32) if hasattr(param, "_storage") else param.float()).detach().clone()
+    return (
+        (param.dequantize(dtype=torch.float32) if hasattr(param, "quantized_storage") else param.float())
+        .detach()
+        .clone()
+    )
 
 
 def gap_of_float(x, mantissa, lowest):
@@ -240,7 +244,7 @@ def test_weights_without_masters_draw_from_their_own_key(cell):
     """One draw a step; and the weight is one of the two numbers around the result, so some are not the nearest."""
     params, optimizer = build(cell, master_weights=False)
     assert not any("master_param" in state for state in optimizer.state.values())
-    storage = params["quantized"]._storage
+    storage = params["quantized"].quantized_storage
     for step in range(1, 4):
         set_grads(params, step)
         before = values(params["quantized"])
@@ -364,7 +368,7 @@ def test_parameters_are_rounded_from_the_result_not_from_the_master(masters):
     h = Hyperparameters(1, LR, 0.9, 0.999, EPS, DECAY, True, True)
     result = adam(param.grad, master, torch.zeros_like(master), torch.zeros_like(master), h).master
     expected = quantize_weight(result, RECIPES["block"].weight)
-    assert not differing(param._storage.components, expected._storage.components)
+    assert not differing(param.quantized_storage.components, expected.quantized_storage.components)
 
 
 def test_the_seed_is_drawn_only_where_something_is_rounded():

@@ -96,7 +96,7 @@ def test_bit_for_bit(stored: Path, tmp_path: Path, name: str) -> None:
     assert any(fmt.name in str(row) for row in inspect_checkpoint(tmp_path / "out").rows)
     model, optimizer = built(STORED[name], size)
     checkpoints.load(tmp_path / "out", model, optimizer)
-    storage = model[0].weight._storage
+    storage = model[0].weight.quantized_storage
     assert storage.cell.format == fmt and not differing(storage.components, parts)
     assert same(model[0].bias.detach(), kept["values"]["0.bias"])
     for key, param in model.named_parameters():
@@ -136,9 +136,9 @@ def test_another_recipe_is_quantized_from_the_masters(stored: Path, tmp_path: Pa
     assert list(done.inexact) == ["0.weight"] and done.inexact["0.weight"].endswith("from its master")
     model, optimizer = built(chosen, size)
     checkpoints.load(tmp_path / "out", model, optimizer)
-    cell = model[0].weight._storage.cell
+    cell = model[0].weight.quantized_storage.cell
     wanted = numerics.quantize(states(name)["0.weight"]["master_param"], cell.format, cell.scaling)
-    assert not differing(model[0].weight._storage.components, wanted)
+    assert not differing(model[0].weight.quantized_storage.components, wanted)
     trains(model, optimizer, chosen, size)
 
 
@@ -163,7 +163,7 @@ def test_delayed_scaling_starts_with_empty_histories(stored: Path, tmp_path: Pat
     assert not done.inexact and "they start empty" in done.own["amax histories"]
     model, optimizer = built(chosen, 128)
     checkpoints.load(tmp_path / "out", model, optimizer)
-    storage = model[0].weight._storage
+    storage = model[0].weight.quantized_storage
     assert not differing(storage.components, weight("current")[1])
     assert not storage.state[AMAX_HISTORY].any()
     trains(model, optimizer, chosen, 128)
@@ -211,7 +211,7 @@ def test_the_rest_is_as_the_new_model_has_it(stored: Path, tmp_path: Path) -> No
     assert found is not None and (found.step, found.recipe) == (3, "current")
     (model, _), (other, _) = built("current", 128), built("current", 128, seed=8)
     checkpoints.load(tmp_path / "out", other)
-    born, loaded = (each[0].weight._storage.state for each in (model, other))
+    born, loaded = (each[0].weight.quantized_storage.state for each in (model, other))
     assert same(born[KEY], loaded[KEY]) and same(born[DRAWS], loaded[DRAWS])
 
 
@@ -235,7 +235,7 @@ def test_the_model_alone(stored: Path, tmp_path: Path) -> None:
     assert "optimizer" in done.left
     model, _ = built("current", 128)
     checkpoints.load(tmp_path / "out", model)
-    assert not differing(model[0].weight._storage.components, weight("current")[1])
+    assert not differing(model[0].weight.quantized_storage.components, weight("current")[1])
 
 
 def test_a_model_at_the_top(tmp_path: Path) -> None:
