@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch.distributed.checkpoint.metadata import Metadata
 
 from quantshard.checkpoints import manifest, ranks
-from quantshard.checkpoints.manifest import MANIFEST, Manifest
-from quantshard.checkpoints.metadata import METADATA_FILE
+from quantshard.checkpoints.manifest import MANIFEST, METADATA_FILE, Manifest
 from quantshard.checkpoints.reader import DamagedError
 from quantshard.checkpoints.store import LocalStore, Path_, locate
 from quantshard.errors import CheckpointError

@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from quantshard.checkpoints import manifest, ranks
-from quantshard.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from quantshard.checkpoints.metadata import METADATA_FILE
+from quantshard.checkpoints.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.ownership import OwnershipToken
 from quantshard.checkpoints.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError

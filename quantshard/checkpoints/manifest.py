@@ -23,7 +23,7 @@ from quantshard.checkpoints.store import Path_, is_inside, locate, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import LIMITS, json_object
 
-MANIFEST = "manifest.json"
+MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
 VERSION = 1
 """The version of the manifest that is written; a newer one is refused."""
 

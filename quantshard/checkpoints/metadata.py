@@ -29,13 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 from quantshard import private_torch
 from quantshard.checkpoints import manifest, pickles
 from quantshard.checkpoints.entries import DTYPES, NO_TENSORS, is_shape, size_of
-from quantshard.checkpoints.manifest import Manifest
+from quantshard.checkpoints.manifest import METADATA_FILE, Manifest
 from quantshard.checkpoints.pickles import PickleRecord
 from quantshard.checkpoints.store import Path_, Store, is_inside, locate, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import LIMITS
-
-METADATA_FILE = ".metadata"
 
 _MODULE = "torch.distributed.checkpoint.metadata."
 _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _META, _MEMORY_FORMAT = (

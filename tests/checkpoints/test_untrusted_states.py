@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from quantshard.checkpoints import Manager, load, rank_state, save
-from quantshard.checkpoints.manifest import MANIFEST
-from quantshard.checkpoints.metadata import METADATA_FILE
+from quantshard.checkpoints.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.rank_state import RandomGenerators
 from quantshard.checkpoints.reader import SafeReader
 from quantshard.errors import CheckpointError

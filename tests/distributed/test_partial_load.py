@@ -23,8 +23,8 @@ from quantshard import checkpoints
 from quantshard.checkpoints import high_precision, partial_load
 from quantshard.checkpoints.checksums import NoManifestWarning, shares
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.manifest import MANIFEST
-from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
+from quantshard.checkpoints.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.reader import SafePlanner, SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam, MasterWeights

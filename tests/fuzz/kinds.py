@@ -28,7 +28,8 @@ import quantshard as qs
 from quantshard import checkpoints, layouts, transformer_engine
 from quantshard.checkpoints import entries, manifest, metadata, pickles
 from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.metadata import METADATA_FILE, read_metadata
+from quantshard.checkpoints.manifest import METADATA_FILE
+from quantshard.checkpoints.metadata import read_metadata
 from quantshard.checkpoints.verify import verify
 from quantshard.cli import exchange
 from quantshard.layouts import names
