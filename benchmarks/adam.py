@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from quantshard.doctor.steps import Shape, fused_adam, has_oracles_bits, weights, with_gradients
 from quantshard.doctor.timing import milliseconds
-from quantshard.tensor import QuantizedTensor
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 try:
     from torchao.optim import AdamW8bit, AdamWFp8

@@ -28,10 +28,10 @@ from torch.nn.functional import cross_entropy
 
 import quantshard as qs
 from quantshard import recipe as recipes
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.model import LanguageModel
-from quantshard.cli.train import learning_rate
-from quantshard.modules.base import QuantizedModule
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.loop import learning_rate
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
 
 SMALL = TrainSettings(

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import quantshard as qs
-from quantshard import backend
+from quantshard.gemm import backend
 from quantshard.doctor.timing import milliseconds
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quantshard import backend, recipe
+from quantshard.gemm import backend
+from quantshard import recipe
 from quantshard.doctor.checks import recipe_names
 from quantshard.doctor.results import OK, WRONG
 

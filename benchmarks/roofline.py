@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import DotProductAttention, compute
+from quantshard import DotProductAttention, kernel_dispatch as compute
 from quantshard.doctor.products import CHECKED_ROWS, KINDS
 from quantshard.doctor.timing import milliseconds
 from quantshard.errors import ConfigurationError

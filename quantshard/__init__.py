@@ -1,8 +1,8 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
-from quantshard import arithmetic as _arithmetic  # fills the table of ATen rules, with ops
+from quantshard.tensor import arithmetic as _arithmetic
 from quantshard import checkpoints, errors, layouts, optimizers, recipe, transformer_engine
-from quantshard import ops as _ops
+from quantshard.tensor import aten_rules as _ops
 from quantshard.amax import requantize_
 from quantshard.determinism import deterministic
 from quantshard.modules import (
@@ -25,8 +25,8 @@ from quantshard.modules import (
 )
 from quantshard.observe import explain, plan
 from quantshard.private_torch import lookup as _lookup
-from quantshard.replicas import broadcast_, check_replicas
-from quantshard.tensor import QuantizedTensor
+from quantshard.distributed.replicas import broadcast_, check_replicas
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "Dispatch",

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import compute, limits, private_torch, sharding
-from quantshard import storage as storages
-from quantshard.compute import RandomWords
+from quantshard import kernel_dispatch as compute, limits, private_torch, sharding
+from quantshard.tensor import storage as storages
+from quantshard.kernel_dispatch import RandomWords
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
-from quantshard.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
 
 Group = dist.ProcessGroup | None
 Groups = Group | tuple[dist.ProcessGroup, ...]

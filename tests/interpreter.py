@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantshard import compute
+from quantshard import kernel_dispatch as compute
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantshard import QuantizedTensor, amax, compute, requantize_
+from quantshard import QuantizedTensor, amax, kernel_dispatch as compute, requantize_
 from quantshard.amax import (
     FlatMax,
     PendingAmaxes,
@@ -18,8 +18,8 @@ from quantshard.amax import (
     united,
 )
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.storage import AMAX_HISTORY
-from quantshard.tensor import quantize_weight
+from quantshard.tensor.storage import AMAX_HISTORY
+from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
 INF, NAN = float("inf"), float("nan")

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from quantshard import Linear, arithmetic, quantized_model_init
-from quantshard import storage as storages
+from quantshard import Linear, quantized_model_init
+from quantshard.tensor import arithmetic
+from quantshard.tensor import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.test_tensor import MXFP8, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
 
 SHAPE = (48, 40)

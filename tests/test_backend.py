@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import backend, compute, formats, operands, sharding
+from quantshard.gemm import backend, operands
+from quantshard import kernel_dispatch as compute, formats, sharding
 from quantshard.doctor import gemms
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
@@ -26,7 +27,7 @@ from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, unpack
 from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
 from quantshard.sharding import ceil_div
-from quantshard.storage import QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 TYPES = F.ScalingType
 ON_GPU = torch.cuda.is_available()

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
-from quantshard.cli.data import collect
+from quantshard.trainer.data import collect
 
 SMALL = replace(
     bench.DEMO,

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from quantshard import LayerNormMLP, Linear, components, numerics, private_torch, quantized_model_init
+from quantshard import LayerNormMLP, Linear, numerics, private_torch, quantized_model_init
+from quantshard.tensor import components
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.formats import FORMATS
 from quantshard.sharding import whole

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
-from quantshard import compute, kernels, numerics
+from quantshard import kernel_dispatch as compute, kernels, numerics
 from quantshard.formats import FORMATS, Copy, Scaling
 from quantshard.numerics import RandomBits
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import TensorRole, resolve
-from quantshard.storage import AMAX_HISTORY
+from quantshard.tensor.storage import AMAX_HISTORY
 from tests.distributed.models import RECIPES
 
 pytest.importorskip("triton")
 
-from quantshard.sources import QuantizeSpec
+from quantshard.gemm.producers import QuantizeSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled kernels read no tensors of the CPU

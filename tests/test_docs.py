@@ -14,7 +14,7 @@ import quantshard
 from quantshard import limits, modules, recipe
 from quantshard.layouts.conversion import shapes
 from quantshard.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
-from quantshard.modules import unsupported
+from quantshard.modules.contexts import unsupported
 from quantshard.private_torch import lookup
 from quantshard.recipe_arguments import fixed_fields
 

@@ -430,7 +430,7 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
     imports_are_not_lazy: [
         ({"ops.py": "import quantshard.tensor\ndef f():\n    import torch"}, 0),
         ({"ops.py": "def f():\n    from .tensor import QuantizedTensor"}, 1),
-        ({"ops.py": "def f():\n    importlib.import_module('quantshard.tensor')"}, 1),
+        ({"ops.py": "def f():\n    importlib.import_module('quantshard.tensor.quantized_tensor')"}, 1),
     ],
     partial(formats_are_not_named, names={"FP9", "fp9_row"}): [
         ({"tensor.py": '"""Such as FP9."""\nFP9_MAX = 1\n"""Of fp9_row."""'}, 0),

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import quantshard
-from quantshard import Linear, QuantizedTensor, autocast, components, limits, quantized_model_init, requantize_
+from quantshard import Linear, QuantizedTensor, autocast, limits, quantized_model_init, requantize_
+from quantshard.tensor import components
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.test_tensor import MXFP8, NVFP4, contents, cut, differing, every_cell, weight

@@ -18,7 +18,8 @@ from gfloat.formats import format_info_ocp_e2m1, format_info_ocp_e4m3, format_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantshard import distributions, numerics
+from quantshard.numerics import distributions
+from quantshard import numerics
 from quantshard.formats import (
     ALL,
     E2M1,

@@ -6,10 +6,11 @@ What needs ranks is in tests/distributed/test_parallel.py.
 import pytest
 import torch
 
-from quantshard import formats, numerics, operands
+from quantshard import formats, numerics
+from quantshard.gemm import operands
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy, Scaling
-from quantshard.operands import OperandSplit
+from quantshard.gemm.operands import OperandSplit
 from quantshard.recipe import Cell
 from tests.distributed.models import RECIPES
 from tests.distributed.parallel import CELLS

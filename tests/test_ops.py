@@ -10,9 +10,9 @@ from torch import nn
 
 from quantshard import Linear, QuantizedTensor, quantized_model_init
 from quantshard.errors import UnsupportedOperationError
-from quantshard.ops import rule
+from quantshard.tensor.aten_rules import rule
 from quantshard.sharding import ceil_div
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.test_tensor import MXFP8, NVFP4, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
 
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantshard import sharding
-from quantshard import storage as storages
+from quantshard.tensor import storage as storages
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Copy, Role
 from quantshard.recipe import Cell

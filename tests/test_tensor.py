@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from quantshard import QuantizedTensor, numerics, recipe, requantize_
-from quantshard import storage as storages
+from quantshard.tensor import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FORMATS, FP8_E4M3, Copy, Scaling
 from quantshard.recipe import NAMES, Cell
 from quantshard.sharding import ceil_div, pieces_outermost_first, whole
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
-from quantshard.tensor import quantize_weight
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.quantized_tensor import quantize_weight
 
 RECIPES = {
     **{kind().name: kind() for kind in NAMES.values() if kind().weight is not None},

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import components, private_torch
+from quantshard.tensor import components
+from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
-from quantshard.checkpoints.store import Path_
+from quantshard.checkpoints.disk.store import Path_
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, private_torch
-from quantshard.checkpoints import ranks
+from quantshard import amax, private_torch
+from quantshard.tensor import components
+from quantshard.checkpoints.disk import agreement as ranks
 from quantshard.checkpoints.partial_load import loading
-from quantshard.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.errors import CheckpointError
 
 BUCKET_BYTES = 2**25

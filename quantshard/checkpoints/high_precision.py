@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, private_torch
-from quantshard.checkpoints import ranks
+from quantshard import amax, private_torch
+from quantshard.tensor import components
+from quantshard.checkpoints.disk import agreement as ranks
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 
 @torch.no_grad()

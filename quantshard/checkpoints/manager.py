@@ -26,15 +26,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
 from quantshard.amax import world
-from quantshard.checkpoints import commit, extras, io, manifest, rank_state, ranks
-from quantshard.checkpoints.commit import CommitWriter, SaveTarget
-from quantshard.checkpoints.manifest import MANIFEST
-from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.ownership import Ownership, being_read, is_being_read
+from quantshard.checkpoints.disk import commit, manifest, agreement as ranks
+from quantshard.checkpoints.untrusted import extras
+from quantshard.checkpoints import save_load as io, rank_state
+from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
+from quantshard.checkpoints.disk.manifest import MANIFEST
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.partial_load import loading
-from quantshard.checkpoints.reader import DamagedError
+from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.checkpoints.staging import CopiedStateStager, Stager
-from quantshard.checkpoints.store import Path_, locate, why
+from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError
 
 _NAME = re.compile(r"step-(\d{6,})")

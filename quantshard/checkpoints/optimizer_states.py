@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import components, limits, private_torch
+from quantshard.tensor import components
+from quantshard import limits, private_torch
 from quantshard.errors import ConfigurationError
 
 STATES = "optimizer.state."

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quantshard import components
-from quantshard.checkpoints.store import why
+from quantshard.tensor import components
+from quantshard.checkpoints.disk.store import why
 from quantshard.errors import CheckpointError
 
 _MARK = "_quantshard_partial_load"

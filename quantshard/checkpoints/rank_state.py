@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from quantshard.checkpoints import entries as entries_
-from quantshard.checkpoints import ranks
-from quantshard.checkpoints.reader import decoded
-from quantshard.checkpoints.store import why
+from quantshard.checkpoints.untrusted import entries as entries_
+from quantshard.checkpoints.disk import agreement as ranks
+from quantshard.checkpoints.untrusted.reader import decoded
+from quantshard.checkpoints.disk.store import why
 from quantshard.errors import CheckpointError, ConfigurationError
 
 RANKS = "ranks"

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import amax, components, numerics, private_torch
-from quantshard import storage as storages
-from quantshard.checkpoints import ranks
-from quantshard.checkpoints.reader import Path_, read_into
+from quantshard import amax, numerics, private_torch
+from quantshard.tensor import components
+from quantshard.tensor import storage as storages
+from quantshard.checkpoints.disk import agreement as ranks
+from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
 from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 BATCH_ELEMENTS = 1 << 26
 """Elements, of all ranks together, whose float32 values are held at a time."""

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quantshard import amax, components, private_torch
-from quantshard.checkpoints import ranks
+from quantshard import amax, private_torch
+from quantshard.tensor import components
+from quantshard.checkpoints.disk import agreement as ranks
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 _MASTER = "master_param"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

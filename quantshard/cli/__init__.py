@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from quantshard.cli import commands, convert, demo, diff, doctor, exchange, inspect, launch, verify
-from quantshard.cli.screen import complain, prepare_output, say
+from quantshard.cli import train as commands, convert, demo, diff, doctor, exchange, inspect, verify
+from quantshard.trainer import launch
+from quantshard.terminal.screen import complain, prepare_output, say
 from quantshard.errors import QuantshardError
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantshard import transformer_engine
-from quantshard.cli.screen import say
+from quantshard.terminal.screen import say
 
 
 def register(app: typer.Typer) -> None:

@@ -37,12 +37,12 @@ from rich import box
 from rich.table import Table
 
 from quantshard import checkpoints, recipe
-from quantshard.cli import outputs
-from quantshard.cli.config import TABLES, TrainSettings, from_mapping, read_settings_file
-from quantshard.cli.model import LanguageModel
-from quantshard.cli.run_dir import RunDir
-from quantshard.cli.screen import Screen, say
-from quantshard.cli.train import make_optimizer
+from quantshard.terminal import outputs
+from quantshard.trainer.config import TABLES, TrainSettings, from_mapping, read_settings_file
+from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.run_dir import RunDir
+from quantshard.terminal.screen import Screen, say
+from quantshard.trainer.loop import make_optimizer
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.observe.table import GATHERED, WEIGHTS
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from quantshard.checkpoints.compare import Comparison, compare
-from quantshard.cli.screen import complain, say
+from quantshard.checkpoints.inspect.compare import Comparison, compare
+from quantshard.terminal.screen import complain, say
 from quantshard.errors import CheckpointError
 
 UNEQUAL, UNREADABLE = 1, 2

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.status import Status
 
-from quantshard.cli import outputs
-from quantshard.cli.screen import Screen, say
+from quantshard.terminal import outputs
+from quantshard.terminal.screen import Screen, say
 from quantshard.doctor import Result, Watch, diagnose
 from quantshard.errors import ConfigurationError
 

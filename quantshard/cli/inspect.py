@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from quantshard.checkpoints.inspection import Inspection, TensorSummary
-from quantshard.cli.screen import Screen, say
+from quantshard.checkpoints.inspect.inspection import Inspection, TensorSummary
+from quantshard.terminal.screen import Screen, say
 from quantshard.errors import printable
 from quantshard.layouts.inspection import inspect_files as inspect_path
 from quantshard.observe.table import FittedTable, human_bytes

@@ -1,316 +1,187 @@
-"""The training loop that every process of a run goes through.
+"""`quantshard train` and `quantshard resume`: from flags to processes.
 
-A step is a pure function of the state and the step's number: the batch, the learning rate and the seed of dropout
-follow from (settings, step), and everything else is in the checkpoint. So a run that was killed and resumed on as many
-processes has the losses of one that was not, bit for bit.
-
-Steps are numbered from 1. `metrics.jsonl` gets its line of a step before the checkpoint of that step is begun.
+What can be refused is refused here, in one process and before a file is written: unknown recipes, sizes that do not
+fit, missing data, a folder that exists. Only then are the processes started; each of them goes to `cli.worker`.
 """
 
 from __future__ import annotations
 
-import math
-import resource
-import sys
-import time
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+import functools
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import Field, asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+import typer
 
-from quantshard import checkpoints, components, recipe
-from quantshard.checkpoints.requantize import RequantizedWarning
-from quantshard.cli import model as models
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.data import Corpus, Windows, text
-from quantshard.cli.mesh import TP, SequenceShare
-from quantshard.cli.progress import Progress
-from quantshard.cli.run_dir import RunDir
-from quantshard.errors import CheckpointError
-from quantshard.optimizers import FusedAdam
+from quantshard.trainer import launch, worker
+from quantshard.trainer.config import TYPES, merge, setting_fields
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.worker import WorkerJob
+from quantshard.errors import ConfigurationError
+
+_ANNOTATIONS: dict[type, Any] = {
+    tuple: list[str] | None, str: str | None, int: int | None, float: float | None
+}  # fmt: skip
+
+_PROCESSES = "processes to start here. Default: the product of the mesh, or "
 
 
-def learning_rate(settings: TrainSettings, step: int) -> float:
-    """The learning rate of a step, from its number alone: a linear rise, then a constant or a cosine."""
-    if step <= settings.warmup:
-        return settings.lr * step / settings.warmup
-    if settings.schedule == "constant":
-        return settings.lr
-    span = max(1, settings.decay_steps - settings.warmup)
-    done = min(1.0, (step - settings.warmup) / span)
-    share = settings.lr_floor + (1 - settings.lr_floor) * 0.5 * (1 + math.cos(math.pi * done))
-    return settings.lr * share
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("train", no_args_is_help=True)(_with_flags(train))
+    app.command("resume", no_args_is_help=True)(resume)
+    app.command("worker", hidden=True)(work)
 
 
-@dataclass(frozen=True)
-class ProcessInfo:
-    """Where this process stands: its rank, how many there are, and its device."""
+def train(
+    run: Annotated[
+        Path, typer.Option("--run", "--run-dir", metavar="DIR", help="folder of the run; must be new")
+    ],  # torchrun takes --run for its own --run-path on Python 3.11 and before
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "one for each GPU, or 1")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
+    more_data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATH", rich_help_panel="Data", help="more data, after --data: texts/*.txt"),
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Train a byte-level language model with quantized weights, sharded over processes, into a new folder.
 
-    rank: int
-    ranks: int
-    device: torch.device
-
-
-class StopFlag:
-    """Set by a signal in any process; all of them learn of it with the loss of the step."""
-
-    def __init__(self) -> None:
-        self.raised = False
-
-    def set(self) -> None:
-        """Ask for a stop after the running step."""
-        self.raised = True
-
-
-class Trainer:
-    """One process's share of a run.
-
-    Raises:
-        ConfigurationError: the settings do not fit the number of processes or the data.
+    Without --data it learns the source text of Python's standard library. Under torchrun it starts no processes.
     """
+    if more_data:  # the shell's own expansion: --data texts/*.txt
+        if not flags["data"]:
+            raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
+        flags["data"] = [*flags["data"], *more_data]
+    if flags["data"] is not None:
+        flags["data"] = tuple(flags["data"])
+    settings = merge(flags, config)
+    settings.check()
+    settings = settings.resolved()
+    if launch.is_worker():
+        worker.main(run, WorkerJob(resume=False, launched=False, new=asdict(settings)))
+    processes = nproc_per_node or worker.of_mesh(settings) or launch.default_processes()
+    launch.check_processes(processes)
+    worker.create_run(RunDir(run), settings, processes)
+    _launch(processes, run, WorkerJob(resume=False, launched=True))
 
-    def __init__(
-        self, settings: TrainSettings, corpus: Corpus, run: RunDir, place: ProcessInfo, stop: StopFlag
-    ) -> None:
-        settings.check_ranks(place.ranks)
-        self.settings, self.run, self.place, self.stop = settings, run, place, stop
-        self.windows = Windows(corpus, settings.seq_length, settings.heldout)
-        self.axes = settings.axes(place.ranks)
-        mesh = self.axes.device_mesh(place.device.type)
-        self.share = SequenceShare.of(mesh)
-        self.model = models.build(settings, recipe.resolve(settings.recipe), mesh)
-        self.optimizer = make_optimizer(self.model, settings)
-        self.progress = Progress(settings, shown=place.rank == 0)
 
-    # One step --------------------------------------------------------------------------------------------------------
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
+    nproc_per_node: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "as before")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="S", help="train up to this step instead")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="go on with another mesh, as in train. Default: as before, or all in dp_shard")
+    ] = None,
+    dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="copies of the model (HSDP) instead")] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="K", help="newest checkpoints that are kept instead")] = None,
+    keep_every: Annotated[int | None, typer.Option(metavar="N", help="checkpoints that are kept too instead")] = None,
+    async_save: Annotated[
+        bool | None, typer.Option(help="save in the background or not. Default: as before", show_default=False)
+    ] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option(help="turn deterministic mode on or off. Default: as before", show_default=False)
+    ] = None,
+    data_: Annotated[
+        list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
+    ] = None,
+    recipe_: Annotated[
+        str | None,
+        typer.Option("--recipe", metavar="NAME", help="go on with weights of another recipe, made of the masters"),
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="with --recipe: made of the codes where there are no masters")
+    ] = False,
+    copy_to: Annotated[
+        str, typer.Option(metavar="CKPT", help="save what was loaded there too, from this mesh: diff finds it equal")
+    ] = "",
+) -> None:
+    """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""
+    folder = RunDir(run)
+    given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
+    given |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
+    given |= {"async_save": async_save, "recipe": recipe_}
+    if lossy and recipe_ is None:
+        raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
+    if data_:
+        given["data"] = [str(Path(path).absolute()) for path in data_]
+    overrides = {name: value for name, value in given.items() if value is not None}
+    order = WorkerJob(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
+    if launch.is_worker():
+        worker.main(run, order)
+    folder.check_ours()
+    settings, launched, corpus = folder.read_config()
+    processes = nproc_per_node or worker.of_mesh(worker.changed(settings, overrides)) or int(launched["processes"])
+    launch.check_processes(processes)
+    settings = worker.changed(settings, overrides, processes)
+    settings.check_ranks(processes)
+    folder.last_complete()
+    worker.check_copy(copy_to)
+    if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too
+        order = replace(order, overrides=overrides | {"data": list(settings.data)})
+    _launch(processes, run, order)
 
-    def step(self, step: int) -> tuple[float, float, bool]:
-        """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
-        settings, place, share = self.settings, self.place, self.share
-        count = settings.global_batch // share.count
-        batch = self.windows.batch(settings.seed, step, share.index * count, count).to(place.device)
-        if settings.dropout:  # alike on the processes that compute on the same sequences
-            torch.manual_seed(settings.seed + step * share.count + share.index)
-        total = torch.zeros((), dtype=torch.float64, device=place.device)
-        parts = batch.chunk(settings.micro_batches)
-        for number, part in enumerate(parts):
-            models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            loss = models.loss(self.model(part[:, :-1]), part[:, 1:]) / len(parts)
-            loss.backward()
-            total += loss.detach().double()
-        sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
-        norm = math.sqrt(sums[1] / self.axes.dp_replicate)
-        if settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, total.new_tensor(norm).float())
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return sums[0] / share.count, norm, sums[2] > 0
 
-    def _squares(self) -> Tensor:
-        """Sum of the squares of this process's shard of the gradient, float64; of what a tensor-parallel group has
-        whole, on the first process of it."""
-        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
-        parts = [
-            grad.to_local() if isinstance(grad, DTensor) else grad
-            for grad in grads
-            if self.share.counts or _is_cut(grad)
-        ]
-        return torch.stack([part.double().square().sum() for part in parts]).sum()
+def work(run: Path, order: str) -> None:
+    """One process of a run, as `train` and `resume` start it."""
+    worker.main(run, WorkerJob(**json.loads(order)))
 
-    def _sum(self, *values: Tensor) -> list[float]:
-        """Float64 sums over all processes, in one collective."""
-        flat = torch.stack(values)
-        dist.all_reduce(flat)
-        return list(flat.tolist())
 
-    @torch.no_grad()
-    def evaluate(self) -> float | None:
-        """Mean loss over the held-out windows, or None if nothing is held out."""
-        count, index = self.share.count, self.share.index
-        windows = self.windows.heldout(self.settings.eval_sequences)
-        if not len(windows):
-            return None
-        at_once = self.settings.global_batch // (count * self.settings.micro_batches)
-        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
-        self.model.eval()
-        for first in range(0, len(windows), count * at_once):
-            mine = windows[first + index * at_once : first + (index + 1) * at_once].to(self.place.device)
-            # every process must take part in the gathers of every forward, those without a window too
-            used = mine if len(mine) else windows[:1].to(self.place.device)
-            more = -len(used) % self.model.batch_multiple
-            logits = self.model(torch.cat([used, used[-1:].expand(more, -1)])[:, :-1])[: len(used)]
-            total += models.loss(logits, used[:, 1:]).double() * len(mine)
-        self.model.train()
-        models.reshard(self.model)
-        return self._sum(total * self.share.counts)[0] / len(windows)
+def _launch(processes: int, run: Path, order: WorkerJob) -> None:
+    try:
+        launch.launch(processes, ["-m", "quantshard", "worker", str(run), json.dumps(asdict(order))])
+    except launch.LaunchError as error:
+        if error.crashed and RunDir(run).saved_steps()[0]:
+            way_out = f"{error}. Go on from the last checkpoint with: quantshard resume {run}"
+            raise launch.LaunchError(way_out, crashed=True) from None
+        raise
 
-    # The run ---------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def manager(self) -> checkpoints.Manager:
-        """The run's checkpoints, which this run owns from the first use on. A collective call."""
-        return checkpoints.Manager(
-            self.run.checkpoints,
-            keep_last=self.settings.keep_last or None,
-            keep_every=self.settings.keep_every,
-            async_="thread" if self.settings.async_save else None,
-        )
+def _help(setting: Field[Any]) -> str:
+    """What a setting is, and its default: the option's own is None, for the file goes before the default."""
+    said, default = setting.metadata["help"], setting.default
+    if isinstance(default, bool):
+        return f"turn off: {said}" if default else str(said)
+    return str(said) if default in ((), "") else f"{said}. Default: {default}"
 
-    def restore(
-        self, step: int | None = None, *, requantize: bool = False, lossy: bool = False
-    ) -> checkpoints.Restored:
-        """Load the last good checkpoint of the run, or that of a step; what is quantized anew is for the caller to say.
 
-        Raises:
-            CheckpointError: none is good, or it does not fit.
-        """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RequantizedWarning)
-            restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
-        if restored is None:
-            raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
-        if int(restored.extra["step"]) != restored.step:
-            raise CheckpointError(
-                f"{restored.path} was saved after step {int(restored.extra['step'])}, not {restored.step}; restore its "
-                "name"
+def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
+    """The parameters of a setting. One that is on or off has two, `--x` and `--no-x`, of which the one is shown that
+    changes the default: both would leave no room for what they mean."""
+    name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
+    if isinstance(setting.default, bool):
+        for key, hidden in ((name, setting.default), (f"no_{name}", not setting.default)):
+            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden, show_default=False, **about)
+            yield inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
             )
-        return restored
-
-    def save(self, step: int) -> None:
-        """Save a checkpoint into the run, and show what it cost."""
-        report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
-        beside = ", written in the background" if self.settings.async_save else ""
-        self.progress.note(
-            f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
-            f"{report.held_seconds:.2f} s{beside}"
+    else:
+        annotation: Any = _ANNOTATIONS[TYPES[name]]
+        option = typer.Option(show_default=False, **about)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
         )
 
-    def extra(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds besides the model and the optimizer."""
-        return {"step": step, "seed": self.settings.seed, "recipe": self.settings.recipe}
 
-    def save_to(self, path: str, step: int) -> None:
-        """Save a checkpoint anywhere."""
-        checkpoints.save(path, self.model, self.optimizer, self.extra(step))
+def _with_flags(command: Any) -> Any:
+    """`command` with the flags of each setting in place of its `**flags`."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    switches = [setting.name for setting in setting_fields() if isinstance(setting.default, bool)]
 
-    def train(self, done: int) -> None:
-        """Train from the step after `done` to the last, saving and evaluating as the settings say."""
-        settings, saved = self.settings, done
-        if done < settings.steps:
-            self.sample(done)
-        with self.progress.running(done):
-            for step in range(done + 1, settings.steps + 1):
-                began = time.perf_counter()
-                loss, norm, stop = self.step(step)
-                seconds = time.perf_counter() - began
-                last = stop or step == settings.steps
-                heldout = self.evaluate() if _due(step, settings.eval_every) or step == settings.steps else None
-                self.record(step, loss, norm, seconds, heldout)
-                if last or _due(step, settings.save_every):
-                    self.save(step)
-                    saved = step
-                if stop:
-                    break
-        self.manager.wait()
-        if saved < settings.steps:
-            self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")
-            return
-        if done < settings.steps:
-            self.sample(saved)
-        more = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
-        self.progress.note(f"done: {saved} steps{more}, saved in {self.run.checkpoint(saved)}")
+    @functools.wraps(command)
+    def flagged(**arguments: Any) -> None:
+        for name in switches:
+            on, off = arguments[name], arguments.pop(f"no_{name}")
+            if on and off:
+                raise ConfigurationError(f"--{name} and --no-{name} are both given; leave one out".replace("_", "-"))
+            arguments[name] = True if on else False if off else None
+        command(**arguments)
 
-    def record(self, step: int, loss: float, norm: float, seconds: float, heldout: float | None) -> None:
-        """Write the line of a step, and show it."""
-        if self.place.rank:
-            return
-        settings = self.settings
-        entry: dict[str, Any] = {"step": step, "loss": loss}
-        if heldout is not None:
-            entry["heldout_loss"] = heldout
-        entry |= {
-            "lr": learning_rate(settings, step),
-            "grad_norm": norm,
-            "skipped_steps": self.optimizer.skipped_steps,
-            "tokens_per_s": settings.global_batch * settings.seq_length / seconds,
-            "memory_bytes": memory_bytes(self.place.device),
-        }
-        self.run.append(self.run.metrics, entry)
-        self.progress.step(entry)
-
-    def sample(self, step: int) -> None:
-        """Generate a text, show it and record it, if the settings ask for one. A collective call."""
-        if not self.settings.sample_bytes:
-            return
-        tokens = models.generate(self.model, b"", self.settings.sample_bytes, seed=self.settings.seed)
-        if self.place.rank == 0:
-            self.run.append(self.run.samples, {"step": step, "text": text(tokens)})
-            self.progress.note(f"--- generated after {step} steps ---\n{text(tokens)}\n---")
-
-
-def make_optimizer(model: models.LanguageModel, settings: TrainSettings) -> FusedAdam:
-    """FusedAdam, with weight decay of matrices only."""
-    exp_avg_dtype, exp_avg_sq_dtype = settings.torch_moment_dtypes
-    named = list(model.named_parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [(name, param) for name, param in named if param.ndim == 2]},
-        {"params": [(name, param) for name, param in named if param.ndim != 2], "weight_decay": 0.0},
-    ]
-    optimizer = FusedAdam(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        master_weights=True,
-        exp_avg_dtype=exp_avg_dtype,
-        exp_avg_sq_dtype=exp_avg_sq_dtype,
-    )
-    for _, param in named:  # the masters have them now
-        weight = components.quantized_local(param)
-        if weight is not None:
-            weight.clear_high_precision_init_val()
-    return optimizer
-
-
-def memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has used so far: of the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _is_cut(grad: Tensor) -> bool:
-    """Whether the processes of a tensor-parallel group have different parts of a gradient."""
-    if not isinstance(grad, DTensor):
-        return False
-    axes = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
-    return any(name == TP and not placement.is_replicate() for name, placement in axes)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def describe_run(settings: TrainSettings, corpus: Mapping[str, Any], place: ProcessInfo) -> str:
-    """One line on what is about to be trained, on what and where."""
-    axes = settings.axes(place.ranks)
-    divided = ""
-    if axes.tp > 1:
-        divided = f", sequence parallelism {'on' if settings.divides_sequences(axes) else 'off'}"
-        if settings.sequence_parallel == "auto":
-            divided += f" ({settings.sequences_at_once(axes)} sequences a micro-batch)"
-    return (
-        f"training {settings.architecture} ({settings.layers} layers of {settings.hidden}) with {settings.recipe} "
-        f"weights on {place.ranks} x {place.device.type} ({axes}{divided}), {len(corpus['files'])} files of "
-        f"{corpus['bytes']} bytes; deterministic mode is {'on' if settings.deterministic else 'off'}"
-    )
+    flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
+    flagged.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]  # what typer reads
+    return flagged

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from quantshard.checkpoints.verify import Verification
-from quantshard.checkpoints.verify import verify as verify_checkpoint
-from quantshard.cli.screen import say
+from quantshard.checkpoints.inspect.verify import Verification
+from quantshard.checkpoints.inspect.verify import verify as verify_checkpoint
+from quantshard.terminal.screen import say
 from quantshard.observe.table import human_bytes
 
 WRONG = 1

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import numerics, sources
+from quantshard import numerics
+from quantshard.gemm import producers as sources
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
-from quantshard.kernels import amax, dequantize, rounded_sum, scales, transpose
-from quantshard.kernels.quantize import quantize_matrix
-from quantshard.kernels.targets import QuantizedOutput, QuantizeRequest
+from quantshard.kernels.quantize import amax, dequantize, scales, transpose
+from quantshard.kernels.fused import rounded_sum
+from quantshard.kernels.quantize.matrix import quantize_matrix
+from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
 from quantshard.numerics import RandomBits
 
 

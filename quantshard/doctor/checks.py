@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import backend, kernels, numerics, recipe
-from quantshard.backend import ScaledProduct
+from quantshard.gemm import backend
+from quantshard import kernels, numerics, recipe
+from quantshard.gemm.backend import ScaledProduct
 from quantshard.doctor import gemms
 from quantshard.doctor.results import Result, UnavailableError, Watch, outcome_of, watched
 from quantshard.formats import ALL, FORMATS, Copy, Format, Scaling

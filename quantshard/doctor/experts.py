@@ -11,18 +11,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quantshard import backend, compute, operands
+from quantshard.gemm import backend, operands
+from quantshard import kernel_dispatch as compute
 from quantshard import recipe as recipes
 from quantshard.doctor.cases import same_bits
-from quantshard.kernels import grouped_matmul
-from quantshard.kernels.grouped import ExpertSegments
-from quantshard.kernels.grouped_matmul import EncodedRows
-from quantshard.modules.grouped import ExpertsLayer
-from quantshard.modules.linear_operands import cells
-from quantshard.modules.recompute import LinearContext
+from quantshard.kernels.experts import grouped_matmul
+from quantshard.kernels.experts.grouped import ExpertSegments
+from quantshard.kernels.experts.grouped_matmul import EncodedRows
+from quantshard.modules.gemms.grouped import ExpertsLayer
+from quantshard.modules.gemms.linear_operands import cells
+from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.recipe import TensorRole
-from quantshard.storage import QuantizedStorage
-from quantshard.tensor import quantize_weight
+from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.quantized_tensor import quantize_weight
 
 Shape = tuple[int, int]
 Pairs = Sequence[tuple[Tensor, Tensor]]

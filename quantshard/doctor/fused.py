@@ -16,13 +16,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantshard import compute
+from quantshard import kernel_dispatch as compute
 from quantshard.doctor.cases import expected_quantization
 from quantshard.formats import Format
-from quantshard.kernels import activation as ka
-from quantshard.kernels import norm as kn
-from quantshard.kernels import rotary as kr
-from quantshard.kernels.results import EpilogueRequest, Targets
+from quantshard.kernels.fused import activation as ka
+from quantshard.kernels.fused import norm as kn
+from quantshard.kernels.fused import rotary as kr
+from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 Shape = tuple[int, int]

@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantshard import backend, compute, numerics, operands
+from quantshard.gemm import backend, operands
+from quantshard import kernel_dispatch as compute, numerics
 from quantshard.formats import FORMATS, Copy, Format
 from quantshard.recipe import Cell
-from quantshard.storage import QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 Sizes = tuple[int, int, int]
 Layout = Callable[[QuantizedStorage, QuantizedStorage], tuple[QuantizedStorage, QuantizedStorage]]

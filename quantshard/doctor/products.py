@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import backend
+from quantshard.gemm import backend
 from quantshard.formats import ALL
 
 CHECKED_ROWS = 128

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard import amax, compute, numerics
+from quantshard import amax, kernel_dispatch as compute, numerics
 from quantshard import recipe as recipes
 from quantshard.doctor.cases import same_bits
-from quantshard.kernels import multi_tensor
+from quantshard.kernels.optimizer import multi_tensor
 from quantshard.optimizers import FusedAdam
-from quantshard.tensor import QuantizedTensor, quantize_weight
+from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
 
 Shape = tuple[int, int]
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from quantshard import amax, components, numerics, private_torch
-from quantshard.checkpoints import ranks
+from quantshard import amax, numerics, private_torch
+from quantshard.tensor import components
+from quantshard.checkpoints.disk import agreement as ranks
 from quantshard.checkpoints.partial_load import covers_buffers, loading
-from quantshard.checkpoints.store import local
+from quantshard.checkpoints.disk.store import local
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Role
 from quantshard.layouts import conversion, files, table
@@ -30,7 +31,7 @@ from quantshard.layouts.names import LLAMA, Names
 from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of, is_tied
 from quantshard.sharding import ceil_div
-from quantshard.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
 """Float32 values that are quantized together, on all ranks: as many weights as fit, or one larger one."""

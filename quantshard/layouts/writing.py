@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.checkpoints.store import local
+from quantshard.checkpoints.disk.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader, open_regular
 from quantshard.formats import ALL, Copy, Format

@@ -18,13 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from quantshard.amax import Group
 from quantshard.errors import ConfigurationError
-from quantshard.modules import attention_backends, inputs, rotary, unsupported
+from quantshard.modules import attention_backends, rotary
+from quantshard.modules.base import inputs
+from quantshard.modules.contexts import unsupported
 from quantshard.modules.attention_backends import AUTO, BACKENDS
-from quantshard.modules.base import InitMethod
-from quantshard.modules.composite import CompositeModule, child_name
+from quantshard.modules.base.module import InitMethod
+from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
-from quantshard.modules.meshes import check_meshes, mesh_of_group
+from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.modules.rotary import RotaryEmbedding
 
 QKV_FORMATS = ("sbhd", "bshd")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from quantshard import components, private_torch
+from quantshard.tensor import components
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules.base import QuantizedModule
-from quantshard.storage import DRAWS
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.tensor.storage import DRAWS
 
 
 def capturable_(model: nn.Module) -> None:

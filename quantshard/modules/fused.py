@@ -18,24 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import compute, kernels, limits, private_torch
+from quantshard import kernel_dispatch as compute, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules import compiled, context, functional, operators
-from quantshard.modules.base import QuantizedModule
-from quantshard.modules.compiled import TracedLinear
-from quantshard.modules.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
-from quantshard.modules.linear_operands import GemmOperands, OperandRequest, WgradOperand, cells
+from quantshard.modules.gemms import compiled, functional, operators
+from quantshard.modules.contexts import context
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
+from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, WgradOperand, cells
 from quantshard.modules.norm import Normalization, NormConfig, parameters_of
-from quantshard.modules.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
-from quantshard.modules.operators import ForwardResults, StepGradients
+from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
+from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
-    from quantshard import sources
-    from quantshard.kernels import activation as activation_kernels
-    from quantshard.kernels import norm as norm_kernels
-    from quantshard.kernels import results
-    from quantshard.sources import ActivationProducer, NormProducer, QuantizeSpec, TensorProducer
+    from quantshard.gemm import producers as sources
+    from quantshard.kernels.fused import activation as activation_kernels
+    from quantshard.kernels.fused import norm as norm_kernels
+    from quantshard.kernels.fused import epilogue as results
+    from quantshard.gemm.producers import ActivationProducer, NormProducer, QuantizeSpec, TensorProducer
 
 
 class NormInput(NamedTuple):

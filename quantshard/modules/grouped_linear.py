@@ -13,15 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, backend, compute, private_torch
-from quantshard import storage as storages
+from quantshard import amax, kernel_dispatch as compute, private_torch
+from quantshard.gemm import backend
+from quantshard.tensor import storage as storages
 from quantshard.errors import ConfigurationError
-from quantshard.modules import experts, functional, grouped, recompute, unsupported
-from quantshard.modules.base import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
-from quantshard.modules.linear_operands import LinearState
-from quantshard.modules.meshes import TensorParallelConfig
+from quantshard.distributed import experts
+from quantshard.modules.gemms import functional, grouped
+from quantshard.modules.contexts import recompute, unsupported
+from quantshard.modules.base.module import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
+from quantshard.modules.gemms.linear_operands import LinearState
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.recipe import Recipe, TensorRole
-from quantshard.tensor import QuantizedTensor
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 ROLES: Final = {INPUT_HISTORY: TensorRole.INPUT, GRAD_OUTPUT_HISTORY: TensorRole.GRAD_OUTPUT}
 _OF_EXPERT = re.compile(r"(?:weight|bias|gemm)(\d+)(?:_|$)")

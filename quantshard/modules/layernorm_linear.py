@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import fused, unsupported
-from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
-from quantshard.modules.meshes import TensorParallelConfig
+from quantshard.modules import fused
+from quantshard.modules.contexts import unsupported
+from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.modules.norm import Normalization
 
 

@@ -16,17 +16,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from quantshard import compute, kernels, private_torch
+from quantshard import kernel_dispatch as compute, kernels, private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules import fused, inputs, unsupported
-from quantshard.modules.base import InitMethod, QuantizedModule
-from quantshard.modules.functional import RecomputedInput
-from quantshard.modules.meshes import TensorParallelConfig
+from quantshard.modules import fused
+from quantshard.modules.base import inputs
+from quantshard.modules.contexts import unsupported
+from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.gemms.functional import RecomputedInput
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.modules.norm import Normalization
 
 if kernels.USABLE:
-    from quantshard.kernels import activation as activation_kernel
-    from quantshard.kernels import results
+    from quantshard.kernels.fused import activation as activation_kernel
+    from quantshard.kernels.fused import epilogue as results
 
 _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard.modules import unsupported
-from quantshard.modules.base import InitMethod, QuantizedModule, joined, split_sizes
-from quantshard.modules.meshes import TensorParallelConfig
+from quantshard.modules.contexts import unsupported
+from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.distributed.module_meshes import TensorParallelConfig
 
 
 class Linear(QuantizedModule):

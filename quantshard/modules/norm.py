@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import compute, kernels, private_torch
+from quantshard import kernel_dispatch as compute, kernels, private_torch
 from quantshard.amax import world
 from quantshard.errors import ConfigurationError
-from quantshard.modules.base import QuantizedModule
-from quantshard.modules.meshes import TensorParallelConfig
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.distributed.module_meshes import TensorParallelConfig
 
 if kernels.USABLE:
-    from quantshard.kernels import norm as norm_kernel
-    from quantshard.kernels import results
+    from quantshard.kernels.fused import norm as norm_kernel
+    from quantshard.kernels.fused import epilogue as results
 
 KINDS = ("LayerNorm", "RMSNorm")
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from quantshard import compute, kernels
+from quantshard import kernel_dispatch as compute, kernels
 from quantshard.errors import ConfigurationError
-from quantshard.modules import unsupported
+from quantshard.modules.contexts import unsupported
 
 if kernels.USABLE:
-    from quantshard.kernels import rotary as rotary_kernel
+    from quantshard.kernels.fused import rotary as rotary_kernel
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 """The angles of queries and keys, or of each."""

@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules import inputs, parallel, unsupported
+from quantshard.modules.base import inputs
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.modules.contexts import unsupported
 from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
 from quantshard.modules.attention_backends import AUTO
-from quantshard.modules.base import InitMethod, QuantizedModule
-from quantshard.modules.composite import CompositeModule, child_name
+from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, sharding
+from quantshard.tensor import components
+from quantshard import sharding
 from quantshard.errors import ConfigurationError
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
@@ -23,7 +24,7 @@ from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, g
 from quantshard.observe.table import Report, Row
 from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
-from quantshard.storage import QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 TP = "tp"
 """The name of the mesh axis of tensor parallelism."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import components, private_torch
+from quantshard.tensor import components
+from quantshard import private_torch
 from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading, members, on_device, options
-from quantshard.optimizers.adam import Hyperparameters
-from quantshard.optimizers.on_device import COUNTERS
-from quantshard.optimizers.on_kernels import KernelStep
+from quantshard.optimizers import guards, loading, parameter_registry as members, capturable as on_device, options
+from quantshard.numerics.adam import Hyperparameters
+from quantshard.optimizers.capturable import COUNTERS
+from quantshard.optimizers.kernel_step import KernelStep
 from quantshard.optimizers.state import (
     EXP_AVG,
     EXP_AVG_SQ,

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, compute, limits, numerics, private_torch
+from quantshard import amax, kernel_dispatch as compute, limits, numerics, private_torch
+from quantshard.tensor import components
 from quantshard.amax import FlatMax, Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
-from quantshard.storage import KEY, SEED_STREAM
+from quantshard.tensor.storage import KEY, SEED_STREAM
 
 LARGEST_GRADIENT = 1e19
 """The square of a larger one is infinite in float32, and as a second moment would freeze its weight for good."""

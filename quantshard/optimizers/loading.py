@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quantshard import components, private_torch
+from quantshard.tensor import components
+from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.optimizers import guards

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, components, compute, private_torch
+from quantshard import amax, kernel_dispatch as compute, private_torch
+from quantshard.tensor import components
 from quantshard.amax import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading, members, options, rounding
+from quantshard.optimizers import guards, loading, parameter_registry as members, options, rounding
 from quantshard.optimizers.state import PLAIN_DTYPES
 
 MASTER, UPDATES = "master_param", "updates"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers.adam import largest_ratio
+from quantshard.numerics.adam import largest_ratio
 from quantshard.optimizers.guards import LARGEST_RATE
 
 LARGEST_DECAY = 1e9

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import amax, components, numerics, private_torch
-from quantshard import storage as storages
+from quantshard import amax, numerics, private_torch
+from quantshard.tensor import components
+from quantshard.tensor import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
 from quantshard.recipe import STATE_CELLS, Cell
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = ROLES = ("exp_avg", "exp_avg_sq", "master_param", "param")
 """What a step reads and writes of a parameter; all but the last are states, and the first part of their keys."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantshard import private_torch
 from quantshard.amax import FlatMax, Requantization
-from quantshard.optimizers.adam import Hyperparameters, adam
+from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers.rounding import StateDraw
 from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
 

@@ -17,18 +17,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard import numerics, recipe
-from quantshard.checkpoints import commit, io, manifest
-from quantshard.checkpoints.commit import CommitWriter
-from quantshard.checkpoints.contents import TensorGroup
-from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.store import Path_
-from quantshard.components import FORMAT_SUFFIX
+from quantshard.checkpoints.disk import commit, manifest
+from quantshard.checkpoints import save_load as io
+from quantshard.checkpoints.disk.commit import CommitWriter
+from quantshard.checkpoints.inspect.contents import TensorGroup
+from quantshard.checkpoints.untrusted.extras import EXTRA
+from quantshard.checkpoints.disk.store import Path_
+from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Scaling
 from quantshard.layouts.conversion import InexactConversionError
 from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX, assign, make_state
 from quantshard.recipe import STATE_CELLS
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.transformer_engine.pieces import WeightPiece
 from quantshard.transformer_engine.stored import (
     EXTRA_STATE,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.checkpoints.entries import RecordedCall
+from quantshard.checkpoints.untrusted.entries import RecordedCall
 from quantshard.errors import CheckpointError
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Copy, Encoding
 from quantshard.sharding import ceil_div

@@ -11,7 +11,7 @@ from torch import nn
 
 import quantshard as qs
 from quantshard import checkpoints
-from quantshard.checkpoints.manifest import MANIFEST
+from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard.checkpoints import Manager, ownership
+from quantshard.checkpoints import Manager
+from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints import manager as managers
-from quantshard.checkpoints.commit import CommitWriter
+from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from quantshard.checkpoints import Manager, extras, load, save
-from quantshard.checkpoints.reader import SafeReader
-from quantshard.checkpoints.verify import verify
+from quantshard.checkpoints import Manager, load, save
+from quantshard.checkpoints.untrusted import extras
+from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.cli.verify import verification_lines
 from quantshard.errors import ConfigurationError, RankMismatchError
 from tests.checkpoints.small import built

@@ -18,11 +18,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import quantshard as qs
-from quantshard import components
-from quantshard.checkpoints import manifest, save
-from quantshard.checkpoints.inspection import inspect_checkpoint
-from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.verify import verify
+from quantshard.tensor import components
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints import save
+from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.cli import inspect as inspect_command
 from quantshard.cli import verify as verify_command
 from quantshard.errors import CheckpointError

@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 
-from quantshard.checkpoints import Manager, commit, save
-from quantshard.checkpoints.verify import verify
+from quantshard.checkpoints import Manager, save
+from quantshard.checkpoints.disk import commit
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built
 

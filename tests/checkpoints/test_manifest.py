@@ -11,9 +11,9 @@ import pytest
 import xxhash
 
 from quantshard import checkpoints
-from quantshard.checkpoints import manifest
-from quantshard.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from quantshard.checkpoints.reader import DamagedError
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
+from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built
 

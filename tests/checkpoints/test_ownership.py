@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.checkpoints import Manager, ownership
-from quantshard.checkpoints.store import LocalStore
+from quantshard.checkpoints import Manager
+from quantshard.checkpoints.disk import ownership
+from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import CheckpointError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no flock, no fork")

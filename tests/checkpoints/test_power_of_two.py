@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
-from quantshard import checkpoints, components, numerics
+from quantshard import checkpoints, numerics
+from quantshard.tensor import components
 from quantshard.checkpoints import Manager
-from quantshard.checkpoints.reader import DamagedError
+from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from quantshard.checkpoints import Manager, load, rank_state, save
-from quantshard.checkpoints.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.rank_state import RandomGenerators
-from quantshard.checkpoints.reader import SafeReader
+from quantshard.checkpoints.untrusted.reader import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import MasterWeights
 from tests.checkpoints.small import built, written

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from quantshard import checkpoints
-from quantshard.checkpoints.manifest import MANIFEST
-from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.verify import verify
-from quantshard.components import CHECKPOINT_VERSION
+from quantshard.checkpoints.disk.manifest import MANIFEST
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.inspect.verify import verify
+from quantshard.tensor.components import CHECKPOINT_VERSION
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
 from tests.checkpoints.test_untrusted import change_object

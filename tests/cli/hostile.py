@@ -12,9 +12,9 @@ from unittest.mock import patch
 import tomli_w
 
 from quantshard import cli
-from quantshard.cli import launch, worker
-from quantshard.cli.config import TrainSettings, read_settings_file
-from quantshard.cli.run_dir import RunDir
+from quantshard.trainer import launch, worker
+from quantshard.trainer.config import TrainSettings, read_settings_file
+from quantshard.trainer.run_dir import RunDir
 
 SMALL = TrainSettings(hidden=64, heads=2, layers=1, seq_length=16, global_batch=4)
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from quantshard import cli
-from quantshard.cli import launch, worker
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.mesh import MeshSpec
-from quantshard.cli.run_dir import RunDir
+from quantshard.trainer import launch, worker
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)

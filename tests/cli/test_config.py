@@ -4,8 +4,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from quantshard.cli import config
-from quantshard.cli.config import TrainSettings, from_mapping, merge, read_settings_file, to_toml
+from quantshard.trainer import config
+from quantshard.trainer.config import TrainSettings, from_mapping, merge, read_settings_file, to_toml
 from quantshard.errors import ConfigurationError
 
 

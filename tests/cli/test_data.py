@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantshard.cli import data
-from quantshard.cli.data import END_OF_DOCUMENT, Windows, collect, collect_recorded, from_table
+from quantshard.trainer import data
+from quantshard.trainer.data import END_OF_DOCUMENT, Windows, collect, collect_recorded, from_table
 from quantshard.errors import ConfigurationError
 
 

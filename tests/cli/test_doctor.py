@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import hardware
-from quantshard import backend, cli, kernels
+from quantshard.gemm import backend
+from quantshard import cli, kernels
 from quantshard.doctor import checks, gemms, probes, products
 from quantshard.doctor.results import UnavailableError, first_line, outcome_of
 from quantshard.formats import FORMATS

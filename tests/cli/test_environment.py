@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quantshard import deterministic
-from quantshard.cli import environment
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.environment import differences
+from quantshard.trainer import environment
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.environment import differences
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import quantshard.cli as command_line
-from quantshard.checkpoints.compare import compare
+from quantshard.checkpoints.inspect.compare import compare
 from quantshard.cli import exchange
-from quantshard.cli.config import to_toml
+from quantshard.trainer.config import to_toml
 from quantshard.errors import CheckpointError, ConfigurationError
 from tests.layouts import models
 

@@ -15,11 +15,11 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantshard.cli import config, launch
-from quantshard.cli.config import KINDS, TrainSettings, from_mapping, to_toml
-from quantshard.cli.environment import differences
-from quantshard.cli.run_dir import RunDir
-from quantshard.cli.schema import SettingType
+from quantshard.trainer import config, launch
+from quantshard.trainer.config import KINDS, TrainSettings, from_mapping, to_toml
+from quantshard.trainer.environment import differences
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.schema import SettingType
 from quantshard.foreign import tomllib
 from tests.cli.hostile import Started, content, made, resumed, told
 
@@ -157,7 +157,7 @@ def test_other_files_are_not_read(run: Path, sound: dict[str, Any], monkeypatch:
     text = (run.parent / "text").read_text()
     opened: list[str] = []
     before = config.foreign.open_regular
-    monkeypatch.setattr("quantshard.cli.data.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m))
+    monkeypatch.setattr("quantshard.trainer.data.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m))
     answer = resumed(run, sound | {"data": [str(secret)]})
     refused(answer, rf"{secret} is not the .*text that the run was started with \(1000 bytes, .* its length is another")
     assert not opened and not re.search(r"76,?543", answer[2][0])
@@ -186,7 +186,7 @@ def test_the_files_that_were_compared_are_those_that_are_read(
     orders: list[str] = []
     monkeypatch.setattr(launch, "check_processes", lambda processes: None)
     corpus = sound["corpus"] | config_of([(run.parent / "text").read_text()])
-    monkeypatch.setattr("quantshard.cli.commands._launch", lambda processes, run, order: orders.append(order))
+    monkeypatch.setattr("quantshard.cli.train._launch", lambda processes, run, order: orders.append(order))
     assert resumed(run, sound | {"corpus": corpus})[0] == 0
     assert orders[0].overrides["data"] == sound["data"]
     assert resumed(run, sound)[0] == 0 and "data" not in orders[1].overrides
@@ -394,7 +394,7 @@ def test_every_setting_is_bounded() -> None:
 
 
 def test_more_files_than_a_configuration_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantshard.cli.run_dir.MOST_BYTES", 1000)
+    monkeypatch.setattr("quantshard.trainer.run_dir.MOST_BYTES", 1000)
     (tmp_path / "text").write_text("0123456789" * 100)
     answer = told("train", "--run", tmp_path / "r", "--data", tmp_path / "text")
     refused(answer, r"r/config\.toml would have \d+ bytes, more than the 1000 .* it lists 1 data files; join them")

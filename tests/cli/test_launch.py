@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from quantshard.cli import launch
+from quantshard.trainer import launch
 from quantshard.errors import CheckpointError, LostRankError
 
 LOST = "another rank ended, was interrupted or did not come (Connection closed by peer); look at what it said"

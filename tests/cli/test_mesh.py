@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.mesh import MeshSpec
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.mesh import MeshSpec
 from quantshard.errors import ConfigurationError
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.cli import demo, launch, outputs, worker
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.run_dir import RunDir
+from quantshard.cli import demo
+from quantshard.trainer import launch, worker
+from quantshard.terminal import outputs
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.run_dir import RunDir
 from quantshard.errors import ConfigurationError
 from tests.cli.test_commands import run as command
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from quantshard.checkpoints import ownership
-from quantshard.checkpoints.store import LocalStore
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.run_dir import RunDir
-from quantshard.cli.worker import WorkerJob, _anew
+from quantshard.checkpoints.disk import ownership
+from quantshard.checkpoints.disk.store import LocalStore
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.worker import WorkerJob, _anew
 from quantshard.errors import ConfigurationError
 
 CORPUS = {"sha256": "0" * 64, "bytes": 0, "files": []}

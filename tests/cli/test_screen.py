@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from quantshard.cli import screen
-from quantshard.cli.screen import Screen
+from quantshard.terminal import screen
+from quantshard.terminal.screen import Screen
 from quantshard.observe import explain
 from tests.cli.hostile import Started, content, made, told
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard.distribute import shard_parameter
+from quantshard.distributed.distribute import shard_parameter
 from tests.distributed.models import RECIPES
 
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from quantshard import cli
-from quantshard.cli import launch, worker
-from quantshard.cli.run_dir import RunDir
-from quantshard.cli.train import ProcessInfo
+from quantshard.trainer import launch, worker
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.loop import ProcessInfo
 from quantshard.determinism import deterministic
 from quantshard.errors import QuantshardError
 from tests.distributed.pool import run_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from quantshard.checkpoints.commit import CommitWriter, SaveTarget
+from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 
 
 @contextmanager

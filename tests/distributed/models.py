@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.optim import Optimizer
 
 import quantshard as qs
-from quantshard import components, formats
+from quantshard.tensor import components
+from quantshard import formats
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Cell, Recipe, TableRecipe, TensorRole
 

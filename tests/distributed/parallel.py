@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantshard import numerics, operands, recipe, sharding
+from quantshard import numerics, recipe, sharding
+from quantshard.gemm import operands
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
-from quantshard.modules import parallel
-from quantshard.modules.parallel import TensorParallel
-from quantshard.operands import OperandSplit
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.gemm.operands import OperandSplit
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
-from quantshard.storage import DGRAD_STREAM, STREAMS_PER_RANK, QuantizedStorage
+from quantshard.tensor.storage import DGRAD_STREAM, STREAMS_PER_RANK, QuantizedStorage
 from tests.distributed.models import RECIPES
 
 CELLS: tuple[Cell, ...] = tuple(

@@ -27,8 +27,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import quantshard as qs
-from quantshard import amax, backend, components, operands
-from quantshard.storage import QuantizedStorage
+from quantshard import amax
+from quantshard.gemm import backend, operands
+from quantshard.tensor import components
+from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.models import RECIPES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

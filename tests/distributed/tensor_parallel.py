@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import quantshard as qs
 from quantshard import private_torch
-from quantshard.tensor import QuantizedTensor
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.distributed.models import RECIPES, sha
 
 SEQUENCE, BATCH, HIDDEN, FFN, HEADS = 8, 4, 80, 112, 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard import components
+from quantshard.tensor import components
 from quantshard.errors import UnsupportedOperationError
 from tests.distributed.models import Case, bits, build, optimizer_of, set_gradients
 from tests.distributed.pool import run_ranks

@@ -23,12 +23,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from quantshard import checkpoints, components, private_torch
+from quantshard import checkpoints, private_torch
+from quantshard.tensor import components
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.formats import Copy
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from quantshard.optimizers.rounding import TensorRegion
-from quantshard.storage import QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.axes import CUTS, MESHES, MORE_MESHES, Axes, build, quantized_layers, whole
 from tests.distributed.models import RECIPES, set_gradients
 from tests.distributed.pool import run_ranks

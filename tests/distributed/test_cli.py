@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantshard.checkpoints.compare import compare
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.data import collect, from_table
-from quantshard.cli.mesh import MeshSpec
-from quantshard.cli.model import generate
-from quantshard.cli.run_dir import RunDir
-from quantshard.cli.train import ProcessInfo, StopFlag, Trainer
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.data import collect, from_table
+from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.model import generate
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
 from quantshard.errors import CheckpointError, ConfigurationError
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
@@ -215,9 +215,9 @@ FAILING = """
 import os, sys, threading, time
 
 def break_rank_1():
-    while not hasattr(sys.modules.get("quantshard.cli.data"), "Windows"):
+    while not hasattr(sys.modules.get("quantshard.trainer.data"), "Windows"):
         time.sleep(0.01)
-    windows = sys.modules["quantshard.cli.data"].Windows
+    windows = sys.modules["quantshard.trainer.data"].Windows
     whole = windows.batch
     def batch(self, seed, step, first, count):
         if step == 2:

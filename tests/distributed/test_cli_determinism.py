@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.checkpoints.compare import compare
-from quantshard.cli.run_dir import RunDir
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.trainer.run_dir import RunDir
 from quantshard.determinism import VARIABLES
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import ROOT, SECONDS, SIZES, command, environment, losses

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from quantshard import checkpoints, recipe
-from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.inspection import inspect_checkpoint
-from quantshard.cli import model as models
-from quantshard.cli import train
-from quantshard.cli.data import from_table
-from quantshard.cli.run_dir import RunDir
-from quantshard.cli.train import ProcessInfo, StopFlag, Trainer, make_optimizer
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
+from quantshard.trainer import model as models
+from quantshard.trainer import loop as train
+from quantshard.trainer.data import from_table
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import content, one_line

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard import compute
+from quantshard import kernel_dispatch as compute
 from tests.distributed.models import RECIPES, Case, batch, bits, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
 from tests.interpreter import prepared_once

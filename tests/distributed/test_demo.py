@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from quantshard.checkpoints.compare import compare
+from quantshard.checkpoints.inspect.compare import compare
 from quantshard.cli import demo
-from quantshard.cli.config import read_settings_file
+from quantshard.trainer.config import read_settings_file
 from quantshard.errors import ConfigurationError
 from tests.distributed.commands import quantshard
 

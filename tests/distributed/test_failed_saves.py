@@ -22,8 +22,8 @@ import pytest
 import torch.distributed as dist
 
 from quantshard import checkpoints
-from quantshard.checkpoints import commit, ownership, store
-from quantshard.checkpoints.commit import CommitWriter
+from quantshard.checkpoints.disk import commit, ownership, store
+from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.staging import Stager
 from tests.distributed import durability

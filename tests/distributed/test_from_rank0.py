@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from quantshard import Linear, components, private_torch, quantized_model_init
+from quantshard import Linear, private_torch, quantized_model_init
+from quantshard.tensor import components
 from quantshard.checkpoints import from_rank0, load_from_rank0
 from quantshard.errors import CheckpointError
 from tests.distributed.models import RECIPES, Case, batch, build, mesh_of, sha

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from quantshard import components, private_torch
+from quantshard.tensor import components
+from quantshard import private_torch
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
-from quantshard import distributions, numerics
+from quantshard.numerics import distributions
+from quantshard import numerics
 from quantshard.formats import FORMATS, Scaling
 from quantshard.optimizers import FusedAdam
 from tests.distributed import parallel, test_parallel

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from quantshard import checkpoints, components, private_torch
+from quantshard import checkpoints, private_torch
+from quantshard.tensor import components
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import Case, build, set_gradients, sha

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from quantshard import cli
-from quantshard.cli import data, launch
+from quantshard.trainer import data, launch
 
 pytestmark = pytest.mark.distributed
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from quantshard import checkpoints
-from quantshard.cli import model as models
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.mesh import MeshSpec
+from quantshard.trainer import model as models
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.mesh import MeshSpec
 from quantshard.errors import CheckpointError
 from quantshard.layouts import export, load, loading
 from quantshard.layouts.files import SafetensorsFiles

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import quantshard as qs
-from quantshard import backend, components
+from quantshard.gemm import backend
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 

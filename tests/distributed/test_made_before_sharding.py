@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard import components, private_torch
+from quantshard.tensor import components
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits

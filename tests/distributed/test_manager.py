@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from quantshard import checkpoints
-from quantshard.checkpoints import commit, manifest, ownership, store
-from quantshard.checkpoints.commit import CommitWriter
+from quantshard.checkpoints.disk import commit, manifest, ownership, store
+from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
 from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError
 from tests.distributed.models import RECIPES, Case

@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard import checkpoints, components, private_torch
+from quantshard import checkpoints, private_torch
+from quantshard.tensor import components
 from quantshard.checkpoints import Manager
 from quantshard.errors import CheckpointError, QuantshardError, TorchVersionError
 from quantshard.private_torch import lookup

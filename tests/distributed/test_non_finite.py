@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
-from quantshard import checkpoints, components
+from quantshard import checkpoints
+from quantshard.tensor import components
 from quantshard.errors import QuantshardError
-from quantshard.storage import QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.models import Case, bits, build
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_robustness import whole_values

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from quantshard.errors import RankMismatchError
-from quantshard.modules import grouped
+from quantshard.modules.gemms import grouped
 from quantshard.optimizers import FusedAdam
 from tests.distributed import experts as experts_case
 from tests.distributed.models import bits

@@ -21,11 +21,11 @@ from torch import nn
 
 from quantshard import checkpoints
 from quantshard.checkpoints import high_precision, partial_load
-from quantshard.checkpoints.checksums import NoManifestWarning, shares
+from quantshard.checkpoints.untrusted.checksums import NoManifestWarning, shares
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.manifest import MANIFEST, METADATA_FILE
-from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.reader import SafePlanner, SafeReader
+from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.untrusted.reader import SafePlanner, SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import Case

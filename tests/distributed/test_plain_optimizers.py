@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import quantshard as qs
-from quantshard import components
+from quantshard.tensor import components
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
 from quantshard.optimizers import MasterWeights
 from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, set_gradients, sha, train

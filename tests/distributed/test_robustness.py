@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard import components
+from quantshard.tensor import components
 from quantshard.errors import QuantshardError
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, optimizer_of, train

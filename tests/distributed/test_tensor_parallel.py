@@ -242,7 +242,7 @@ def test_a_mesh_or_a_group_at_construction_or_later() -> None:
 def dropped(sequence_parallel: bool) -> tuple[bool, float]:
     """Whether ranks dropped what one process with that key drops, and how much."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    from quantshard.modules import parallel
+    from quantshard.distributed import tensor_parallel as parallel
 
     tp = parallel.TensorParallel.of(mesh.get_group(), None, sequence_parallel)
     x = torch.ones(40, 3, 50)

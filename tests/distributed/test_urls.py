@@ -14,12 +14,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from quantshard import checkpoints
-from quantshard.checkpoints import commit, io, manifest
-from quantshard.checkpoints.compare import compare
+from quantshard.checkpoints.disk import commit, manifest
+from quantshard.checkpoints import save_load as io
+from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.ownership import Ownership
-from quantshard.checkpoints.store import locate
-from quantshard.checkpoints.verify import verify
+from quantshard.checkpoints.disk.ownership import Ownership
+from quantshard.checkpoints.disk.store import locate
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.cli import app
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts.inspection import inspect_files

@@ -20,11 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from quantshard import checkpoints, components, private_torch, recipe
+from quantshard import checkpoints, private_torch, recipe
+from quantshard.tensor import components
 from quantshard.checkpoints import high_precision_state_dict
-from quantshard.cli import model as models
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.mesh import MeshSpec
+from quantshard.trainer import model as models
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.mesh import MeshSpec
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, Case

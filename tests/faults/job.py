@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from quantshard import private_torch
-from quantshard.checkpoints import commit, io, manager, manifest, rank_state, store
+from quantshard.checkpoints.disk import commit, manifest, store
+from quantshard.checkpoints import save_load as io, manager, rank_state
 from quantshard.checkpoints.staging import Stager
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case, build, optimizer_of

@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import quantshard as qs
 from quantshard import checkpoints, layouts, transformer_engine
-from quantshard.checkpoints import entries, manifest, metadata, pickles
-from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.manifest import METADATA_FILE
-from quantshard.checkpoints.metadata import read_metadata
-from quantshard.checkpoints.verify import verify
+from quantshard.checkpoints.untrusted import entries, metadata, pickles
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.disk.manifest import METADATA_FILE
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.cli import exchange
 from quantshard.layouts import names
 from quantshard.layouts.inspection import inspect_files

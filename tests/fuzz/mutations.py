@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from quantshard.checkpoints.pickles import PERSISTENT, PickleRecord
+from quantshard.checkpoints.untrusted.pickles import PERSISTENT, PickleRecord
 
 NUMBERS = [-(2**63), -1, 0, 1, 2, 3, 7, 16, 255, 2**20, 2**24, 2**31, 2**40, 2**60, 2**62 - 1, 2**62, 2**63 - 1, 2**64]
 FLOATS = [-0.0, 0.5, 1e308, -1e308, float("inf"), float("nan")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from quantshard.checkpoints import pickles
+from quantshard.checkpoints.untrusted import pickles
 from quantshard.errors import CheckpointError
 from tests.fuzz import judge as judging
 from tests.fuzz import run

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quantshard import components
-from quantshard.components import CHECKPOINT_VERSION
+from quantshard.tensor import components
+from quantshard.tensor.components import CHECKPOINT_VERSION
 from quantshard.optimizers import FusedAdam
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantshard import compute
+from quantshard import kernel_dispatch as compute
 from tests.interpreter import prepared_once
 
 

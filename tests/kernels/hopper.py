@@ -39,37 +39,19 @@ triton.runtime.driver.set_active(Hopper())
 torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
-from quantshard import sharding, sources  # noqa: E402
-from quantshard import storage as storages  # noqa: E402
+from quantshard import sharding  # noqa: E402
+from quantshard.gemm import producers as sources  # noqa: E402
+from quantshard.tensor import storage as storages  # noqa: E402
 from quantshard.formats import ALL, E4M3, E5M2, FORMATS, Copy, Scaling  # noqa: E402
-from quantshard.kernels import (  # noqa: E402
-    activation,
-    adam,
-    amax,
-    dequantize,
-    grouped,
-    grouped_matmul,
-    language,
-    norm,
-    quantize,
-    results,
-    rotary,
-    rounded_sum,
-    targets,
-    transpose,
-)
-from quantshard.kernels.adam_parameters import (  # noqa: E402
-    AdamParameter,
-    AdamPasses,
-    MatrixRegion,
-    PlainTensor,
-    ScaledTensor,
-    adam_kernel_config,
-    passes_of,
-)
-from quantshard.kernels.adam_plan import launch_options  # noqa: E402
-from quantshard.kernels.results import EpilogueRequest  # noqa: E402
-from quantshard.kernels.targets import QuantizeRequest, Region  # noqa: E402
+from quantshard.kernels.fused import activation, norm, epilogue as results, rotary, rounded_sum  # noqa: E402
+from quantshard.kernels.optimizer import adam  # noqa: E402
+from quantshard.kernels.quantize import amax, dequantize, matrix as quantize, targets, transpose  # noqa: E402
+from quantshard.kernels.experts import grouped, grouped_matmul  # noqa: E402
+from quantshard.kernels import language  # noqa: E402
+from quantshard.kernels.optimizer.parameters import AdamParameter, AdamPasses, MatrixRegion, PlainTensor, ScaledTensor, adam_kernel_config, passes_of  # noqa: E402
+from quantshard.kernels.optimizer.plan import launch_options  # noqa: E402
+from quantshard.kernels.fused.epilogue import EpilogueRequest  # noqa: E402
+from quantshard.kernels.quantize.targets import QuantizeRequest, Region  # noqa: E402
 from quantshard.numerics import RandomBits  # noqa: E402
 from quantshard.recipe import FP8_STATE, Cell, resolve  # noqa: E402
 

@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 
 from quantshard import numerics
 from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, MXFP8_32X32, NVFP4_1X16, Copy, Scaling
-from quantshard.kernels import activation as ka
-from quantshard.kernels import results
-from quantshard.kernels import targets as kt
-from quantshard.kernels.results import EpilogueRequest
+from quantshard.kernels.fused import activation as ka
+from quantshard.kernels.fused import epilogue as results
+from quantshard.kernels.quantize import targets as kt
+from quantshard.kernels.fused.epilogue import EpilogueRequest
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 
 # numpy, under the interpreter, warns of what IEEE 754 defines

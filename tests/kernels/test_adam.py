@@ -15,25 +15,17 @@ import triton
 import triton.language as tl
 
 from quantshard import formats, numerics, recipe, sharding
-from quantshard import storage as storages
+from quantshard.tensor import storage as storages
 from quantshard.amax import FlatMax, Requantization
 from quantshard.formats import Scaling
-from quantshard.kernels import multi_tensor
-from quantshard.kernels.adam import quotient_by_root
-from quantshard.kernels.adam_parameters import (
-    AdamParameter,
-    AdamPasses,
-    MasterRemainder,
-    MatrixRegion,
-    PlainTensor,
-    ScaledTensor,
-    passes_of,
-)
-from quantshard.kernels.adam_plan import AdamLaunchPlan
+from quantshard.kernels.optimizer import multi_tensor
+from quantshard.kernels.optimizer.adam import quotient_by_root
+from quantshard.kernels.optimizer.parameters import AdamParameter, AdamPasses, MasterRemainder, MatrixRegion, PlainTensor, ScaledTensor, passes_of
+from quantshard.kernels.optimizer.plan import AdamLaunchPlan
 from quantshard.optimizers import rounding
-from quantshard.optimizers.adam import Hyperparameters, adam
+from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.recipe import Cell
-from quantshard.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import adam, kernels
-from quantshard.optimizers import on_kernels
+from quantshard.optimizers import kernel_step as on_kernels
 from tests.interpreter import kernels_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of zeros in the interpreter

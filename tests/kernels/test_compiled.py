@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard.modules import context, fused, rotary
-from quantshard.tensor import QuantizedTensor
+from quantshard.modules.contexts import context
+from quantshard.modules import fused, rotary
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.distributed.models import RECIPES
 
 pytest.importorskip("triton")

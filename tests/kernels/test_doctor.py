@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from quantshard.doctor import checks, experts, fused, steps
 from quantshard.formats import FORMATS
-from quantshard.modules import grouped
-from quantshard.optimizers import on_kernels
+from quantshard.modules.gemms import grouped
+from quantshard.optimizers import kernel_step as on_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
-from quantshard import backend
+from quantshard.gemm import backend
 from quantshard.errors import FallbackError, UnsupportedOperationError
 from quantshard.recipe import Recipe, resolve
 from tests.distributed.models import RECIPES
@@ -21,7 +21,7 @@ from tests.modules.test_grouped_linear import is_equal_when_recomputed
 pytest.importorskip("triton")
 
 from quantshard.kernels import language
-from quantshard.modules import grouped
+from quantshard.modules.gemms import grouped
 
 pytestmark = [
     pytest.mark.usefixtures("kernels_on_cpu"),

@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard import amax, operands
+from quantshard import amax
+from quantshard.gemm import operands
 from quantshard.formats import E4M3, E5M2, FORMATS, Copy, Encoding, Scaling
 from quantshard.recipe import Cell
-from quantshard.storage import QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 pytest.importorskip("triton")
 
-from quantshard.kernels import grouped, grouped_matmul, history, scales
-from quantshard.kernels.grouped import ExpertSegments
-from quantshard.kernels.grouped_matmul import EncodedRows, ExpertWeights
-from quantshard.kernels.targets import QuantizeRequest
+from quantshard.kernels.experts import grouped, grouped_matmul
+from quantshard.kernels.optimizer import history
+from quantshard.kernels.quantize import scales
+from quantshard.kernels.experts.grouped import ExpertSegments
+from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
+from quantshard.kernels.quantize.targets import QuantizeRequest
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"

@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import quantshard as qs
-from quantshard import compute
-from quantshard.kernels import norm as kn
+from quantshard import kernel_dispatch as compute
+from quantshard.kernels.fused import norm as kn
 from quantshard.modules import layernorm_mlp, norm, rotary
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 from quantshard.modules.norm import Normalization

@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard import backend, numerics
+from quantshard.gemm import backend
+from quantshard import numerics
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 
 pytest.importorskip("triton")
 
-from quantshard import sources
-from quantshard.kernels import amax, dequantize, transpose
-from quantshard.kernels.activation import quantize_gradient
-from quantshard.kernels.quantize import quantize_matrix
-from quantshard.kernels.results import EpilogueRequest
-from quantshard.kernels.targets import QuantizedOutput, QuantizeRequest
+from quantshard.gemm import producers as sources
+from quantshard.kernels.quantize import amax, dequantize, transpose
+from quantshard.kernels.fused.activation import quantize_gradient
+from quantshard.kernels.quantize.matrix import quantize_matrix
+from quantshard.kernels.fused.epilogue import EpilogueRequest
+from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
 from quantshard.numerics import RandomBits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard.kernels import rotary as kr
+from quantshard.kernels.fused import rotary as kr
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard import compute
-from quantshard.kernels.rounded_sum import SIZE, rounded_sum
+from quantshard import kernel_dispatch as compute
+from quantshard.kernels.fused.rounded_sum import SIZE, rounded_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1,), (3, 7), (1, SIZE), (SIZE // 8 + 1, 9)]

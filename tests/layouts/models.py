@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import quantshard as qs
-from quantshard import checkpoints, components, recipe
-from quantshard.cli.config import TrainSettings
-from quantshard.cli.model import LanguageModel
+from quantshard import checkpoints, recipe
+from quantshard.tensor import components
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.model import LanguageModel
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantshard import components
-from quantshard.cli.model import LanguageModel
+from quantshard.tensor import components
+from quantshard.trainer.model import LanguageModel
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, E8M0, FP32
 from quantshard.layouts import LAYOUTS, LLAMA, Layout, export, names

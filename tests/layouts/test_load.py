@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantshard import components
+from quantshard.tensor import components
 from quantshard.errors import CheckpointError
 from quantshard.layouts import LAYOUTS, export, load
 from tests.layouts import models

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from quantshard import components, numerics
+from quantshard.tensor import components
+from quantshard import numerics
 from quantshard.recipe import MXFP8BlockScaling
 
 WEIGHTS, SIZE = 16, 4096

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from quantshard.cli.model import LanguageModel
+from quantshard.trainer.model import LanguageModel
 from quantshard.layouts import LLAMA, export
 from tests.layouts import models
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from quantshard import components
+from quantshard.tensor import components
 from quantshard.optimizers import FusedAdam
-from quantshard.storage import DRAWS, KEY
+from quantshard.tensor.storage import DRAWS, KEY
 from tests.distributed.models import RECIPES, bits, set_gradients, sha
 from tests.distributed.pool import run_ranks
 from tests.test_tensor import differing

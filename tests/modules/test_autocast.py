@@ -12,7 +12,8 @@ import torch
 from quantshard import recipe as recipes
 from quantshard import requantize_
 from quantshard.errors import ConfigurationError, QuantshardError, RecipeMismatchError
-from quantshard.modules import LayerNormMLP, Linear, TransformerLayer, autocast, context, quantized_model_init
+from quantshard.modules import LayerNormMLP, Linear, TransformerLayer, autocast, quantized_model_init
+from quantshard.modules.contexts import context
 
 SIZE, LENGTH = 48, 3
 DELAYED = recipes.DelayedScaling(amax_history_len=LENGTH)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantshard as qs
-from quantshard import compute, kernels
-from quantshard import storage as storages
+from quantshard import kernel_dispatch as compute, kernels
+from quantshard.tensor import storage as storages
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import capture
 

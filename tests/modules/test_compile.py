@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import quantshard as qs
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FP8_E4M3, Scaling
-from quantshard.modules import context
+from quantshard.modules.contexts import context
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from tests.distributed.models import RECIPES
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.modules import context
+from quantshard.modules.contexts import context
 from tests.distributed.models import RECIPES
 
 IN, OUT = 33, 40  # divide by nothing

@@ -14,7 +14,7 @@ from quantshard import formats, numerics
 from quantshard import recipe as recipes
 from quantshard.formats import Copy, Format, Scaling
 from quantshard.modules import Linear, autocast, quantized_model_init
-from quantshard.storage import DRAWS, KEY
+from quantshard.tensor.storage import DRAWS, KEY
 from tests.distributed.models import MXFP4_RECIPE
 
 U = 2.0**-24

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import parallel
-from quantshard.modules.parallel import TensorParallel, stream_base
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.distributed.tensor_parallel import TensorParallel, stream_base
 
 OPERATIONS = [
     parallel.copy_to_group,

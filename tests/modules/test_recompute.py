@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, TorchVersionError, UnsupportedOperationError
-from quantshard.modules import context
+from quantshard.modules.contexts import context
 from quantshard.private_torch import recomputation
 from quantshard.private_torch.lookup import MissingName
 from quantshard.recipe import DelayedScaling

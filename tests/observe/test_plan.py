@@ -13,7 +13,7 @@ from torch import nn
 import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, Role
-from quantshard.modules.base import QuantizedModule
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.observe.table import Row
 from quantshard.recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from quantshard.sharding import ceil_div

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quantshard.optimizers.adam import Hyperparameters, adam
+from quantshard.numerics.adam import Hyperparameters, adam
 
 UNIT = 2.0**-24  # largest relative error of one float32 operation
 STEPS, LR, EPS = 20, 1e-2, 1e-8

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard.errors import NonFiniteGradientError
 from quantshard.optimizers import FusedAdam
-from quantshard.optimizers.adam import power
-from quantshard.storage import AMAX_HISTORY
+from quantshard.numerics.adam import power
+from quantshard.tensor.storage import AMAX_HISTORY
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
 from tests.test_tensor import RECIPES, contents, differing, same
 

@@ -12,9 +12,9 @@ from quantshard import Linear, numerics, quantized_model_init, recipe
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
 from quantshard.formats import Copy
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
-from quantshard.optimizers.adam import Hyperparameters, adam
-from quantshard.storage import AMAX_HISTORY, DRAWS
-from quantshard.tensor import quantize_weight
+from quantshard.numerics.adam import Hyperparameters, adam
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS
+from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, every_recipe, random, same, weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard import GroupedLinear, Linear, autocast, components, quantized_model_init
+from quantshard import GroupedLinear, Linear, autocast, quantized_model_init
+from quantshard.tensor import components
 from quantshard.errors import ConfigurationError, NonFiniteGradientError
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from tests.test_tensor import same

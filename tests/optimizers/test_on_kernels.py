@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
-from quantshard.kernels import adam_plan
-from quantshard.optimizers import FusedAdam, on_kernels
+from quantshard.kernels.optimizer import plan as adam_plan
+from quantshard.optimizers import FusedAdam, kernel_step as on_kernels
 from quantshard.recipe import resolve
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
-from quantshard.tensor import quantize_weight
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS

@@ -27,14 +27,14 @@ from typer.testing import CliRunner
 import quantshard as qs
 import quantshard.cli as command_line
 from quantshard import checkpoints, numerics, recipe, transformer_engine
-from quantshard.checkpoints import manifest
-from quantshard.checkpoints.compare import compare
-from quantshard.checkpoints.inspection import inspect_checkpoint
-from quantshard.checkpoints.verify import verify
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy
 from quantshard.optimizers import FusedAdam
-from quantshard.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.checkpoints.test_untrusted import Call, change_object
 from tests.distributed.pool import run_ranks
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE, RECIPES, SETTINGS, states, weight

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantshard import formats, numerics
-from quantshard.checkpoints.entries import RecordedCall
+from quantshard.checkpoints.untrusted.entries import RecordedCall
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Copy
 from quantshard.layouts.conversion import InexactConversionError

@@ -1,0 +1,198 @@
+"""Comparing two checkpoints bit by bit, whatever processes and meshes wrote them.
+
+One process reads both, one entry at a time: each tensor is put together from its shards as stock DCP does it, then the
+bytes are compared, not the values, so two NaNs are equal if their bits are and 0 differs from -0. Entries that are not
+tensors (an optimizer's groups, the step) are compared by value, their floats by their bits too; they are read without
+running code from the file. What each rank had for itself (its random generators) is compared where as many
+ranks wrote both.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from quantshard.checkpoints import rank_state
+from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
+from quantshard.checkpoints.untrusted.entry_reader import CheckpointReader, why_unread
+from quantshard.checkpoints.disk.store import Path_
+
+_SLICE_ELEMENTS = 1 << 24
+"""Elements compared at a time, so that comparing takes little memory beside the two tensors."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One entry that differs.
+
+    `what`: in words, with the first place where it differs and what stands there in each checkpoint. `index`: that
+    place in the global tensor, if both are tensors of one shape and dtype; `count`: how many of its `elements` differ.
+    """
+
+    key: str
+    what: str
+    index: tuple[int, ...] | None = None
+    count: int = 0
+    elements: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found: the differences in the order of their keys, and how much was compared."""
+
+    path_a: str
+    path_b: str
+    differences: tuple[Difference, ...]
+    tensors: int
+    others: int
+    bytes: int
+
+    @property
+    def equal(self) -> bool:
+        """True if nothing differs."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference."""
+        return self.differences[0] if self.differences else None
+
+
+def compare(path_a: Path_, path_b: Path_) -> Comparison:
+    """Compare two checkpoints written by `torch.distributed.checkpoint`, by quantshard or not, bit by bit.
+
+    Not a collective call: one process compares, and holds two tensors at a time.
+
+    Raises:
+        CheckpointError: one of them is missing, incomplete or damaged.
+    """
+    a, b = CheckpointReader(path_a), CheckpointReader(path_b)
+    differences: list[Difference] = []
+    tensors = others = compared = 0
+    for key in _compared(a.entries, b.entries):
+        if key not in a.entries or key not in b.entries:
+            here, there = (path_a, path_b) if key in a.entries else (path_b, path_a)
+            differences.append(Difference(key, f"only in {here}, not in {there}"))
+            continue
+        one, two = a.entries[key], b.entries[key]
+        found: Difference | None
+        if isinstance(one, TensorStorageMetadata) and isinstance(two, TensorStorageMetadata):
+            tensors += 1
+            found = _described(key, one, two)
+            if found is None:
+                compared += one.size.numel() * one.properties.dtype.itemsize
+                found = _bits(key, a.tensor(key, one), b.tensor(key, two))
+        elif type(one) is type(two):
+            others += 1
+            found = _objects(key, a, b)
+        else:
+            kinds = ["a tensor" if isinstance(entry, TensorStorageMetadata) else "not a tensor" for entry in (one, two)]
+            found = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
+        differences += [] if found is None else [found]
+    return Comparison(str(path_a), str(path_b), tuple(differences), tensors, others, compared)
+
+
+def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The keys of either, without those of single ranks where other ranks wrote the other."""
+    keys = sorted(a.keys() | b.keys())
+    if rank_state.writers(a) == rank_state.writers(b):
+        return keys
+    return [key for key in keys if not key.startswith(f"{rank_state.RANKS}.")]
+
+
+# Comparing
+
+
+def _described(key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> Difference | None:
+    if a.size == b.size and a.properties.dtype == b.properties.dtype:
+        return None
+    texts = [f"{str(entry.properties.dtype).removeprefix('torch.')} {tuple(entry.size)}" for entry in (a, b)]
+    return Difference(key, f"{texts[0]} and {texts[1]}")
+
+
+def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    count, first = 0, -1
+    for start in range(0, a.numel(), _SLICE_ELEMENTS):
+        parts = (flat[start : start + _SLICE_ELEMENTS] for flat in (flat_a, flat_b))
+        bytes_a, bytes_b = (part.view(torch.uint8).view(part.numel(), -1) for part in parts)
+        if torch.equal(bytes_a, bytes_b):
+            continue
+        differs = (bytes_a != bytes_b).any(dim=1)
+        count += int(differs.sum())
+        if first < 0:
+            first = start + int(differs.to(torch.uint8).argmax())
+    if not count:
+        return None
+    place = torch.unravel_index(torch.tensor(first, dtype=torch.int64), a.shape) if a.ndim else ()
+    index = tuple(map(int, place))
+    at = f" at {list(index)}" if index else ""
+    what = f"{_element(flat_a, first)} and {_element(flat_b, first)}{at}; {count} of {a.numel()} elements differ"
+    return Difference(key, what, index, count, a.numel())
+
+
+def _element(flat: Tensor, at: int) -> str:
+    """An element as a value and as its bits, most significant byte first."""
+    part = flat[at : at + 1]
+    bits = bytes(part.view(torch.uint8).tolist())[::-1].hex()
+    value = part.float() if part.is_floating_point() and part.itemsize == 1 else part
+    return f"{value.item()!r} (0x{bits})"
+
+
+def _objects(key: str, a: CheckpointReader, b: CheckpointReader) -> Difference | None:
+    contents = [reader.content(key) for reader in (a, b)]
+    if contents[0] == contents[1]:
+        return None
+    objects, needs = [], []
+    for reader, content in zip((a, b), contents, strict=True):
+        try:
+            objects.append(reader.decoded(key, content))
+        except NeedsCodeError as error:
+            needs.append(f"that in {reader.path} needs code to be read ({why_unread(key, error)})")
+    if needs:
+        sizes = " and ".join(str(len(content)) for content in contents)
+        return Difference(key, f"objects whose {sizes} bytes differ; {needs[0]}")
+    found = _first_unequal(objects[0], objects[1], "")
+    return None if found is None else Difference(key, found)
+
+
+def _first_unequal(a: Any, b: Any, where: str) -> str | None:
+    """Where two plain objects differ first, and what stands there; None if they are equal."""
+    at = f"{where}: " if where else ""
+    if type(a) is not type(b):
+        return f"{at}{_short(a)} and {_short(b)}, a {type(a).__name__} and a {type(b).__name__}"
+    if isinstance(a, Mapping):
+        for key in sorted({*a, *b}, key=repr):
+            if key not in a or key not in b:
+                return f"{at}{key!r} is in one of them only"
+            if (found := _first_unequal(a[key], b[key], f"{where}[{key!r}]")) is not None:
+                return found
+        return None
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return f"{at}{len(a)} and {len(b)} entries"
+        for number, (one, two) in enumerate(zip(a, b, strict=True)):
+            if (found := _first_unequal(one, two, f"{where}[{number}]")) is not None:
+                return found
+        return None
+    if isinstance(a, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{at}{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        differs = _bits("", a.contiguous(), b.contiguous())
+        return None if differs is None else at + differs.what
+    same = struct.pack("d", a) == struct.pack("d", b) if isinstance(a, float) else a == b
+    return None if same else f"{at}{_short(a)} and {_short(b)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

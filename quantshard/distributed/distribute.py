@@ -1,0 +1,165 @@
+"""Parameters as pieces on one axis of a mesh, before `fully_shard`: what tensor parallelism is built on.
+
+A parameter becomes a DTensor on a 1-D mesh, usually `mesh["tp"]`, whose local tensor is this rank's piece: a quantized
+one knows its place in the global tensor, so new values, states and checkpoints have the bits of the whole.
+`fully_shard` on other axes of the same mesh then cuts the pieces once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from quantshard.tensor import components
+from quantshard import limits, private_torch, sharding
+from quantshard.tensor import storage as storages
+from quantshard.errors import ConfigurationError
+from quantshard.formats import Role
+from quantshard.recipe import Cell
+from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+
+def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """A whole parameter, equal on all ranks, as a DTensor parameter of which this rank keeps its piece. No collective.
+
+    A piece has memory of its own; only the random key, draws and amax history are still those of `param`, so that a
+    tied weight that is cut twice is noticed. Replicated, the parameter's memory is kept.
+
+    Args:
+        param: quantized or not, of any number of dims, on any device, meta too.
+        mesh: a 1-D (sub)mesh. An axis of one rank is cut too: placements do not depend on its size.
+        dim: the dim to cut, 0 or 1 for quantized parameters; None replicates.
+
+    Raises:
+        ConfigurationError: the axis does not divide the dim, or a cut would divide a byte of packed codes; or the
+            parameter is sharded already.
+    """
+    subject = f"a parameter {tuple(param.shape)}"
+    if isinstance(param, DTensor):
+        raise ConfigurationError(
+            f"{subject} is a DTensor already ({param.placements} of {param.device_mesh}); shard it over "
+            f"{_named(mesh)} once, and before fully_shard"
+        )
+    start, chunk = _place(tuple(param.shape), mesh, dim, subject)
+    quantized = components.quantized_local(param)
+    if dim is None:
+        local = param.detach()
+    elif quantized is None:
+        local = param.detach().narrow(dim, start, chunk).clone(memory_format=torch.contiguous_format)
+    else:
+        _check_codes(quantized.quantized_storage.cell, tuple(param.shape), mesh, dim)
+        local = QuantizedTensor(_alone(quantized.quantized_storage.piece(dim, start, chunk), mesh), param.dtype)
+    return _parameter(local, mesh, dim, param.shape, param.requires_grad)
+
+
+def empty_parameter(
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    dim: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    cell: Cell | None = None,
+    state: dict[str, Tensor] | None = None,
+) -> nn.Parameter:
+    """What `shard_parameter` makes of a parameter of this global shape, without its values and without the whole.
+
+    Fill a quantized one with `quantshard.requantize_([(parameter, local_values)])`, on every rank.
+
+    Args:
+        shape: of the whole.
+        mesh, dim: as for `shard_parameter`.
+        dtype: of the parameter; nominal for a quantized one.
+        device: of the piece; "meta" describes it only.
+        cell: the format row and scaling of a quantized parameter, e.g. `recipe.weight`; None: not quantized.
+        state: its key, draws and amax history (default: new ones; torch must then be seeded alike on all ranks).
+
+    Raises:
+        ConfigurationError: as for `shard_parameter`.
+    """
+    shape = torch.Size(shape)
+    start, chunk = _place(tuple(shape), mesh, dim, f"a parameter {tuple(shape)}")
+    if cell is None:
+        local = torch.empty([chunk if d == dim else size for d, size in enumerate(shape)], dtype=dtype, device=device)
+        return _parameter(local, mesh, dim, shape)
+    shard = sharding.whole((shape[0], shape[1]))
+    if dim is not None:
+        _check_codes(cell, tuple(shape), mesh, dim)
+        shard = shard.piece(dim, start, chunk)
+    state = state if state is not None else storages.weight_state(cell, device)
+    storage = storages.empty(cell, shard, device, state)
+    storage.mesh = None if dim is None else mesh
+    return _parameter(QuantizedTensor(storage, dtype), mesh, dim, shape)
+
+
+def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter of a 1-D mesh as one of another mesh of the same ranks. Its memory is kept."""
+    local = private_torch.local_tensor(param).detach()
+    quantized = components.quantized_local(param)
+    if quantized is not None and quantized.quantized_storage.mesh is not None:
+        quantized.quantized_storage.mesh = mesh
+    placed = private_torch.dtensor_around(local, mesh, list(param.placements), param.shape)
+    return nn.Parameter(placed, requires_grad=param.requires_grad)
+
+
+def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None, subject: str) -> tuple[int, int]:
+    """Where this rank's piece begins along `dim`, and how long it is."""
+    if mesh.ndim != 1:
+        raise ConfigurationError(f'{subject}: give one axis of the mesh, e.g. mesh["tp"], not all of {_named(mesh)}')
+    if dim is None:
+        return 0, 0
+    if not 0 <= dim < len(shape):
+        raise ConfigurationError(
+            f"{subject} has no dim {dim} to shard over {_named(mesh)}; use one of its dims or None"
+        )
+    ranks, coordinate = mesh.size(), mesh.get_coordinate()
+    if shape[dim] % ranks:
+        raise ConfigurationError(
+            limits.refusal("uneven axis", f"{subject}, dim {dim} of {shape[dim]} over {ranks} ranks of {_named(mesh)}")
+        )
+    if coordinate is None:
+        raise ConfigurationError(f"{subject}: this rank is not in the mesh {_named(mesh)}")
+    chunk = shape[dim] // ranks
+    return coordinate[0] * chunk, chunk
+
+
+def _check_codes(cell: Cell, shape: tuple[int, ...], mesh: DeviceMesh, dim: int) -> None:
+    cut = sharding.whole((shape[0], shape[1])).piece(dim, 0, shape[dim] // mesh.size()).cut
+    assert cut is not None
+    codes = [part for part in cell.format.components if part.role is Role.CODES]
+    if not all(cut.is_clean(part) for part in codes):
+        packed = max(part.covers[dim] for part in codes)
+        raise ConfigurationError(
+            limits.refusal(
+                "cut in a byte",
+                f"a {cell.tag} parameter {shape}, dim {dim} in pieces of {cut.chunk} over {mesh.size()} ranks of "
+                f"{_named(mesh)}, {packed} codes a byte",
+            )
+        )
+
+
+def _alone(piece: QuantizedStorage, mesh: DeviceMesh) -> QuantizedStorage:
+    """A piece with memory of its own, which the whole does not keep alive."""
+    alone = piece.map(lambda part: part.clone(memory_format=torch.contiguous_format))
+    if alone.high_precision is not None:
+        alone.high_precision = alone.high_precision.clone(memory_format=torch.contiguous_format)
+    alone.mesh = mesh
+    return alone
+
+
+def _parameter(
+    local: Tensor, mesh: DeviceMesh, dim: int | None, shape: torch.Size, requires_grad: bool = True
+) -> nn.Parameter:
+    placement = Replicate() if dim is None else Shard(dim)
+    return nn.Parameter(private_torch.dtensor_around(local, mesh, [placement], shape), requires_grad=requires_grad)
+
+
+def _named(mesh: DeviceMesh) -> str:
+    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+    names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
+    return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) + ")"

@@ -1,0 +1,210 @@
+"""How a module's parameters lie on a tensor-parallel mesh: cut along one dim, or whole on every rank.
+
+They are DTensors on that mesh, so that `fully_shard` shards on, optimizers and checkpoints know what is whose, and a
+checkpoint can be loaded on any other mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from quantshard.distributed import distribute
+from quantshard.amax import Group
+from quantshard.errors import ConfigurationError
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.distributed.tensor_parallel import TensorParallel
+
+AXIS = "tp"
+"""Name of the mesh axis that is made from a process group."""
+
+
+@dataclass(frozen=True)
+class TensorParallelConfig:
+    """What a module was asked to do about tensor parallelism; the arguments have TransformerEngine's meaning.
+
+    `tp_mesh`: the tensor-parallel axis of a device mesh, or `tp_group`: its process group. `tp_size`: what the size of
+    either must be; without them, what `set_device_mesh` or `set_tensor_parallel_group` will give. `sequence_parallel`:
+    outside of the GEMMs activations are cut along dim 0. `weight_mesh`: all axes that weights are sharded over,
+    flattened; it is checked, and not needed.
+    """
+
+    tp_group: Group = None
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    tp_mesh: DeviceMesh | None = None
+    weight_mesh: DeviceMesh | None = None
+
+    def mesh(self, owner: str, device: torch.device) -> DeviceMesh | None:
+        """The mesh that is known at construction, of more than one rank.
+
+        Raises:
+            ConfigurationError: the arguments contradict each other.
+        """
+        mesh = self.tp_mesh
+        if mesh is None and self.tp_group is not None:
+            mesh = mesh_of_group(self.tp_group, device)
+        if mesh is None:
+            return None
+        check_meshes(owner, mesh, self.weight_mesh, self.tp_size)
+        if self.tp_group is not None and dist.get_process_group_ranks(self.tp_group) != mesh.mesh.tolist():
+            raise ConfigurationError(f"{owner}: tp_group and tp_mesh are of different ranks; give one of them")
+        return mesh
+
+
+def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """A mesh of one axis around a process group."""
+    kind = device.type
+    if kind == "meta":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=(AXIS,))
+
+
+def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, tp_size: int) -> None:
+    """Raise unless these can be a module's meshes.
+
+    Raises:
+        ConfigurationError: `tp_mesh` has more than one axis or another size than `tp_size` (where that is not 1), or
+            `weight_mesh` lacks some of its ranks.
+    """
+    if tp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"{owner}: tp_mesh has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; give the tensor-parallel one alone, "
+            'such as mesh["tp"]'
+        )
+    if tp_size not in (1, tp_mesh.size()):
+        raise ConfigurationError(
+            f"{owner}: the tensor-parallel mesh has {tp_mesh.size()} ranks, but tp_size is {tp_size}; give a mesh of "
+            f"{tp_size} ranks, or leave tp_size out"
+        )
+    if weight_mesh is not None:
+        lacking = sorted(set(tp_mesh.mesh.flatten().tolist()) - set(weight_mesh.mesh.flatten().tolist()))
+        if lacking:
+            raise ConfigurationError(
+                f"{owner}: weight_mesh lacks the ranks {lacking} of tp_mesh; it is all axes that weights are sharded "
+                "over, flattened, the tensor-parallel one included (or leave it out: the parameters say it)"
+            )
+
+
+class TensorParallelModule(nn.Module):
+    """A module whose own parameters are cut over a tensor-parallel mesh as `_cuts` says, by name: a dim, or None."""
+
+    def __init__(self, asked: TensorParallelConfig, device: torch.device) -> None:
+        super().__init__()
+        self._cuts: dict[str, int | None] = {}
+        self._asked = asked
+        self.sequence_parallel = asked.sequence_parallel
+        self.tp_mesh = asked.mesh(type(self).__name__, device)
+        self._from_group = self.tp_mesh is not None and asked.tp_mesh is None
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share the parameters of one copy of this module."""
+        return self._asked.tp_size if self.tp_mesh is None else self.tp_mesh.size()
+
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
+        """Cut the parameters over a process group; for a module under FSDP2 use `set_device_mesh`."""
+        if tp_group is not None:
+            device = next((param.device for param in self.parameters(recurse=False)), torch.device("cpu"))
+            self.set_device_mesh(mesh_of_group(tp_group, device))
+            self._from_group = True
+
+    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+        """Make the parameters DTensors on the tensor-parallel axis of a mesh, each rank keeping its piece.
+
+        Call it before `fully_shard`, before `reset_parameters` of a module on the meta device, and before the optimizer
+        is built.
+
+        Args:
+            tp_mesh: the axis, e.g. `mesh["tp"]`.
+            weight_mesh: all axes that weights are sharded over, flattened; it is checked, and not needed.
+
+        Raises:
+            ConfigurationError: on every rank: a mesh of the wrong size, sizes that it does not divide, or parameters
+                that lie on a mesh already.
+        """
+        if tp_mesh is None:
+            return
+        owner = type(self).__name__
+        check_meshes(owner, tp_mesh, weight_mesh, self._asked.tp_size)
+        named = list(self.named_parameters(recurse=False))
+        if not self._from_group and all(self._is_placed(param, tp_mesh) for _, param in named):
+            self.tp_mesh = tp_mesh
+            return
+        for name, param in named:
+            if isinstance(param, DTensor) and not (self._from_group and param.device_mesh == self.tp_mesh):
+                raise ConfigurationError(
+                    f"{owner}.set_device_mesh: {name} lies on {param.device_mesh} already; call it once, before "
+                    "fully_shard"
+                )
+        for name, param in named:
+            if isinstance(param, DTensor):
+                setattr(self, name, distribute.on_mesh(param, tp_mesh))
+            else:
+                setattr(self, name, distribute.shard_parameter(param, tp_mesh, self._cuts[name]))
+        self.tp_mesh, self._from_group = tp_mesh, False
+
+    def _is_placed(self, param: Tensor, mesh: DeviceMesh) -> bool:
+        return isinstance(param, DTensor) and param.device_mesh == mesh
+
+    def tensor_parallel(self, mode: str | None) -> TensorParallel:
+        """The part of a layer that is cut so."""
+        if self.tp_mesh is None:
+            if self.tp_size > 1 and mode is not None:
+                raise ConfigurationError(
+                    f"{type(self).__name__} has tp_size={self.tp_size} but no mesh; call set_device_mesh(tp_mesh) or "
+                    "set_tensor_parallel_group(tp_group) before its forward"
+                )
+            return parallel.NONE
+        return TensorParallel.of(self.tp_mesh.get_group(), mode, self.sequence_parallel)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Under sequence parallelism the rows (dim 0) of all ranks; its gradient is whole on each."""
+        return parallel.join_rows(x, self.tensor_parallel(None)) if self.sequence_parallel else x
+
+    def whole_on_rows(self, name: str) -> Any:
+        """A parameter that every rank has whole and applies to its rows, or None: a norm's, a row-parallel bias."""
+        param = self._local(name)
+        if param is None or not self.sequence_parallel or self.tp_mesh is None:
+            return param
+        return parallel.all_reduce_gradient(param, self.tensor_parallel(None))
+
+    def _local(self, name: str) -> Any:
+        """This rank's part of a parameter, or None where the module has none of that name.
+
+        Raises:
+            ConfigurationError: it is sharded by FSDP still, or, shared with another module, cut otherwise than here.
+        """
+        param = getattr(self, name)
+        if param is None:
+            return None
+        cut = self._cuts.get(name) if self.tp_mesh is not None else None
+        if not isinstance(param, DTensor):
+            if cut is not None and self.tp_size > 1:
+                raise ConfigurationError(self._cut_otherwise(name, "whole on every rank"))
+            return param
+        here = self.tp_mesh is not None and param.device_mesh == self.tp_mesh
+        whole = all(placement.is_replicate() for placement in param.placements)
+        if here and param.placements != (Replicate() if cut is None else Shard(cut),) and self.tp_size > 1:
+            raise ConfigurationError(self._cut_otherwise(name, f"{param.placements} on tp_mesh"))
+        if whole or (here and cut is not None and param.placements == (Shard(cut),)):
+            return param.to_local()
+        raise ConfigurationError(
+            f"{type(self).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the "
+            "module through the FSDP-wrapped one that gathers it, or call unshard() on that first"
+        )
+
+    def _cut_otherwise(self, name: str, found: str) -> str:
+        cut = self._cuts.get(name)
+        wanted = "has it whole" if cut is None else f"cuts its dim {cut}"
+        return (
+            f"{type(self).__name__}.{name} is {found}, but tensor parallelism over {self.tp_size} ranks {wanted} here; "
+            "a weight that is shared with another module must be cut likewise there, as parallelize_module does, "
+            "before it is assigned here"
+        )

@@ -1,0 +1,307 @@
+"""Tensor and sequence parallelism: what goes over the ranks of a tensor-parallel group around the GEMMs of its layers.
+
+Each function is the identity on a group of one rank, without a collective and without an autograd node. They come in
+pairs that are one another's backward (Megatron-LM's, Shoeybi et al., 2019, and Korthikanti et al., 2022):
+
+    copy         forward the identity             backward sums over the ranks
+    reduce       forward sums over the ranks      backward the identity
+    gather_rows  forward joins the ranks' rows    backward sums, and keeps this rank's rows
+    scatter_rows forward sums, and keeps rows     backward joins the ranks' rows
+    split_rows   forward keeps this rank's rows   backward joins the ranks' rows
+    join_rows    forward joins the ranks' rows    backward keeps this rank's rows
+
+What follows `copy_to_group` and `gather_rows` differs between ranks, which cut its weights; what follows
+`reduce_from_group` and `join_rows` is the same on every rank.
+
+Rows are those of dim 0: an activation is [sequence, batch, hidden], and under sequence parallelism each rank holds
+sequence / ranks consecutive rows, in the order of the group. A sum is taken in the dtype of its tensor, as users of
+NCCL expect, and its order is that of the communication backend: it is the same for all ranks, but not for another
+number of ranks. Gradients of parameters that all ranks have, which are small, are summed in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quantshard import amax, numerics, private_torch
+from quantshard.tensor import storage as storages
+from quantshard.amax import Group, Groups
+from quantshard.errors import ConfigurationError
+from quantshard.gemm.operands import OperandSplit
+
+_SEED_GROUP_ALIKE = (
+    "bring torch's CPU generator into one state on the ranks of a tensor-parallel group (torch.manual_seed)"
+)
+
+MODES = (None, "column", "row")
+"""How a layer's weight is cut: not at all, along its output features, or along its input features."""
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A layer's part in a tensor-parallel group, from `TensorParallel.of`.
+
+    `size`, `rank`: of `group`; 1 and 0 where there is none. `mode`: one of `MODES`. `sequence_parallel`: activations
+    outside of the layer's GEMMs are split along dim 0.
+    """
+
+    group: Group = None
+    size: int = 1
+    rank: int = 0
+    mode: str | None = None
+    sequence_parallel: bool = False
+
+    @classmethod
+    def of(cls, group: Group, mode: str | None = None, sequence_parallel: bool = False) -> TensorParallel:
+        """The part of this rank in `group`, of which it must be a member.
+
+        Raises:
+            ConfigurationError: the mode is not one of `MODES`, or this rank is not in the group.
+        """
+        check_mode("a layer", mode, False)
+        if group is None:
+            return cls(None, 1, 0, mode, sequence_parallel)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ConfigurationError(
+                f"rank {dist.get_rank()} is not in the tensor-parallel group it was given; give each rank its own group"
+            )
+        return cls(group, dist.get_world_size(group), rank, mode, sequence_parallel)
+
+    def split(self, dim: int) -> OperandSplit:
+        """A matrix that is cut along `dim` over this group, for `operands.quantize_operand` and `operands.gather`."""
+        return OperandSplit(dim, self.group)
+
+
+NONE = TensorParallel()
+"""A layer that is not cut."""
+
+
+def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
+    """Raise unless a linear layer can be cut so.
+
+    Raises:
+        ConfigurationError: the mode is not one of `MODES`, or there is none although activations are split.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(f"{owner}(parallel_mode={mode!r}): use one of: {', '.join(map(repr, MODES))}")
+    if mode is None and sequence_parallel:
+        raise ConfigurationError(
+            f"{owner}(sequence_parallel=True) gathers or scatters tokens around a weight that is cut, but nothing says "
+            "how: give parallel_mode, or set_parallel_mode=True for modules of several layers"
+        )
+
+
+def stream_base(group: Groups) -> int:
+    """Which data a tensor-parallel group works on: a number equal on its ranks, by which random streams are told apart.
+
+    `group`: it, or the groups of several axes of a mesh, which work on one batch together. Where they are those of the
+    same axes on all ranks it is the index among them, so the data-parallel rank, and the streams are those of a run
+    without these axes. Of other groups two may have one number, which costs no more than that their gradients are
+    rounded with the same words. Without a group it is the rank itself.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    here = dist.get_rank()
+    ranks = [here]
+    for axis in () if group is None else group if isinstance(group, tuple) else (group,):
+        ranks = sorted(rank + other - here for rank in ranks for other in dist.get_process_group_ranks(axis))
+    first, stride = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    period = stride * len(ranks)
+    if ranks != list(range(first, first + period, stride)) or first % period >= stride:
+        return dist.get_world_size() + first  # no axis of a mesh: beyond the numbers of those
+    return first // period * stride + first % period
+
+
+def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
+    """x, the same on every rank. Its gradient, of which each rank has a part, is summed over the ranks."""
+    return x if tp.size == 1 else _CopyToGroup.apply(x, tp)
+
+
+def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
+    """A parameter that every rank has whole and applies to its own rows; its gradient is summed over the ranks.
+
+    For the weights of norms and the biases of row-parallel layers under sequence parallelism. One collective for each
+    parameter, so for small ones. It is given in float32 if it is of 16 bits: so its gradient is rounded once, behind
+    the sum.
+    """
+    return copy_to_group(param.float() if tp.size > 1 and param.dtype.itemsize < 4 else param, tp)
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """y [..., features] plus a bias [features] that is rounded to y's dtype, whose gradient is summed in its own."""
+    return _AddBias.apply(y, bias)
+
+
+def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum of x over the ranks, on every rank."""
+    return x if tp.size == 1 else _ReduceFromGroup.apply(x, tp)
+
+
+def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[rows, ...] of each rank -> [rows * ranks, ...], in the order of the ranks; `rows` must be alike on all.
+
+    Each rank has a part of the result's gradient, as where a column-parallel weight follows: they are summed.
+    """
+    return x if tp.size == 1 else _GatherRows.apply(x, tp)
+
+
+def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    """As `gather_rows`, but every rank has the result's whole gradient, and takes its own rows of it."""
+    return x if tp.size == 1 else _JoinRows.apply(x, tp)
+
+
+def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    """This rank's rows of the sum of x [rows, ...] over the ranks: [rows / ranks, ...].
+
+    Raises:
+        ConfigurationError: on every rank, if the rows cannot be divided equally.
+    """
+    rows_per_rank(x.shape, tp)
+    return x if tp.size == 1 else _ScatterRows.apply(x, tp)
+
+
+def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    """This rank's rows of x [rows, ...], which is the same on every rank: [rows / ranks, ...], a copy.
+
+    Raises:
+        ConfigurationError: on every rank, if the rows cannot be divided equally.
+    """
+    rows_per_rank(x.shape, tp)
+    return x if tp.size == 1 else _SplitRows.apply(x, tp)
+
+
+def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
+    """How many rows (dim 0) of an activation of `shape` each rank holds under sequence parallelism.
+
+    Raises:
+        ConfigurationError: on every rank, if the rows cannot be divided equally.
+    """
+    if shape[0] % tp.size:
+        below = shape[0] - shape[0] % tp.size
+        raise ConfigurationError(
+            f"sequence parallelism cannot divide the {shape[0]} rows (dim 0) of an activation {list(shape)} equally "
+            f"over the {tp.size} ranks of the tensor-parallel group; pad or cut the sequence to a multiple of "
+            f"{tp.size}, such as {below + tp.size}" + (f" or {below}" if below else "") + ", or leave "
+            "sequence_parallel off"
+        )
+    return shape[0] // tp.size
+
+
+def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
+    """x [rows, ..., features] with elements dropped at probability p, and the others divided by 1 - p.
+
+    Over several ranks the mask belongs to the whole activation: it is of the counter generator, by global index, under
+    a key that is drawn from torch's CPU generator. So ranks that have the same rows drop the same elements.
+
+    Raises:
+        RankMismatchError: on every rank, if those of the group draw different keys.
+    """
+    if tp.size == 1:
+        return torch.nn.functional.dropout(x, p)
+    key = storages.random_key()
+    amax.check_equal_on_ranks({"dropout": key}, tp.group, "the random key", _SEED_GROUP_ALIKE)
+    values = x.reshape(-1, x.shape[-1])
+    shape = (values.shape[0], values.shape[1])
+    whole, origin = shape, (0, 0)
+    if tp.sequence_parallel:
+        whole, origin = (shape[0] * tp.size, shape[1]), (shape[0] * tp.rank, 0)
+    words = numerics.random_words(int(key), 0, 0, whole, origin, shape, device=x.device)
+    kept = x * (words.view(x.shape) >= p * 2.0**32)
+    return kept / (1 - p) if p < 1 else kept
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_from_group(grads[0], ctx.tp), None
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        rounded = bias.to(y.dtype)
+        return y + rounded
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].reshape(-1, grads[0].shape[-1]).sum(0, dtype=ctx.dtype)
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        out = x.clone(memory_format=torch.contiguous_format)
+        if out.numel() > 0:
+            dist.all_reduce(out, group=tp.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return copy_to_group(grads[0], ctx.tp), None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return _all_rows(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return scatter_rows(grads[0], ctx.tp), None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        out = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
+        if out.numel() > 0:
+            private_torch.reduce_scatter_single(out, x.contiguous(), group=tp.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_rows(grads[0], ctx.tp), None
+
+
+class _SplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.chunk(tp.size)[tp.rank].clone()  # not a view, which would keep all rows alive
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return join_rows(grads[0], ctx.tp), None
+
+
+class _JoinRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return _all_rows(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return split_rows(grads[0], ctx.tp), None
+
+
+def _all_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    out = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
+    if out.numel() > 0:
+        private_torch.all_gather_single(out, x.contiguous(), group=tp.group)
+    return out

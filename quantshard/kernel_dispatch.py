@@ -1,0 +1,186 @@
+"""The one place that asks "kernel or oracle?": the operations of `numerics` on whichever runs where the tensors are.
+
+Kernels run on GPUs, if Triton is there; the oracle everywhere else, while a graph is traced, and for what no kernel is
+written for: 16-bit codes, random words that are given as a tensor, and float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quantshard import kernels, numerics, private_torch
+from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
+from quantshard.numerics import Grids, Pair, RandomBits
+
+if kernels.USABLE:
+    from quantshard.kernels.quantize import amax as amax_kernel
+    from quantshard.kernels.quantize import dequantize as dequantize_kernel
+    from quantshard.kernels.optimizer import history as history_kernel
+    from quantshard.kernels.optimizer import multi_tensor
+    from quantshard.kernels.quantize import matrix as quantize_kernel
+    from quantshard.kernels.fused import rounded_sum as sum_kernel
+    from quantshard.kernels.quantize import transpose as transpose_kernel
+    from quantshard.kernels.quantize.targets import QuantizeRequest
+
+RandomWords = Tensor | RandomBits
+"""Random words of a rectangle: int64 of its shape, or which they are."""
+
+KERNEL_DEVICES = {"cuda"}
+"""Types of the devices whose tensors go to kernels."""
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernels_on(device: torch.device) -> bool:
+    """True if kernels run on this device."""
+    return kernels.USABLE and device.type in KERNEL_DEVICES
+
+
+@contextmanager
+def kernels_only_on(*types: str) -> Iterator[None]:
+    """Within it kernels run on devices of these types alone: to compare them with the oracle, where both could run."""
+    global KERNEL_DEVICES
+    before, KERNEL_DEVICES = KERNEL_DEVICES, set(types)
+    try:
+        yield
+    finally:
+        KERNEL_DEVICES = before
+
+
+def has_kernels(x: Tensor) -> bool:
+    """True if kernels work on this tensor."""
+    return kernels_on(x.device) and not private_torch.is_traced(x)
+
+
+def has_float_kernels(*tensors: Tensor | None) -> bool:
+    """True if kernels that read all of these as floats work on them: on one device; they know no float64."""
+    return kernels_read(*tensors) and not any(t is not None and private_torch.is_traced(t) for t in tensors)
+
+
+def kernels_read(*tensors: Tensor | None) -> bool:
+    """The same of tensors that are traced, once they have values."""
+    given = [t for t in tensors if t is not None]
+    alike = len({t.device for t in given}) == 1
+    return alike and all(t.dtype in KERNEL_DTYPES and kernels_on(t.device) for t in given)
+
+
+def is_capturing() -> bool:
+    """True if a CUDA graph is being captured: what the host counts or reads now would be the same in every replay."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def lacks_kernels(device: torch.device) -> bool:
+    """True for a GPU whose tensors the oracle works on, since no kernel can be imported."""
+    return device.type in KERNEL_DEVICES and not kernels.USABLE
+
+
+def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
+    """`numerics.block_amax`."""
+    if has_kernels(x) and x.dtype in KERNEL_DTYPES:
+        return amax_kernel.block_amax(x, covers, origin)
+    return numerics.block_amax(x, covers, origin)
+
+
+def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
+    """`numerics.amaxes`."""
+    return {c.name: block_amax(x, c.covers, origin) for c in fmt.components if c.role is not Role.CODES}
+
+
+def quantize_codes(
+    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
+) -> Tensor:
+    """`numerics.quantize_codes`."""
+    if not isinstance(words, Tensor) and _has_kernel(x, copy):
+        request = QuantizeRequest(copy, Scaling(), origin, encode_scales[copy.scale.name], words=words)
+        return quantize_kernel.quantize_matrix(x, request)[0].codes
+    drawn = words.tensor(x.device) if isinstance(words, RandomBits) else words
+    return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
+
+
+def _has_kernel(x: Tensor, copy: QuantizedCopy) -> bool:
+    return x.dtype in KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
+
+
+def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
+    """True if `quantize` works: a kernel then measures and quantizes x in one pass, with each block in one tile."""
+    if isinstance(words, Tensor):
+        return False
+    return all(_has_kernel(x, copy) and ALL not in copy.block for copy in fmt.copies.values())
+
+
+def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None = None) -> dict[str, Tensor]:
+    """`numerics.quantize` of a whole matrix [R, C] that was transformed already; see `sees_blocks`."""
+    parts = {c.name: block_amax(x, c.covers) for c in fmt.components if c.role is Role.AMAX}
+    scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
+    for copy in fmt.copies.values():
+        second = None if copy.amax is None else parts[copy.amax.name]
+        found, _ = quantize_kernel.quantize_matrix(x, QuantizeRequest(copy, scaling, second_amax=second, words=words))
+        assert found.scale is not None
+        parts |= {copy.codes.name: found.codes, copy.scale.name: found.scale}
+    return parts
+
+
+def dequantize(
+    copy: QuantizedCopy,
+    parts: Mapping[str, Tensor],
+    shape: Pair,
+    origin: Pair = (0, 0),
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`numerics.dequantize`, rounded once to `dtype`."""
+    codes = parts[copy.codes.name]
+    if has_kernels(codes) and copy.codes.encoding.bits <= 8:
+        return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype)
+    return numerics.dequantize(copy, parts, shape, origin).to(dtype)
+
+
+def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
+    """Codes of a matrix [R, `cols`] as stored -> those of its transpose."""
+    if encoding.bits == 8 and has_kernels(codes):
+        return transpose_kernel.transpose(codes)
+    return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
+
+
+def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of tensors of one shape and dtype, taken in float32 (or wider, as they are) in their order, rounded once.
+
+    The first may be overwritten.
+    """
+    if dtype in KERNEL_DTYPES and has_float_kernels(*parts):
+        return sum_kernel.rounded_sum(parts, dtype)
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total.to(dtype)
+
+
+def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
+    """`numerics.exceeds` of each of some tensors: float32 [tensors], on the device of the first."""
+    devices = {x.device for x in tensors}
+    if len(devices) == 1 and all(has_kernels(x) and x.dtype in KERNEL_DTYPES for x in tensors):
+        return multi_tensor.exceeding(tensors, largest)
+    return torch.stack([numerics.exceeds(x, largest).to(tensors[0].device) for x in tensors])
+
+
+def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
+    """Append amaxes [n] to n histories by a kernel; False, and nothing done, where none runs."""
+    if not has_kernels(amaxes) or not _lie_on(histories, amaxes.device):
+        return False
+    history_kernel.record(histories, amaxes.contiguous())
+    return True
+
+
+def past_amaxes(histories: Sequence[Tensor], most_recent: bool) -> Tensor | None:
+    """`amax.history_amaxes` by a kernel; None where none runs."""
+    device = histories[0].device
+    if not has_kernels(histories[0]) or not _lie_on(histories, device):
+        return None
+    return history_kernel.pasts(histories, most_recent)
+
+
+def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
+    return all(history.device == device and history.is_contiguous() for history in histories)

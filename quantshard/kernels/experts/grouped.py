@@ -1,0 +1,215 @@
+"""Rows of several experts, those of one after those of another in one matrix, quantized for each expert apart.
+
+    amax[e]    = max |x[i, j]|                   over the rows i of expert e and all columns
+    code[i, j] = round(x[i, j] * multiplier[e])  for rows i of e
+    sums[e, j] = sum of x[i, j]                  over the rows i of e
+
+or, under a scale for each block, codes of the rows and of their transpose, in which each expert begins a block: between
+the rows of two experts are so many rows of zeros. A program works on a tile with rows of one expert, so one launch
+serves all of them. The codes and scales are those that `quantize_expert_rows` gives for the rows of each expert alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.formats import Encoding
+from quantshard.kernels import language as ql
+from quantshard.kernels.optimizer.multi_tensor import device_table
+from quantshard.kernels.quantize.matrix import emit
+from quantshard.kernels.quantize.matrix import tile_of as quantize_tile_of
+from quantshard.kernels.fused.epilogue import by_rows, largest_bits, load_tile
+from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, programs, quantize_launch_options, target, tile
+
+FEW_ROWS: Final = 64
+MANY_ROWS: Final = 128
+COLS: Final = 128
+WARPS: Final = 8
+
+
+@dataclass(frozen=True)
+class ExpertSegments:
+    """Which rows of a matrix of codes are of which expert.
+
+    `rows`: the most rows in a tile. `values`, `total`: rows without and with those between experts. `spans`: int64
+    [experts, 4] on the device: number of the expert, its first row, the one after its last, and by how many rows its
+    codes lie behind its values. `tiles`: int64 [tiles, 4]: the same with the first row of each tile; an expert without
+    rows has none.
+    """
+
+    rows: int
+    values: int
+    total: int
+    spans: Tensor
+    tiles: Tensor
+
+    @staticmethod
+    def of(counts: Sequence[int], device: torch.device, unit: int = 1) -> ExpertSegments:
+        """`counts`: how many rows each expert has, in order. The copy to the device does not wait for it.
+
+        `unit`: what the first row of codes of an expert is a multiple of.
+        """
+        few = unit == 1 and sum(counts) <= FEW_ROWS * len(counts)
+        rows, spans, start, shift = FEW_ROWS if few else MANY_ROWS, [], 0, 0
+        for expert, count in enumerate(counts):
+            spans.append((expert, start, start + count, shift))
+            zeros = -count % unit
+            start, shift = start + count + zeros, shift + zeros
+        tiles = [(e, row, end, shift) for e, start, end, shift in spans for row in range(start, end, rows)]
+        table = device_table([*spans, *tiles], device)
+        return ExpertSegments(rows, start - shift, start, table[: len(spans)], table[len(spans) :])
+
+    def __len__(self) -> int:
+        """How many experts."""
+        return self.spans.shape[0]
+
+
+@triton.jit
+def expert_tile(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Whose rows this program's tile has, its rows and columns, and which have a value."""
+    row = tiles + tl.program_id(0) * 4
+    i = tl.load(row + 1) + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    return tl.load(row), i, j, (i < tl.load(row + 2))[:, None] & (j < cols)[None, :]
+
+
+@triton.jit
+def expert_amax_kernel(x_ptr, stride, cols, tiles, amaxes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
+    tl.atomic_max(amaxes + expert, largest_bits(load_tile(x_ptr, stride, i, j, valued)), sem="relaxed")
+
+
+@triton.jit
+def expert_quantize_kernel(
+    x_ptr, stride, cols, tiles, multipliers, codes_ptr, next_amaxes, poisoned,
+    E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
+    x = load_tile(x_ptr, stride, i, j, valued)
+    if next_amaxes is not None:
+        tl.atomic_max(next_amaxes + expert, largest_bits(x), sem="relaxed")
+    if poisoned is not None:
+        tl.store(poisoned + expert, float("nan"), mask=largest_bits(x) >= 0x7F800000)
+    codes = ql.encode(x * tl.load(multipliers + expert), E)
+    tl.store(codes_ptr + i[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=valued)
+
+
+@triton.jit
+def quantize_blocks_kernel(
+    x_ptr, stride, tiles, where, out, other_where, other_out, poisoned,
+    H: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row, col, i, j, valued = quantize_tile_of(where, H)
+    segment = tiles + row // ROWS * 4
+    valued = valued & (i < tl.load(segment + 2))[:, None]
+    values = tl.load(x_ptr + (i - tl.load(segment + 3))[:, None] * stride + j[None, :], mask=valued, other=0.0)
+    if poisoned is not None:
+        tl.store(poisoned + tl.load(segment), float("nan"), mask=largest_bits(ql.widen(values)) >= 0x7F800000)
+    words = (0, 0, 0, 0, 0)  # none
+    emit(values, row, col, where, out, words, other_where, other_out, words, values.dtype, H, T)
+
+
+@triton.jit
+def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.constexpr):
+    span = spans + tl.program_id(0) * 4
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    shift = tl.load(span + 3)
+    end = tl.load(span + 2) - shift
+    total = tl.zeros((COLS,), tl.float32)
+    for first in range(tl.load(span + 1) - shift, end, ROWS):
+        i = first + tl.arange(0, ROWS)
+        total += tl.sum(load_tile(x_ptr, stride, i, j, (i < end)[:, None] & (j < cols)[None, :]), 0)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * cols + j, total, mask=j < cols)
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
+    """The largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 of no rows, NaN where there is one.
+
+    x: float32, bfloat16 or float16, as in what follows.
+    """
+    found, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
+    if x.numel() > 0:
+        with ql.on(x.device):
+            expert_amax_kernel[_programs(x, segments)](
+                x, x.stride(0), x.shape[1], segments.tiles, found.view(torch.int32), segments.rows, COLS,
+                num_warps=WARPS,
+            )  # fmt: skip
+    return found
+
+
+def quantize_expert_rows(
+    x: Tensor,
+    segments: ExpertSegments,
+    encoding: Encoding,
+    multipliers: Tensor,
+    next_amaxes: Tensor | None = None,
+    poisoned: Tensor | None = None,
+) -> Tensor:
+    """Codes of x [R, C], uint8 of its shape, of an encoding of 8 bits.
+
+    Args:
+        multipliers: float32 [experts], of the values of each expert.
+        next_amaxes: float32 [experts], each made the larger of itself and the amax of the expert's rows.
+        poisoned: float32 [experts], made NaN where not all values of the expert's rows are finite.
+    """
+    codes, x = torch.empty(x.shape, dtype=torch.uint8, device=x.device), by_rows(x)
+    if x.numel() > 0:
+        with ql.on(x.device):
+            expert_quantize_kernel[_programs(x, segments)](
+                x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes,
+                None if next_amaxes is None else next_amaxes.view(torch.int32), poisoned,
+                ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return codes
+
+
+def quantize_expert_blocks(
+    x: Tensor,
+    segments: ExpertSegments,
+    request: QuantizeRequest,
+    other: QuantizeRequest | None,
+    poisoned: Tensor | None = None,
+) -> tuple[QuantizedOutput, QuantizedOutput | None]:
+    """Codes and scales of x [R, C] and, as `other` says, of its transpose: of `segments.total` rows, and columns.
+
+    Blocks of neither have more than `MANY_ROWS` rows of x, and `segments` begin at multiples of that. `poisoned`: as of
+    `quantize_expert_rows`.
+    """
+    shared, x = tile(request, other, x.dtype), by_rows(x)
+    assert segments.rows == MANY_ROWS and MANY_ROWS % shared.rows == 0, "a tile has rows of one expert"
+    rows, cols = segments.total, x.shape[1]
+    one = target((rows, cols), x.dtype, x.device, request, shared)
+    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
+    if x.numel() > 0:
+        with ql.on(x.device):
+            quantize_blocks_kernel[programs(one, two)](
+                x, x.stride(0), segments.tiles, one.where, one.out, two and two.where, two and two.out, poisoned,
+                H=one.how, T=two and two.how, ROWS=MANY_ROWS,
+                **quantize_launch_options(shared, two is not None, x.dtype),
+            )  # fmt: skip
+    return one, two
+
+
+def expert_sums(x: Tensor, segments: ExpertSegments) -> Tensor:
+    """Sums over each expert's rows of x [R, C], float32 [experts, C]."""
+    found, x = torch.empty((len(segments), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
+    if found.numel() > 0:
+        with ql.on(x.device):
+            sums_kernel[len(segments), triton.cdiv(x.shape[1], COLS)](
+                x, x.stride(0), x.shape[1], segments.spans, found, segments.rows, COLS, num_warps=WARPS
+            )
+    return found
+
+
+def _programs(x: Tensor, segments: ExpertSegments) -> tuple[int, int]:
+    return segments.tiles.shape[0], triton.cdiv(x.shape[1], COLS)

@@ -1,0 +1,277 @@
+"""Matrix products of several experts in one launch: FP8 codes, under a scale for each expert or for each block.
+
+    fprop  y[i]  = x[i]  @ w[e]^T + b[e]            for rows i of expert e
+    dgrad  dx[i] = dy[i] @ w[e]
+    wgrad  dw[e] = sum of dy[i]^T x[i]              over the rows i of e
+
+Codes of 8 bits are float16 numbers, so tensor cores multiply them as such: a product of two is exact, and summed in
+float32. In this type they read an operand along either dim, where those for FP8 want the summed one last: weights need
+not be transposed, nor what has one scale, and no bits of sums are lost. A scale for each expert is applied at the end,
+those of blocks to the sum over each block.
+
+Weights are separate tensors, whose addresses a table has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.formats import Encoding
+from quantshard.kernels import language as ql
+from quantshard.kernels.experts.grouped import FEW_ROWS, MANY_ROWS, ExpertSegments
+from quantshard.kernels.optimizer.multi_tensor import TYPES, device_table
+
+
+class GroupedGemmConfig(NamedTuple):
+    """Rows and columns of the result that a program works on, how much of the summed dim at once, by how many warps,
+    and for how many of these steps data are on their way."""
+
+    rows: int
+    cols: int
+    summed: int
+    warps: int
+    stages: int
+
+
+FEW_ROWS_LAUNCH: Final = GroupedGemmConfig(FEW_ROWS, 128, 64, 4, 4)
+ROWS_LAUNCH: Final = {
+    0: GroupedGemmConfig(MANY_ROWS, 256, 64, 8, 3),
+    128: GroupedGemmConfig(MANY_ROWS, 128, 128, 8, 3),
+    32: GroupedGemmConfig(MANY_ROWS, 64, 32, 4, 4),
+}
+WEIGHTS_LAUNCH: Final = {
+    0: GroupedGemmConfig(128, 256, 64, 8, 3),
+    128: GroupedGemmConfig(128, 64, 64, 4, 3),
+    32: GroupedGemmConfig(64, 128, 32, 4, 4),
+}
+"""By the elements under one scale, of which so many as are summed at once are a part; 0: all of an expert. The fastest
+of some on an H200."""
+
+
+@triton.jit
+def scale_at(ptr, there):
+    """Scales, decoded if they are stored as E8M0."""
+    stored = tl.load(ptr, mask=there, other=0)
+    if stored.dtype == tl.uint8:
+        return ql.decode_e8m0(stored)
+    else:
+        return stored
+
+
+@triton.jit
+def rows_kernel(
+    a_ptr, a_scales, poison, tiles, weights, experts, out, summed, cols,
+    TURNED: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Rows [R, summed] times the weight of their expert, [summed, cols] or, if TURNED, [cols, summed]."""
+    row = tiles + tl.program_id(1) * 4
+    expert, end, shift = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+    i = tl.load(row + 1) + tl.arange(0, ROWS)
+    j = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, SUMMED)
+    held = weights + expert
+    weight = tl.load(held).to(tl.pointer_type(tl.uint8))
+    if ALIGNED:
+        weight = tl.multiple_of(weight, 16)
+    grid = tl.load(held + experts).to(tl.pointer_type(SCALE))
+    a = a_ptr + i[:, None] * summed + k[None, :]
+    if TURNED:
+        b = weight + k[:, None] + j[None, :] * summed
+    else:
+        b = weight + k[:, None] * cols + j[None, :]
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, summed, SUMMED):
+        inside = k < summed - start
+        left = tl.load(a, mask=(i < end)[:, None] & inside[None, :], other=0)
+        right = tl.load(b, mask=inside[:, None] & (j < cols)[None, :], other=0)
+        if BLOCK == 0:
+            total = tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16), total)
+        else:
+            step = start // BLOCK
+            row_scales = scale_at(a_scales + i * tl.cdiv(summed, BLOCK) + step, i < end)
+            if TURNED:
+                at = j // BLOCK * tl.cdiv(summed, BLOCK) + step
+            else:
+                at = j // BLOCK + step * tl.cdiv(cols, BLOCK)
+            col_scales = scale_at(grid + at, j < cols)
+            total += (
+                tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16))
+                * row_scales[:, None]
+                * col_scales[None, :]
+            )
+        a += SUMMED
+        b += SUMMED * (1 if TURNED else cols)
+    if BLOCK == 0:
+        total = total * tl.load(a_scales + expert) * tl.load(grid)
+    if poison is not None:
+        total = total * tl.load(poison + expert)
+    if BIAS is not None:
+        bias = tl.load(held + 2 * experts).to(tl.pointer_type(BIAS))
+        total += ql.widen(tl.load(bias + j, mask=j < cols, other=0.0))[None, :]
+    to = out + (i - shift)[:, None] * cols + j[None, :]
+    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < end)[:, None] & (j < cols)[None, :])
+
+
+@triton.jit
+def weights_kernel(
+    a_ptr, b_ptr, a_scales, b_scales, spans, out, rows, cols, A: tl.constexpr, B: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """[R, rows]^T @ [R, cols], summed over each expert's rows -> [experts, rows, cols]."""
+    expert = tl.program_id(2).to(tl.int64)
+    first = tl.load(spans + expert * 4 + 1)
+    count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, SUMMED)
+    a = a_ptr + (first + k)[:, None] * rows + i[None, :]
+    b = b_ptr + (first + k)[:, None] * cols + j[None, :]
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, count, SUMMED):
+        inside = (k < count - start)[:, None]
+        left = tl.load(a, mask=inside & (i < rows)[None, :], other=0)
+        right = tl.load(b, mask=inside & (j < cols)[None, :], other=0)
+        total = tl.dot(tl.trans(ql.decode(left, A, tl.float16)), ql.decode(right, B, tl.float16), total)
+        a += SUMMED * rows
+        b += SUMMED * cols
+    total = total * tl.load(a_scales + expert) * tl.load(b_scales + expert)
+    to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
+    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
+
+
+@triton.jit
+def weights_by_blocks_kernel(
+    a_ptr, b_ptr, a_scales, b_scales, poison, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same of [rows, length] and [cols, length], with a scale for each BLOCK elements of a row."""
+    expert = tl.program_id(2).to(tl.int64)
+    first = tl.multiple_of(tl.load(spans + expert * 4 + 1), BLOCK)
+    count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, SUMMED)
+    a = a_ptr + first + i.to(tl.int64)[:, None] * length + k[None, :]
+    b = b_ptr + first + j.to(tl.int64)[None, :] * length + k[:, None]
+    a_scale = a_scales + (first + i.to(tl.int64) * length) // BLOCK
+    b_scale = b_scales + (first + j.to(tl.int64) * length) // BLOCK
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, count, SUMMED):  # codes beyond the last row are zeros up to the end of its block
+        left = tl.load(a, mask=(i < rows)[:, None], other=0)
+        right = tl.load(b, mask=(j < cols)[None, :], other=0)
+        row_scales = scale_at(a_scale + start // BLOCK, i < rows)
+        col_scales = scale_at(b_scale + start // BLOCK, j < cols)
+        total += (
+            tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16))
+            * row_scales[:, None]
+            * col_scales[None, :]
+        )
+        a += SUMMED
+        b += SUMMED
+    total = total * tl.load(poison + expert)
+    to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
+    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+class EncodedRows(NamedTuple):
+    """Codes of 8 bits of rows, uint8 [R, C], contiguous, and how they are encoded.
+
+    `block`: 0 if `scales` are float32 [experts], one for each; else how many elements of a row are under one of them,
+    float32 or E8M0 [R, blocks of a row]. `poison`: float32 [experts], 1, or NaN for an expert that is not finite.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    encoding: Encoding
+    block: int = 0
+    poison: Tensor | None = None
+
+    def element(self) -> ql.KernelEncoding:
+        """What a kernel knows of the encoding."""
+        return ql.element(self.encoding, self.codes.device)
+
+
+class ExpertWeights(NamedTuple):
+    """Of each expert the codes of 8 bits of its weight, uint8 [out_features, in_features], contiguous, its scales,
+    float32 or E8M0, and its bias [out_features], if it has one. All of one shape, encoding and device.
+
+    `block`: 0 if there is one scale; else rows and columns of the square under one.
+    """
+
+    codes: Sequence[Tensor]
+    scales: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    encoding: Encoding
+    block: int = 0
+
+
+def rows_times_weights(
+    a: EncodedRows, weights: ExpertWeights, segments: ExpertSegments, dtype: torch.dtype, *, transposed: bool
+) -> Tensor:
+    """Rows times the weight [C, cols] of their expert or, if `transposed`, its transpose, plus the bias: `dtype` [rows,
+    cols], rounded once. Of the codes [R, C] of rows, those between experts are left out."""
+    assert a.block == weights.block, "blocks differ"
+    summed, cols = a.codes.shape[1], weights.codes[0].shape[0 if transposed else 1]
+    out = torch.empty((segments.values, cols), dtype=dtype, device=a.codes.device)
+    if out.numel() == 0:
+        return out
+    pointers, aligned = _table(weights)
+    bias = TYPES[weights.biases[0].dtype] if weights.biases else None
+    launch = _launch(segments, a.block)
+    with ql.on(out.device):
+        rows_kernel[triton.cdiv(cols, launch.cols), segments.tiles.shape[0]](
+            a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
+            TURNED=transposed, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
+            A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
+            SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+    return out
+
+
+def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
+    return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[block]
+
+
+def scale_type(scale: Tensor) -> Any:
+    """What kernels read scales as that are stored so."""
+    return tl.uint8 if scale.dtype is torch.uint8 else tl.float32
+
+
+def _table(weights: ExpertWeights) -> tuple[Tensor, bool]:
+    """Addresses of codes, scales and biases, int64 [2 or 3, experts]; and whether all codes are at multiples of 16."""
+    parts = [[part.data_ptr() for part in of] for of in (weights.codes, weights.scales, weights.biases) if of]
+    return device_table(parts, weights.codes[0].device), not any(at % 16 for at in parts[0])
+
+
+def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:
+    """Of rows a [R, M] and b [R, N] the sums of a^T b over each expert's rows: `dtype` [experts, M, N], rounded once;
+    zeros for an expert without rows. With blocks a and b are the transposes [M, R] and [N, R]."""
+    assert a.block == b.block, "blocks differ"
+    across = 0 if a.block else 1
+    rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)
+    out = torch.empty((experts, rows, cols), dtype=dtype, device=a.codes.device)
+    launch = WEIGHTS_LAUNCH[a.block]
+    grid: Any = (triton.cdiv(cols, launch.cols), triton.cdiv(rows, launch.rows), experts)
+    operands = (a.codes, b.codes, a.scales, b.scales)
+    shared: dict[str, Any] = {
+        "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,
+        "num_warps": launch.warps, "num_stages": launch.stages,
+    }  # fmt: skip
+    with ql.on(out.device):
+        if a.block:
+            weights_by_blocks_kernel[grid](
+                *operands, a.poison, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared
+            )
+        else:
+            weights_kernel[grid](*operands, segments.spans, out, rows, cols, **shared)
+    return out

@@ -1,0 +1,251 @@
+"""Activations with the quantization of their results, forward and backward; bias gradients.
+
+    forward    h      = act(gate)              or, gated, act(gate) * up
+    backward   d_gate = dh * act'(gate)        or, gated, dh * up * act'(gate)
+               d_up   = dh * act(gate)
+
+in float32, rounded once to the dtype of `gate`; what then becomes of them is said by `EpilogueRequest`. The same
+kernels give amaxes alone, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + exp(-z)), the
+functions are
+
+    relu    max(x, 0)               exact
+    srelu   max(x, 0)**2            as the oracle, in the same order: equal bits
+    silu    x * s(x)
+    qgelu   x * s(1.702 x)
+    gelu    x * s(2 sqrt(2 / pi) (x + 0.044715 x**3)), which is the tanh form, without its cancellation for x < 0
+
+exp multiplies by log2(e) before the hardware's power of two: its argument is off by u |z|, so the relative error of
+s(z) is at most (|z| + 8) u (z itself: 4 u |z| for gelu), or it is 0 for s(z) < 2**-126, where exp overflows. So before
+the one rounding
+
+    |h      - exact| <= (5 |z| + 12) u |h|                           + 2**-126 |x up|
+    |d_gate - exact| <= (5 |z| + 16) u |dh up| (1 + 3 |z|) s(z)      + 2**-126 |dh up| (1 + 3 |z|)
+
+where 3 is 1 but for gelu (x z' <= 3 z), and results of 8 or 11 bits differ from the oracle's, itself in error by some
+u, by at most a neighbour unless they are near a zero of act'.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+from quantshard.kernels.fused import epilogue as results
+from quantshard.kernels.quantize.matrix import tile_of
+from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
+
+GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
+"""The function of the gate, of activations with two inputs."""
+PLAIN: Final = tuple(GATED.values())
+
+# on the right of a tile in what follows: the interpreter of Triton 3.7 takes the other order for a constant
+QUICK = tl.constexpr(1.702)
+TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+CUBIC = tl.constexpr(0.044715)
+SATURATED = tl.constexpr(1e4)  # x**2 where gelu is x or 0, and above which only overflow could follow
+
+RANDOM = ["k0", "k1", "draw", "stream", "other_stream"]
+RANDOM_TWICE = [f"{of}_{name}" for of in ("gate", "up") for name in RANDOM]
+
+
+SIGMOID = tl.constexpr(
+    "{.reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
+    "rcp.approx.ftz.f32 $0, e;}"
+)
+"""1 / (1 + 2**(-z log2(e))): four instructions, of which the compiler makes four times as many to keep subnormals."""
+
+
+@triton.jit
+def sigmoid(z):
+    if ql.INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-z))  # exp may overflow: 1 / inf is the right 0
+    else:
+        return tl.inline_asm_elementwise(SIGMOID, "=f,f", [z], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def logit(x, KIND: tl.constexpr):
+    """The z of x * s(z), and dz / dx."""
+    if KIND == "silu":
+        return x, tl.zeros_like(x) + 1.0
+    elif KIND == "qgelu":
+        return x * QUICK, tl.zeros_like(x) + QUICK
+    else:
+        tl.static_assert(KIND == "gelu")
+        square = tl.minimum(x * x, SATURATED)
+        return x * ((1.0 + square * CUBIC) * TWICE_ROOT), (1.0 + square * (3.0 * CUBIC)) * TWICE_ROOT
+
+
+@triton.jit
+def value(x, KIND: tl.constexpr):
+    """act(x)."""
+    if KIND == "relu" or KIND == "srelu":
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive if KIND == "relu" else positive * positive
+    else:
+        z, _ = logit(x, KIND)
+        return x * sigmoid(z)
+
+
+@triton.jit
+def value_and_slope(x, KIND: tl.constexpr):
+    """act(x) and act'(x) = s + x s (1 - s) z'."""
+    if KIND == "relu":
+        return value(x, KIND), (x > 0).to(tl.float32)
+    elif KIND == "srelu":
+        positive = value(x, "relu")
+        return positive * positive, 2.0 * positive
+    else:
+        z, slope = logit(x, KIND)
+        s = sigmoid(z)
+        h = x * s
+        return h, s + h * (1.0 - s) * slope
+
+
+@triton.jit(do_not_specialize=RANDOM)
+def activate_kernel(
+    gate_ptr, gate_stride, up_ptr, up_stride, where, sink, out, other_where, other_out,
+    k0, k1, draw, stream, width, other_stream, other_width,
+    KIND: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    place = tile_of(where, TILE)
+    _, _, i, j, valued = place
+    h = value(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
+    if up_ptr is not None:
+        h = h * load_tile(up_ptr, up_stride, i, j, valued)
+    deliver(
+        h, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
+        gate_ptr.dtype.element_ty, H, T,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=RANDOM_TWICE)
+def activate_backward_kernel(
+    dh_ptr, dh_stride, gate_ptr, gate_stride, up_ptr, up_stride, where,
+    gate_sink, gate_out, gate_other_where, gate_other_out,
+    gate_k0, gate_k1, gate_draw, gate_stream, gate_width, gate_other_stream, gate_other_width,
+    up_sink, up_out, up_other_where, up_other_out,
+    up_k0, up_k1, up_draw, up_stream, up_width, up_other_stream, up_other_width,
+    KIND: tl.constexpr, TILE: tl.constexpr,
+    GATE_H: tl.constexpr, GATE_T: tl.constexpr, UP_H: tl.constexpr, UP_T: tl.constexpr,
+):  # fmt: skip
+    place = tile_of(where, TILE)
+    _, _, i, j, valued = place
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    dh = load_tile(dh_ptr, dh_stride, i, j, valued)
+    h, slope = value_and_slope(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
+    if up_ptr is not None:
+        deliver(
+            dh * h, place, where, up_sink, up_out, up_other_where, up_other_out,
+            up_k0, up_k1, up_draw, up_stream, up_width, up_other_stream, up_other_width, dtype, UP_H, UP_T,
+        )  # fmt: skip
+        if UP_T is not None or TILE.rows * TILE.cols > 8192:
+            # registers do not hold so much: read the tile again, from the nearest cache
+            tl.debug_barrier()
+            dh = load_tile(dh_ptr, dh_stride, i, j, valued)
+            _, slope = value_and_slope(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
+        dh = dh * load_tile(up_ptr, up_stride, i, j, valued)
+    deliver(
+        dh * slope, place, where, gate_sink, gate_out, gate_other_where, gate_other_out,
+        gate_k0, gate_k1, gate_draw, gate_stream, gate_width, gate_other_stream, gate_other_width,
+        dtype, GATE_H, GATE_T,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=RANDOM)
+def deliver_kernel(
+    x_ptr, x_stride, where, sink, out, other_where, other_out,
+    k0, k1, draw, stream, width, other_stream, other_width,
+    TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    place = tile_of(where, TILE)
+    _, _, i, j, valued = place
+    x = load_tile(x_ptr, x_stride, i, j, valued)
+    deliver(
+        x, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
+        x_ptr.dtype.element_ty, H, T,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+def function(activation: str, up: Tensor | None) -> str:
+    """The function of the gate; asserts that a second input is there if, and only if, the activation is gated."""
+    assert activation in GATED or activation in PLAIN, activation
+    assert (activation in GATED) == (up is not None), f"{activation} with up={'None' if up is None else 'given'}"
+    return GATED.get(activation, activation)
+
+
+def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: EpilogueRequest) -> Targets:
+    """act(gate), or act(gate) * up; oracle: `layernorm_mlp.activate`. The codes, as far as `outputs` asks for them.
+
+    Args:
+        gate: [R, C], float32, bfloat16 or float16.
+        activation: one of `PLAIN`, or of `GATED` with `up`.
+        up: of the shape and dtype of `gate`, or None.
+        outputs: what is asked for of the result, of the shape and dtype of `gate`.
+    """
+    kind = function(activation, up)
+    assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
+    p = results.plan_epilogue(outputs, gate)
+    gate, up = results.by_rows(gate), None if up is None else results.by_rows(up)
+    if gate.numel() > 0:
+        with ql.on(gate.device):
+            activate_kernel[p.programs](
+                gate, gate.stride(0), up, 0 if up is None else up.stride(0), p.where, p.sink, *p.out, *p.words,
+                KIND=kind, TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+            )  # fmt: skip
+    return p.finish()
+
+
+def activate_backward_and_quantize(
+    dh: Tensor,
+    gate: Tensor,
+    activation: str,
+    up: Tensor | None,
+    d_gate: EpilogueRequest,
+    d_up: EpilogueRequest | None = None,
+) -> tuple[Targets, Targets]:
+    """Gradients of `activate_and_quantize` from that of its result, in one pass over the inputs: of gate, and of up.
+
+    Args:
+        dh: [R, C], the gradient of the result.
+        gate, activation, up: as in forward.
+        d_gate: what is asked for of the gradient of `gate`: of its shape and dtype, as is that of `up`.
+        d_up: the same for `up`, if there is one. Both have one origin, and pad alike.
+    """
+    kind = function(activation, up)
+    assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
+    p, q = results.plan_epilogue(d_gate, gate, d_up), results.plan_epilogue(d_up or EpilogueRequest(), gate, d_gate)
+    assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
+    dh, gate, up = results.by_rows(dh), results.by_rows(gate), None if up is None else results.by_rows(up)
+    if gate.numel() > 0:
+        with ql.on(gate.device):
+            activate_backward_kernel[p.programs](
+                dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
+                p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
+                GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
+                **p.launch(backward=True), enable_fp_fusion=False,
+            )  # fmt: skip
+    return p.finish(), q.finish()
+
+
+def quantize_gradient(grad: Tensor, outputs: EpilogueRequest) -> Targets:
+    """The gradient of a linear layer's output [R, C] as it is: its codes, amax, poison, and as `sums` that of the bias.
+
+    Where nothing but codes and the next amax is wanted, `quantize.quantize_matrix` does it.
+    """
+    p = results.plan_epilogue(outputs, grad)
+    grad = results.by_rows(grad)
+    if grad.numel() > 0:
+        with ql.on(grad.device):
+            deliver_kernel[p.programs](
+                grad, grad.stride(0), p.where, p.sink, *p.out, *p.words,
+                TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+            )  # fmt: skip
+    return p.finish()

@@ -1,0 +1,409 @@
+"""RMSNorm and LayerNorm: statistics of rows, normalization with quantization, and backward.
+
+    z    = x, or x + residual rounded to their dtype
+    mean = sum(z) / n                                  LayerNorm only
+    rstd = 1 / sqrt(sum((z - mean)**2) / n + eps)      RMSNorm: of z
+    unit = (z - mean) * rstd
+    y    = unit * (gamma + offset) + beta
+
+    g    = dy * (gamma + offset)
+    dx   = (g - unit * mean(g * unit) - mean(g)) * rstd + residual gradient
+    dgamma = sum over rows of dy * unit,  dbeta = sum over rows of dy
+
+in float32; y and dx are rounded once to the dtype of x. Rows are held in registers up to `LONGEST` elements; longer
+ones are read again, in pieces of so many.
+
+Statistics come from a kernel that sees whole rows; a second one normalizes tiles and quantizes them, so that a block of
+any shape is whole in one program. Both apply `normalized`, so the amax that the first one takes is that of the second
+one's results, to the bit.
+
+Sums along a row are trees, in which no term passes through more than d = `depth(n)` additions. With u = 2**-24 and m
+the mean of |z| * rstd, to which LayerNorm's centering is exposed (RMSNorm: m = 0), before the one rounding
+
+    |rstd - exact| <= e rstd,          e = (d / 2 + 8) u + d u m
+    |unit - exact| <= a |unit| + b,    a = e + 4 u, b = (a + d u) m
+    |y    - exact| <= (a |unit| + b) |gamma + offset| + 4 u (|unit (gamma + offset)| + |beta|)
+    |dx   - exact| <= (3 a + (d + 16) u) rstd (|g| + |unit| mean(|g unit|) + mean(|g|))
+                      + b rstd (|unit| mean(|g|) + mean(|g unit|))
+
+Sums over R rows are off by at most R u of the sum of the magnitudes, besides the error of unit. The order in which they
+are taken depends on the shape alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+from quantshard.kernels.fused import epilogue as results
+from quantshard.kernels.fused.activation import RANDOM
+from quantshard.kernels.quantize.matrix import tile_of
+from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, largest_bits, load_tile
+
+LONGEST: Final = 16384
+"""Elements of a row, or of a piece of it, that are held in registers."""
+LONGEST_CENTERED: Final = 8192
+"""The same for the backward of LayerNorm, which keeps two sums beside them, and for pieces there."""
+PROGRAMS: Final = 528
+"""Of backward, at most: 4 for each of the 132 multiprocessors of an H100 or H200. Each writes its sums once."""
+PROGRAMS_IN_PIECES: Final = 132
+"""The same for rows in pieces: so few sums that they stay in the L2 cache."""
+PER_THREAD: Final = 16
+"""Elements of a row."""
+
+
+def depth(n: int) -> int:
+    """Most additions on the way of one of n terms to their sum: of a thread, of a row's 1024 threads, of pieces."""
+    return 32 + 10 + -(n // -LONGEST_CENTERED)
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+@triton.jit
+def load_row(ptr, j, size):
+    """Float32 values of a vector at columns j; zero outside."""
+    return ql.widen(tl.load(ptr + j, mask=(j >= 0) & (j < size), other=0.0))
+
+
+@triton.jit
+def load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued):
+    z = load_tile(x_ptr, x_stride, i, j, valued)
+    if residual_ptr is not None:
+        total = z + load_tile(residual_ptr, residual_stride, i, j, valued)
+        z = ql.widen(ql.narrow(total, x_ptr.dtype.element_ty))
+    return z
+
+
+@triton.jit
+def normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED: tl.constexpr, OFFSET: tl.constexpr):
+    """y, float32, of a tile z at columns j; statistics are one for each of its rows."""
+    if CENTERED:
+        z = z - mean[:, None]
+    y = z * rstd[:, None] * (load_row(gamma_ptr, j, size) + OFFSET)[None, :]
+    if beta_ptr is not None:
+        y = y + load_row(beta_ptr, j, size)[None, :]
+    return y
+
+
+@triton.jit
+def statistics_kernel(
+    x_ptr, x_stride, residual_ptr, residual_stride, sum_ptr, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, amax_ptr,
+    rows, size, eps,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS,), tl.float32)
+    for piece in tl.static_range(PIECES):
+        j = piece * PIECE + tl.arange(0, PIECE)
+        valued = (i < rows)[:, None] & (j < size)[None, :]
+        z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
+        if sum_ptr is not None:
+            at = i.to(tl.int64)[:, None] * size + j[None, :]
+            tl.store(sum_ptr + at, ql.narrow(z, sum_ptr.dtype.element_ty), mask=valued)
+        total += tl.sum(z if CENTERED else z * z, 1)
+    mean = tl.div_rn(total, tl.zeros_like(total) + size)
+    square = mean  # RMSNorm: that was the mean square
+    if CENTERED:
+        tl.store(mean_ptr + i, mean, mask=i < rows)
+        total = tl.zeros((ROWS,), tl.float32)
+        for piece in tl.static_range(PIECES):
+            j = piece * PIECE + tl.arange(0, PIECE)
+            valued = (i < rows)[:, None] & (j < size)[None, :]
+            if PIECES > 1:
+                z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
+            centered = tl.where(valued, z - mean[:, None], 0.0)
+            total += tl.sum(centered * centered, 1)
+        square = tl.div_rn(total, tl.zeros_like(total) + size)
+    rstd = tl.div_rn(tl.zeros_like(square) + 1.0, tl.sqrt_rn(square + eps))
+    tl.store(rstd_ptr + i, rstd, mask=i < rows)
+    if amax_ptr is not None:
+        amax = 0
+        for piece in tl.static_range(PIECES):
+            j = piece * PIECE + tl.arange(0, PIECE)
+            valued = (i < rows)[:, None] & (j < size)[None, :]
+            if PIECES > 1:
+                z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
+            y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED, OFFSET)
+            amax = tl.maximum(amax, largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
+        tl.atomic_max(amax_ptr, amax, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=RANDOM)
+def normalize_kernel(
+    x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, where, sink, out, other_where, other_out,
+    k0, k1, draw, stream, width, other_stream, other_width,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    place = tile_of(where, TILE)
+    _, _, i, j, valued = place
+    z = load_tile(x_ptr, x_stride, i, j, valued)
+    rstd = load_row(rstd_ptr, i, where.rows)
+    mean = load_row(mean_ptr, i, where.rows) if CENTERED else rstd
+    y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, where.value_cols, CENTERED, OFFSET)
+    deliver(
+        tl.where(valued, y, 0.0), place, where, sink, out, other_where, other_out,
+        k0, k1, draw, stream, width, other_stream, other_width, x_ptr.dtype.element_ty, H, T,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+@triton.jit
+def load_unit(x_ptr, x_stride, mean_ptr, rstd_ptr, i, j, rows, valued, CENTERED: tl.constexpr):
+    z = load_tile(x_ptr, x_stride, i, j, valued)
+    if CENTERED:
+        z = z - load_row(mean_ptr, i, rows)[:, None]
+    return z * load_row(rstd_ptr, i, rows)[:, None]
+
+
+@triton.jit
+def store_dx(
+    g, unit, of_unit, of_g, rstd, residual_ptr, residual_stride, dx_ptr, i, j, size, valued, CENTERED: tl.constexpr
+):  # fmt: skip
+    dx = g - unit * of_unit[:, None]
+    if CENTERED:
+        dx = dx - of_g[:, None]
+    dx = dx * rstd[:, None]
+    if residual_ptr is not None:
+        dx = dx + load_tile(residual_ptr, residual_stride, i, j, valued)
+    at = i.to(tl.int64)[:, None] * size + j[None, :]
+    tl.store(dx_ptr + at, ql.narrow(dx, dx_ptr.dtype.element_ty), mask=valued)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, dy_stride, x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, residual_ptr, residual_stride,
+    dx_ptr, dgamma_ptr, dbeta_ptr, rows, size,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Whole rows: every so many of them, in order, go to one program."""
+    j = tl.arange(0, PIECE)
+    dgamma = tl.zeros((ROWS, PIECE), tl.float32)
+    dbeta = tl.zeros((ROWS, PIECE), tl.float32)
+    first = tl.program_id(0) * ROWS
+    while first < rows:  # not a range: the interpreter knows none with bounds like these
+        i = first + tl.arange(0, ROWS)
+        valued = (i < rows)[:, None] & (j < size)[None, :]
+        dy = load_tile(dy_ptr, dy_stride, i, j, valued)
+        unit = load_unit(x_ptr, x_stride, mean_ptr, rstd_ptr, i, j, rows, valued, CENTERED)
+        g = dy * (load_row(gamma_ptr, j, size) + OFFSET)[None, :]
+        of_unit = tl.sum(g * unit, 1)
+        of_unit = tl.div_rn(of_unit, tl.zeros_like(of_unit) + size)
+        of_g = of_unit
+        if CENTERED:
+            of_g = tl.sum(g, 1)
+            of_g = tl.div_rn(of_g, tl.zeros_like(of_g) + size)
+        if PIECE > 8192:  # beside the sums, registers do not hold so many: the nearest cache does
+            tl.debug_barrier()  # else the compiler keeps what was read before
+            dy = load_tile(dy_ptr, dy_stride, i, j, valued)
+            unit = load_unit(x_ptr, x_stride, mean_ptr, rstd_ptr, i, j, rows, valued, CENTERED)
+            g = dy * (load_row(gamma_ptr, j, size) + OFFSET)[None, :]
+        rstd = load_row(rstd_ptr, i, rows)
+        store_dx(
+            g, unit, of_unit, of_g, rstd, residual_ptr, residual_stride, dx_ptr, i, j, size, valued, CENTERED
+        )  # fmt: skip
+        if dgamma_ptr is not None:
+            dgamma += dy * unit
+        if dbeta_ptr is not None:
+            dbeta += dy
+        first += tl.num_programs(0) * ROWS
+    at = tl.program_id(0).to(tl.int64) * size + j
+    if dgamma_ptr is not None:
+        tl.store(dgamma_ptr + at, tl.sum(dgamma, 0), mask=j < size)
+    if dbeta_ptr is not None:
+        tl.store(dbeta_ptr + at, tl.sum(dbeta, 0), mask=j < size)
+
+
+@triton.jit
+def add_to(ptr, values, mask, at):
+    tl.store(ptr + at, tl.load(ptr + at, mask=mask, other=0.0) + values, mask=mask)
+
+
+@triton.jit
+def backward_pieces_kernel(
+    dy_ptr, dy_stride, x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, residual_ptr, residual_stride,
+    dx_ptr, dgamma_ptr, dbeta_ptr, rows, size,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Rows longer than a piece: read twice; a program adds to its sums, which start at zero, where they lie."""
+    row = tl.program_id(0)
+    while row < rows:
+        i = row + tl.arange(0, 1)
+        of_unit = tl.zeros((1,), tl.float32)
+        of_g = tl.zeros((1,), tl.float32)
+        for piece in tl.range(PIECES):
+            j = piece * PIECE + tl.arange(0, PIECE)
+            valued = (i < rows)[:, None] & (j < size)[None, :]
+            unit = load_unit(x_ptr, x_stride, mean_ptr, rstd_ptr, i, j, rows, valued, CENTERED)
+            g = load_tile(dy_ptr, dy_stride, i, j, valued) * (load_row(gamma_ptr, j, size) + OFFSET)[None, :]
+            of_unit += tl.sum(g * unit, 1)
+            of_g += tl.sum(g, 1)
+        of_unit = tl.div_rn(of_unit, tl.zeros_like(of_unit) + size)
+        of_g = tl.div_rn(of_g, tl.zeros_like(of_g) + size)
+        rstd = load_row(rstd_ptr, i, rows)
+        for piece in tl.range(PIECES):
+            j = piece * PIECE + tl.arange(0, PIECE)
+            valued = (i < rows)[:, None] & (j < size)[None, :]
+            unit = load_unit(x_ptr, x_stride, mean_ptr, rstd_ptr, i, j, rows, valued, CENTERED)
+            dy = load_tile(dy_ptr, dy_stride, i, j, valued)
+            g = dy * (load_row(gamma_ptr, j, size) + OFFSET)[None, :]
+            store_dx(
+                g, unit, of_unit, of_g, rstd, residual_ptr, residual_stride, dx_ptr, i, j, size, valued, CENTERED
+            )  # fmt: skip
+            at = tl.program_id(0).to(tl.int64) * size + j
+            if dgamma_ptr is not None:
+                add_to(dgamma_ptr, tl.sum(dy * unit, 0), j < size, at)
+            if dbeta_ptr is not None:
+                add_to(dbeta_ptr, tl.sum(dy, 0), j < size, at)
+        row += tl.num_programs(0)
+        tl.debug_barrier()  # the sums are read again, perhaps by other threads than wrote them
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+class NormStatistics(NamedTuple):
+    """Of rows: float32 [R]; `mean` is None for RMSNorm."""
+
+    rstd: Tensor
+    mean: Tensor | None
+
+
+class NormParameters(NamedTuple):
+    """Vectors [C] of any float dtype; `offset` is 1 for zero-centered gamma, else 0."""
+
+    gamma: Tensor
+    beta: Tensor | None = None
+    offset: float = 0.0
+
+
+class RowTiling(NamedTuple):
+    """How rows of n elements are laid out over a program: rows, elements of a piece, pieces, warps."""
+
+    rows: int
+    piece: int
+    pieces: int
+    warps: int
+
+
+def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
+    """At least 4096 elements a program."""
+    piece = min(max(triton.next_power_of_2(size), 16), longest)
+    rows = max(1, 4096 // piece)
+    return RowTiling(rows, piece, -(size // -piece), max(rows * piece // (32 * PER_THREAD), 1))
+
+
+def backward_row_tiling(size: int, centered: bool) -> RowTiling:
+    """In pieces where registers would not hold a row and what is summed."""
+    whole = size <= (LONGEST_CENTERED if centered else LONGEST)
+    r = row_tiling(size, LONGEST if whole else LONGEST_CENTERED)
+    return r._replace(warps=min(r.warps, 16))
+
+
+def norm_statistics(
+    x: Tensor,
+    eps: float,
+    centered: bool,
+    *,
+    residual: Tensor | None = None,
+    parameters: NormParameters | None = None,
+    amax: Tensor | None = None,
+) -> tuple[NormStatistics, Tensor]:
+    """Statistics of the rows of x [R, C], or of x + residual; and that sum, or x itself.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        eps: added to the mean square.
+        centered: subtract the mean (LayerNorm), or not (RMSNorm).
+        residual: of the shape and dtype of x.
+        parameters: those of the normalization, if `amax` is given.
+        amax: float32 scalar, made the larger of itself and the amax of the normalized result in the dtype of x.
+    """
+    assert (amax is None) == (parameters is None), "an amax needs parameters, and they serve nothing else here"
+    assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), "x and residual differ"
+    rows, size = x.shape
+    x, residual = results.by_rows(x), None if residual is None else results.by_rows(residual)
+    total = None if residual is None else torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    found = NormStatistics(rstd, torch.empty_like(rstd) if centered else None)
+    gamma, beta, offset = parameters or NormParameters(rstd)
+    r = row_tiling(size)
+    if rows > 0:
+        with ql.on(x.device):
+            statistics_kernel[(-(rows // -r.rows),)](
+                x, x.stride(0), residual, 0 if residual is None else residual.stride(0), total, found.mean, rstd,
+                gamma, beta, None if amax is None else amax.view(torch.int32), rows, size, eps, CENTERED=centered,
+                OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
+            )  # fmt: skip
+    return found, x if total is None else total
+
+
+def normalize_and_quantize(
+    x: Tensor, statistics: NormStatistics, parameters: NormParameters, outputs: EpilogueRequest
+) -> Targets:
+    """LayerNorm or RMSNorm of the rows of x [R, C], given their statistics; oracle: `modules.norm`.
+
+    Gives the codes, as far as `outputs` asks for them.
+
+    Args:
+        x: float32, bfloat16 or float16; with a residual, the sum.
+        statistics: from `norm_statistics`, with a mean for LayerNorm.
+        parameters: of the normalization.
+        outputs: what is asked for of the result, of the shape and dtype of x.
+    """
+    p = results.plan_epilogue(outputs, x)
+    x = results.by_rows(x)
+    if x.numel() > 0:
+        with ql.on(x.device):
+            normalize_kernel[p.programs](
+                x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
+                p.where, p.sink, *p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
+                TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+            )  # fmt: skip
+    return p.finish()
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    statistics: NormStatistics,
+    parameters: NormParameters,
+    *,
+    residual_gradient: Tensor | None = None,
+    for_parameters: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, in its dtype, and of gamma and beta, in float32: dx [R, C], dgamma [C], dbeta [C].
+
+    Args:
+        dy: [R, C], the gradient of the result.
+        x, statistics, parameters: as of `normalize_and_quantize`.
+        residual_gradient: [R, C], added to dx before it is rounded.
+        for_parameters: without it dgamma is None; dbeta is None if there is no beta, too.
+    """
+    rows, size = x.shape
+    r = backward_row_tiling(size, statistics.mean is not None)
+    grid = min(-(rows // -r.rows), PROGRAMS) if r.pieces == 1 else min(rows, PROGRAMS_IN_PIECES)
+    dy, x = results.by_rows(dy), results.by_rows(x)
+    residual = None if residual_gradient is None else results.by_rows(residual_gradient)
+    dx = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    dgamma = torch.zeros((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
+    dbeta = torch.zeros_like(dgamma) if dgamma is not None and parameters.beta is not None else None
+    if rows * size > 0:
+        kernel, layout = backward_kernel, {"ROWS": r.rows}
+        if r.pieces > 1:
+            kernel, layout = backward_pieces_kernel, {"PIECES": r.pieces}
+        with ql.on(x.device):
+            kernel[(grid,)](
+                dy, dy.stride(0), x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma,
+                residual, 0 if residual is None else residual.stride(0), dx, dgamma, dbeta, rows, size,
+                CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=r.piece,
+                num_warps=r.warps, enable_fp_fusion=False, **layout,
+            )  # fmt: skip
+    return dx, None if dgamma is None else dgamma.sum(0), None if dbeta is None else dbeta.sum(0)

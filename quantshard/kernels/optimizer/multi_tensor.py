@@ -1,0 +1,253 @@
+"""Small kernels over many tensors at once: amaxes, scales from amaxes, the histories of delayed scaling.
+
+    amax[n] = max |x_n|,  NaN if x_n has one
+
+Each takes a table on the device, int64, one row for each tensor, with addresses in it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, chain
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+from quantshard.kernels.optimizer.history import past, push_amax
+
+TYPES: Final[dict[torch.dtype, Any]] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+"""The dtypes that kernels read from addresses."""
+
+TILE: Final = 8192
+TILES_PER_PROGRAM: Final = 4
+
+
+def device_table(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """A table on the device: int64 [rows, columns]. The copy does not wait for the device."""
+    numbers = array("q", chain.from_iterable(table))  # by way of which it takes a fifth of the time
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    host = torch.frombuffer(numbers, dtype=torch.int64).view(len(table), -1)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@lru_cache(maxsize=32)  # it depends on sizes alone, so from step to step it stays
+def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
+    """How many programs each entry has -> which entry each program works on, int32."""
+    counts = torch.tensor(programs, dtype=torch.int64)
+    return torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32), counts).to(device)
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself or a copy whose elements lie in a row at a multiple of 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------- amax
+
+AMAX_ROW: Final = ("number", "numel", "first")
+ADDRESS: Final = ("dtype", "address")
+
+
+@triton.jit
+def tensor_amax_kernel(
+    table, entries, addresses, out, limit, STRIDE: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr,
+    SIZE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Make out [tensors] the larger of itself and the bits of the amax; with a limit, 1.0 where the amax is above it,
+    or 2.0 where it is not finite.
+
+    `addresses`: int64 [tensors, STRIDE], the code of a dtype, of which only CODE counts, and the address of the tensor.
+    """
+    row = table + tl.load(entries + tl.program_id(0)) * 3
+    number = tl.load(row)
+    held = addresses + number * STRIDE
+    if tl.load(held) != CODE:
+        return
+    address = tl.load(held + 1)
+    numel = tl.load(row + 1)
+    start = (tl.program_id(0) - tl.load(row + 2)) * (SIZE * TILES)
+    at = tl.arange(0, SIZE)
+    top = tl.zeros((SIZE,), tl.int32)  # of bits: NaN has the most
+    if (start + SIZE * TILES <= numel) & (address % 16 == 0):  # without a mask, 16 bytes are read at once
+        x = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+        for tile in tl.static_range(TILES):
+            values = tl.load(x + start + tile * SIZE + at).to(tl.float32)
+            top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
+    else:
+        x = address.to(tl.pointer_type(DTYPE))
+        for tile in range(TILES):
+            rest = numel - start - tile * SIZE
+            values = tl.load(x + start + tile * SIZE + at, mask=at < rest, other=0.0).to(tl.float32)
+            top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
+    amax = tl.max(top, 0)
+    if limit is None:
+        tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, amax, sem="relaxed")
+    elif amax > limit:  # of bits: 2.0 from those of infinity on, else 1.0
+        beyond = tl.where(amax >= 0x7F800000, 0x40000000, 0x3F800000)
+        tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, beyond, sem="relaxed")
+
+
+class TensorReader:
+    """Tensors of given sizes, of one device, to be read whole: planned once, launched with a table of their addresses.
+
+    `stride`: of that table, int64 [tensors, stride], whose first columns are `ADDRESS`. The code of a dtype is its
+    number in `TYPES` plus one; 0 stands for no tensor.
+    """
+
+    def __init__(self, numels: Sequence[int], stride: int, device: torch.device) -> None:
+        self.stride, self.device, self.count = stride, device, len(numels)
+        programs = tuple(-(numel // -(TILE * TILES_PER_PROGRAM)) for numel in numels)
+        firsts = (0, *accumulate(programs))
+        self._programs = firsts[-1]
+        self._table = device_table([(n, *row) for n, row in enumerate(zip(numels, firsts, strict=False))], device)
+        self._entries = entry_of_program(programs, device)
+
+    def amaxes(self, addresses: Tensor, codes: Iterable[int]) -> Tensor:
+        """The largest |x| of each tensor, float32 [tensors]; 0 of an empty one, NaN where there is one."""
+        return self._run(addresses, codes, None)
+
+    def exceeding(self, addresses: Tensor, codes: Iterable[int], largest: float) -> Tensor:
+        """`numerics.exceeds` of each tensor, float32 [tensors]."""
+        return self._run(addresses, codes, largest)
+
+    def _run(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
+        out = torch.zeros(self.count, dtype=torch.float32, device=self.device)
+        with ql.on(self.device):
+            for code in sorted(set(codes) - {0} if self._programs else ()):
+                dtype = tuple(TYPES)[code - 1]
+                limit = None if largest is None else _bits_of_limit(largest, dtype)
+                tensor_amax_kernel[(self._programs,)](
+                    self._table, self._entries, addresses, out, limit, self.stride, TYPES[dtype], code, TILE,
+                    TILES_PER_PROGRAM, num_warps=8,
+                )  # fmt: skip
+        return out
+
+
+@lru_cache
+def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
+    """Of the limit in that dtype, in float32, where the order of bits is that of positive numbers."""
+    limit = torch.tensor(min(largest, torch.finfo(dtype).max), dtype=dtype)
+    return int(limit.float().view(torch.int32))
+
+
+def _read(tensors: Sequence[Tensor]) -> tuple[TensorReader, Tensor, list[int], list[Tensor]]:
+    """How to read these tensors, their addresses and codes, and what must live until they were read."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    held = [tensor.contiguous() for tensor in tensors]
+    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in held]
+    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in held], strict=True)), device)
+    return TensorReader([tensor.numel() for tensor in held], len(ADDRESS), device), addresses, codes, held
+
+
+def tensor_amaxes(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest |x| of each tensor, float32 [tensors]; 0 of an empty one, NaN where there is one. One launch a dtype.
+
+    Tensors: any shapes, of one device, float32, bfloat16 or float16.
+    """
+    reading, addresses, codes, _held = _read(tensors)
+    return reading.amaxes(addresses, codes)
+
+
+def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
+    """`numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
+    reading, addresses, codes, _held = _read(tensors)
+    return reading.exceeding(addresses, codes, largest)
+
+
+# --------------------------------------------------------------------------------------------------------------- scales
+
+
+SCALES_ROW: Final = ("parameter", "amax", "scale", "numel", "new_second", "second")
+HISTORY_ROW: Final = ("parameter", "history", "length", "used", "amax", "redo")
+
+
+@triton.jit
+def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
+    """Store the scales of grids of amaxes, and the amax of the whole tensor where scales have one above them."""
+    if skip is not None:
+        if tl.load(skip) != 0:
+            return
+    row = table + tl.program_id(0) * 6
+    if tl.load(gradients + tl.load(row) * STRIDE) == 0:
+        return
+    amax = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    numel = tl.load(row + 3)
+    second = 0.0
+    if R.kind == 2:
+        second = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+        if tl.program_id(1) == 0:
+            tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), second)
+    dtype: tl.constexpr = tl.float32 if R.kind == 0 else tl.uint8
+    scale = tl.load(row + 2).to(tl.pointer_type(dtype))
+    start = tl.program_id(1).to(tl.int64) * SIZE
+    while start < numel:
+        at = start + tl.arange(0, SIZE)
+        stored, _ = ql.scales(tl.load(amax + at, mask=at < numel, other=0.0), second, R)
+        tl.store(scale + at, stored, mask=at < numel)
+        start += tl.num_programs(1) * SIZE
+
+
+@triton.jit
+def tensor_past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    """Before a step: the amax that each history stands for; 0 if none is recorded."""
+    row = table + tl.program_id(0) * 6
+    history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    amax = past(history, tl.load(row + 2), MOST_RECENT, LENGTH)
+    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), amax)
+
+
+@triton.jit
+def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    """After the amaxes were reduced: the amax to use, whether it is the new one, and the new history.
+
+    See `amax.Requantization.commit` and `amax.record_amax_`.
+    """
+    if skip is not None:
+        if tl.load(skip) != 0:
+            return
+    row = table + tl.program_id(0) * 6
+    if tl.load(gradients + tl.load(row) * STRIDE) == 0:
+        return
+    history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    length = tl.load(row + 2)
+    known = past(history, length, MOST_RECENT, LENGTH)
+    amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+    used = tl.where(known > 0, known, amax)
+    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
+    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(known > 0, 0.0, 1.0))
+    push_amax(history, length, amax, LENGTH)
+
+
+@triton.jit
+def corrections_kernel(
+    steps, rates, betas, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+):  # fmt: skip
+    """Of each group: its step, lr and 1 / (1 - beta**step), as `Hyperparameters.corrections`, into a step's table.
+
+    `steps`: int64 [groups]. `rates`: float32 [groups]. `betas`: float64 [groups, 2]. `corrected`: int64 [groups].
+    """
+    group = tl.program_id(0)
+    step = tl.load(steps + group)
+    tl.store(groups + group * GROUP + 1, step)
+    tl.store(settings + group * SETTINGS, tl.load(rates + group))
+    for which in tl.static_range(2):
+        base = tl.load(betas + group * 2 + which)
+        power = base * 0.0 + 1.0
+        for bit in tl.static_range(32):
+            power = tl.where(((step >> bit) & 1) != 0, power * base, power)
+            base = base * base
+        correction = tl.where(tl.load(corrected + group) != 0, (1.0 / (1.0 - power)).to(tl.float32), 1.0)
+        tl.store(settings + group * SETTINGS + CORRECTION + which, correction)

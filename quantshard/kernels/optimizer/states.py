@@ -1,0 +1,425 @@
+"""States of an optimizer in kernels over many tensors: a tile of one is read in float32, and written as it is stored.
+
+    read(state) -> x          x -> amaxes, x -> codes and scales, or a rounded plain value
+
+What differs between the tensors of a launch (addresses, shapes, the part of the global tensor) stands in a table on the
+device, what differs between steps in a second one, and what must be known when a kernel is compiled in
+`AdamKernelConfig`. The oracle is `optimizers.state`, with `optimizers.rounding` and `numerics`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import triton
+import triton.language as tl
+
+from quantshard.kernels import language as ql
+from quantshard.kernels.quantize import random_words as rw
+
+ABSENT: Final = tl.constexpr(0)
+PLAIN: Final = tl.constexpr(1)
+HALVES: Final = tl.constexpr(2)
+SCALED: Final = tl.constexpr(3)
+"""How a state is stored: not at all; as a plain tensor; as the low half of a float32, the high half being the weight
+(`numerics.join_bfloat16`); in components of a format row."""
+
+
+class StateConfig(NamedTuple):
+    """How one state, or one copy of the weight, is stored, and what a launch does with it; constants of a kernel.
+
+    `dtype`: of what is stored. `rule`: of the scales. `block_rows`, `block_cols`: of a scale block; `rows`, `cols`: of
+    what a tile holds of it. `given`: scales derive from amaxes that were taken before, else from the tile's. `second`:
+    there is an amax of the whole tensor too, taken before. `measures`, `measures_second`: such amaxes are taken.
+    """
+
+    kind: int
+    dtype: Any = None
+    rule: Any = None
+    block_rows: int = 1
+    block_cols: int = 1
+    rows: int = 1
+    cols: int = 1
+    row_all: bool = False
+    col_all: bool = False
+    stochastic: bool = False
+    own_words: bool = False
+    keep_positive: bool = False
+    given: bool = False
+    second: bool = False
+    measures: bool = False
+    measures_second: bool = False
+    writes: bool = False
+
+
+class AdamKernelConfig(NamedTuple):
+    """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and how everything is stored.
+
+    `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `rw.words_of_tile`.
+    `high`: blocks are higher than a tile, so all chunks of a program are updated before one is quantized. `rereads`:
+    their values are then read again from the float32 masters, a few microseconds old, to have the registers for another
+    program beside this one; else they are kept. `bounded`: as for `optimizers.adam.adam`.
+    """
+
+    rows: int
+    cols: int
+    chunks: int
+    aligned: bool
+    by_four: bool
+    high: bool
+    rereads: bool
+    bounded: bool
+    exp_avg: StateConfig
+    exp_avg_sq: StateConfig
+    master: StateConfig
+    weight: StateConfig
+    columnwise: StateConfig
+
+
+# The table of tensors: int64, one row for each, ENTRY columns and then SLOT for each of the five things stored.
+ENTRY: Final = ("parameter", "group", "rows", "cols", "row_origin", "col_origin", "width", "across", "first", "stream",
+                "key", "key_stream", "redo")  # fmt: skip
+SLOT: Final = ("codes", "scale", "stride", "second", "measured", "given", "new_second")
+EXP_AVG: Final = tl.constexpr(0)
+EXP_AVG_SQ: Final = tl.constexpr(1)
+MASTER: Final = tl.constexpr(2)
+WEIGHT: Final = tl.constexpr(3)
+COLUMNWISE: Final = tl.constexpr(4)
+COLUMNS: Final = tl.constexpr(len(ENTRY) + 5 * len(SLOT))
+_ENTRIES: Final = tl.constexpr(len(ENTRY))
+_SLOTS: Final = tl.constexpr(len(SLOT))
+
+# The table of a step: int64, for each parameter whether it has a gradient (and of which dtype), where, and the draw of
+# its own words; for each group the optimizer's seed and the step; and float32 for each group.
+GRADIENT: Final = ("dtype", "address", "draw")
+GROUP: Final = ("seed", "step")
+SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
+                   "ratio")  # fmt: skip
+GRADIENT_COLUMNS: Final = tl.constexpr(len(GRADIENT))
+GROUP_COLUMNS: Final = tl.constexpr(len(GROUP))
+SETTINGS_COLUMNS: Final = tl.constexpr(len(SETTINGS))
+
+
+class EntryRegion(NamedTuple):
+    """Which rectangle of the global matrix an entry is."""
+
+    rows: Any
+    cols: Any
+    row_origin: Any
+    col_origin: Any
+
+
+class StatePointers(NamedTuple):
+    """Addresses of one thing stored: `codes` (or plain values), `scale`, the stride of its grid and of the grids of
+    amaxes, `second` (stored), amaxes to take (`measured`) and to use (`given`), and the new amax of the whole."""
+
+    codes: Any
+    scale: Any
+    stride: Any
+    second: Any
+    measured: Any
+    given: Any
+    new_second: Any
+
+
+class TileOffsets(NamedTuple):
+    """Where a tile lies: its global row and column; how far its first element is from that of the rectangle, and the
+    others are from it; and which of them are in the rectangle."""
+
+    row: Any
+    col: Any
+    first: Any
+    offsets: Any
+    valid: Any
+
+
+@triton.jit
+def area_of(entry, ALIGNED: tl.constexpr):
+    """The rectangle of an entry, in int32, which halves the registers of indices."""
+    cols = tl.load(entry + 3).to(tl.int32)
+    col_origin = tl.load(entry + 5).to(tl.int32)
+    if ALIGNED:  # in shifts, the compiler sees the multiple through function calls
+        cols = (cols >> 4) << 4
+        col_origin = (col_origin >> 4) << 4
+    return EntryRegion(tl.load(entry + 2).to(tl.int32), cols, tl.load(entry + 4).to(tl.int32), col_origin)
+
+
+@triton.jit
+def slot_of(entry, role):
+    """What an entry's table row says of one role."""
+    s = entry + _ENTRIES + role * _SLOTS
+    return StatePointers(
+        tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5), tl.load(s + 6)
+    )
+
+
+@triton.jit
+def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address from a table as a pointer.
+
+    To four elements of any dtype, though they are aligned to 16 bytes: a thread then has the same four of everything,
+    and no value changes threads. For a warp that is 128 bytes in a row of the shortest dtype, which is as good.
+    """
+    if ALIGNED:
+        WIDTH: tl.constexpr = dtype.primitive_bitwidth // 2
+        return tl.multiple_of(address.to(tl.pointer_type(dtype)), WIDTH)
+    else:
+        return address.to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def load_plain(address, tile, DTYPE: tl.constexpr, H: tl.constexpr):
+    """A tile of a plain tensor in float32; zero outside."""
+    if DTYPE == tl.bfloat16:  # by its bits: Triton's interpreter loses subnormal bfloat16s
+        bits = tl.load(pointer(address, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        values = tl.load(pointer(address, DTYPE, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0.0)
+        return values.to(tl.float32)
+
+
+@triton.jit
+def tile_at(row, col, area, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The tile at a global row and column."""
+    i = row - area.row_origin + tl.arange(0, ROWS)
+    j = col - area.col_origin + tl.arange(0, COLS)
+    valid = ((i >= 0) & (i < area.rows))[:, None] & ((j >= 0) & (j < area.cols))[None, :]
+    first = (row - area.row_origin).to(tl.int64) * area.cols + (col - area.col_origin)
+    offsets = tl.arange(0, ROWS)[:, None] * area.cols + tl.arange(0, COLS)[None, :]
+    return TileOffsets(row, col, first, offsets, valid)
+
+
+@triton.jit
+def blocks_at(tile, area, stride, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Offsets in a grid of the blocks of a tile, and which of them the rectangle touches."""
+    i = tl.arange(0, ROWS // S.rows)
+    j = tl.arange(0, COLS // S.cols)
+    if S.row_all:
+        inside_rows = i < 1
+    else:
+        first = area.row_origin // S.block_rows
+        i += tile.row // S.block_rows - first
+        inside_rows = (i >= 0) & (i < (area.row_origin + area.rows + S.block_rows - 1) // S.block_rows - first)
+    if S.col_all:
+        inside_cols = j < 1
+    else:
+        first = area.col_origin // S.block_cols
+        j += tile.col // S.block_cols - first
+        inside_cols = (j >= 0) & (j < (area.col_origin + area.cols + S.block_cols - 1) // S.block_cols - first)
+    return i[:, None] * stride.to(tl.int32) + j[None, :], inside_rows[:, None] & inside_cols[None, :]
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+@triton.jit
+def read_state(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
+    """Float32 values of a state; zero outside."""
+    slot = slot_of(entry, role)
+    if S.kind == PLAIN:
+        return load_plain(slot.codes, tile, S.dtype, H)
+    elif S.kind == HALVES:
+        weight = slot_of(entry, WEIGHT)
+        high = tl.load(pointer(weight.codes, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
+        low = tl.load(pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
+        upper = high.to(tl.int32) - (low < 0).to(tl.int32)
+        return ((upper << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    else:
+        values = stored_values(slot, tile, area, S, H)
+        return values * ql.expand(stored_scales(slot, tile, area, S, H), H.rows, H.cols, S.rows, S.cols)
+
+
+@triton.jit
+def stored_values(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
+    """Decoded codes, without the scale."""
+    element: tl.constexpr = S.rule.element
+    if element.bits == 16:
+        return load_plain(slot.codes, tile, tl.float16, H)
+    elif element.bits == 8:
+        codes = tl.load(pointer(slot.codes, tl.uint8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
+        return ql.decode(codes, element)
+    else:
+        offsets, valid = packed_at(tile, area, H)
+        codes = tl.load(pointer(slot.codes, tl.uint8, H.aligned) + offsets, mask=valid, other=0)
+        return ql.decode(ql.unpack(codes, H.rows, H.cols), element)
+
+
+@triton.jit
+def packed_at(tile, area, H: tl.constexpr):
+    """Offsets of a tile's bytes of two codes each, and which of them there are."""
+    i = tile.row - area.row_origin + tl.arange(0, H.rows)
+    if H.aligned:
+        first = ((tile.col - area.col_origin) >> 4) << 3
+        across = (area.cols >> 4) << 3
+    else:
+        first = (tile.col - area.col_origin) // 2
+        across = (area.cols + 1) // 2
+    j = first + tl.arange(0, H.cols // 2)
+    valid = ((i >= 0) & (i < area.rows))[:, None] & ((j >= 0) & (j < across))[None, :]
+    return i[:, None].to(tl.int64) * across + j[None, :], valid
+
+
+@triton.jit
+def stored_scales(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
+    """What decoded codes are multiplied by: `numerics.dequantize`."""
+    rule: tl.constexpr = S.rule
+    at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
+    if rule.kind == 0:
+        return tl.load(pointer(slot.scale, tl.float32, False) + at, mask=inside, other=0.0)
+    elif rule.kind == 1:
+        return ql.decode_e8m0(tl.load(pointer(slot.scale, tl.uint8, False) + at, mask=inside, other=0))
+    else:
+        encoding: tl.constexpr = rule.stored
+        scale = ql.decode(tl.load(pointer(slot.scale, tl.uint8, False) + at, mask=inside, other=0), encoding)
+        amax = tl.load(pointer(slot.second, tl.float32, False))
+        return scale * amax * (1.0 / (rule.element.max * encoding.max))
+
+
+@triton.jit
+def no_amaxes(H: tl.constexpr):
+    """What `take_amaxes` begins with."""
+    ROWS: tl.constexpr = H.rows
+    COLS: tl.constexpr = H.cols // 4
+    return tl.zeros((ROWS, COLS), tl.int32)
+
+
+@triton.jit
+def take_amaxes(x, top, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
+    """Make the grids of amaxes that a later pass needs the larger of themselves and those of this tile.
+
+    Those of the whole tensor are left to `give_amaxes`: `top` is the largest so far, of each four neighbours, which a
+    thread has by itself; the new one is returned.
+    """
+    if S.measures and not (S.row_all and S.col_all):
+        slot = slot_of(entry, role)
+        amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols, FOURS=H.aligned).to(tl.int32, bitcast=True)
+        at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
+        tl.atomic_max(pointer(slot.measured, tl.int32, False) + at, amax, mask=inside, sem="relaxed")
+    if S.measures_second or (S.measures and S.row_all and S.col_all):
+        top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, 4, FOURS=H.aligned).to(tl.int32, bitcast=True))
+    return top
+
+
+@triton.jit
+def give_amaxes(top, entry, role, S: tl.constexpr):
+    """Make the amaxes of whole tensors that a later pass needs the larger of themselves and those taken."""
+    slot = slot_of(entry, role)
+    if S.measures_second:
+        tl.atomic_max(pointer(slot.new_second, tl.int32, False), tl.max(tl.max(top, 1), 0), sem="relaxed")
+    if S.measures and S.row_all and S.col_all:
+        tl.atomic_max(pointer(slot.measured, tl.int32, False), tl.max(tl.max(top, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def multipliers(amax, slot, tile, area, S: tl.constexpr, H: tl.constexpr):
+    """What the blocks of a tile are multiplied by, from their amaxes or from those given; then scales are stored."""
+    rule: tl.constexpr = S.rule
+    at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
+    second = tl.load(pointer(slot.new_second, tl.float32, False)) if S.second else 0.0
+    if S.given:
+        amax = tl.load(pointer(slot.given, tl.float32, False) + at, mask=inside, other=0.0)
+    stored, multiplier = ql.scales(amax, second, rule)
+    if not S.given:
+        dtype: tl.constexpr = tl.float32 if rule.kind == 0 else tl.uint8
+        if (
+            H.cols == S.cols
+        ):  # a warp has a whole row; its first thread stores, and no other warp must be told the scale
+            lane = tl.arange(0, 32)[None, :]
+            stored = tl.broadcast_to(stored, (H.rows // S.rows, 32))
+            tl.store(pointer(slot.scale, dtype, False) + (at + lane), stored, mask=inside & (lane == 0))
+        else:
+            tl.store(pointer(slot.scale, dtype, False) + at, stored, mask=inside)
+    return multiplier
+
+
+@triton.jit
+def state_words(key, tile, S: tl.constexpr, H: tl.constexpr):
+    """Random words of a tile, uint32, if it is stored so that it needs them; `key`: see `rw.words_of_tile`."""
+    if S.stochastic and S.writes:
+        return rw.words_of_tile(tile.row, tile.col, key, H.rows, H.cols, H.by_four)
+    else:
+        return 0
+
+
+@triton.jit
+def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.constexpr):
+    """Quantize a tile and store it; `words`: see `state_words`."""
+    element: tl.constexpr = S.rule.element
+    scaled = x * ql.expand(multiplier, H.rows, H.cols, S.rows, S.cols)
+    if S.stochastic:
+        codes = ql.encode_stochastic(scaled, words, element, S.keep_positive, x)
+    else:
+        tl.static_assert(not S.keep_positive)
+        codes = ql.encode(scaled, element)
+    if element.bits == 16:
+        tl.store(
+            pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, codes.to(tl.int16), mask=tile.valid
+        )
+    elif element.bits == 8:
+        tl.store(
+            pointer(slot.codes, tl.uint8, H.aligned) + tile.first + tile.offsets, codes.to(tl.uint8), mask=tile.valid
+        )
+    else:
+        offsets, valid = packed_at(tile, area, H)
+        codes = ql.pack(tl.where(tile.valid, codes, 0), H.rows, H.cols).to(tl.uint8)
+        tl.store(pointer(slot.codes, tl.uint8, H.aligned) + offsets, codes, mask=valid)
+
+
+@triton.jit
+def write_state(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
+    """Write the new values of a state or weight, zero outside, as it is stored; `words`: see `state_words`."""
+    if S.writes:
+        slot = slot_of(entry, role)
+        if S.kind == PLAIN:
+            write_plain(x, slot, tile, words, S, H)
+        elif S.kind == HALVES:
+            bits = x.to(tl.int32, bitcast=True)
+            weight = slot_of(entry, WEIGHT)
+            tl.store(
+                pointer(weight.codes, tl.int16, H.aligned) + tile.first + tile.offsets,
+                nearest_bfloat16(x),
+                mask=tile.valid,
+            )
+            tl.store(
+                pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, bits.to(tl.int16), mask=tile.valid
+            )
+        elif S.kind == SCALED:
+            amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols, FOURS=H.aligned)
+            multiplier = multipliers(amax, slot, tile, area, S, H)
+            store_codes(x, multiplier, slot, tile, area, words, S, H)
+
+
+@triton.jit
+def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
+    """Float32 -> a plain tensor, as `numerics.rounded` and `FloatState.write` do."""
+    if S.dtype == tl.bfloat16:
+        if S.stochastic:
+            bits = stochastic_bfloat16(x, words)
+        else:
+            bits = nearest_bfloat16(x)
+        if S.keep_positive:
+            bits = tl.where((bits == 0) & (x > 0), 1, bits).to(tl.int16)
+        tl.store(pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, bits, mask=tile.valid)
+    elif S.dtype == tl.float16 and S.stochastic:
+        element: tl.constexpr = S.rule.element
+        codes = ql.encode_stochastic(x, words, element)
+        tl.store(
+            pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, codes.to(tl.int16), mask=tile.valid
+        )
+    else:
+        tl.store(pointer(slot.codes, S.dtype, H.aligned) + tile.first + tile.offsets, x.to(S.dtype), mask=tile.valid)
+
+
+@triton.jit
+def nearest_bfloat16(x):
+    """Bits, int16; ties away from zero: `numerics.split_bfloat16`."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FC0, (bits >> 16) + ((bits >> 15) & 1)).to(tl.int16)
+
+
+@triton.jit
+def stochastic_bfloat16(x, words):
+    """Bits, int16, saturated: `numerics.rounded`. NaN stays one, whatever its bits."""
+    bits = ql.saturate(x, 3.3895313892515355e38).to(tl.int32, bitcast=True)
+    carried = (bits + (words >> 16).to(tl.int32)) >> 16
+    return tl.where(x != x, 0x7FC0, carried).to(tl.int16)

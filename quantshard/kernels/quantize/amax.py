@@ -1,0 +1,69 @@
+"""The amax of every block of a matrix, from one read of the values: `numerics.block_amax`.
+
+    amax[block] = max |x|
+
+For what `quantize` cannot see within one tile: the whole tensor, a whole row, and blocks that ranks share.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.formats import ALL
+from quantshard.kernels import language as ql
+from quantshard.kernels.quantize.matrix import grid_of_tile, tile_of
+from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, tiles, tiling, touched
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, row_stride, col_stride, where, grid_ptr, grid_stride, grid_rows, grid_cols, H: tl.constexpr
+):  # fmt: skip
+    row, col, i, j, valued = tile_of(where, H)
+    at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
+    values = tl.load(x_ptr + at, mask=valued, other=0.0)
+    x = ql.widen(values)
+    if H.hadamard:
+        signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
+        x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols, 1), values.dtype)
+    found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
+    entries, inside = grid_of_tile(row, col, where, grid_stride, 1, grid_rows, grid_cols, H)
+    if H.row_all or H.col_all:  # several tiles share an entry; bits of numbers that are not negative are in their order
+        tl.atomic_max(grid_ptr + entries, found.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+    else:
+        tl.store(grid_ptr + entries, found.to(tl.int32, bitcast=True), mask=inside)
+
+
+def block_amax(
+    x: Tensor, covers: tuple[int, int], origin: tuple[int, int] = (0, 0), *, hadamard: bool = False
+) -> Tensor:
+    """Largest |x| per block: float32, one entry for each block of `covers` elements that x [R, C] touches.
+
+    x: any strides; float32, bfloat16 or float16. `hadamard`: of its rows after `numerics.hadamard16`.
+    """
+    rows, cols = x.shape[0], x.shape[1] + (-x.shape[1] % 16 if hadamard else 0)
+    spans = [touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), covers, strict=True)]
+    grid = torch.zeros(spans, dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return grid
+    how, where = _tiling(covers, hadamard), Region(rows, cols, x.shape[1], *origin)
+    with ql.on(x.device):
+        amax_kernel[tiles(where, how)](
+            x, x.stride(0), x.stride(1), where, grid.view(torch.int32), grid.stride(0), *grid.shape,
+            H=how, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return grid
+
+
+def _tiling(covers: tuple[int, int], hadamard: bool) -> KernelConfig:
+    finite = [1 if cover == ALL else cover for cover in covers]
+    how = tiling(covers, (max(32, finite[0]), max(256 if finite[0] <= 32 else 128, finite[1])), NO_RULE)
+    return how._replace(hadamard=hadamard)
+
+
+_NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0)
+NO_RULE = ql.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
+"""Of tiles that are not quantized."""

@@ -1,0 +1,256 @@
+"""Quantization, and that of the transpose too, from one read of the values.
+
+    scale      = a rule of the amax of a block (`numerics.scales`)
+    code[i, j] = round(x[i, j] * multiplier of its block)
+
+A program takes a tile of whole blocks, by the global block grid: amaxes of such blocks are taken in the same pass. Of
+blocks that reach beyond a tile (a scale for the whole tensor or a whole row) or beyond this rank's rectangle, the
+multipliers are given, from amaxes that were taken and reduced before.
+
+Kernels that compute the values themselves (`norm`, `activation`) hand their tiles to the same `emit`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+from quantshard.kernels.quantize import random_words as rw
+from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, halves, programs, quantize_launch_options, target, tile
+
+
+@triton.jit
+def tile_of(where, H: tl.constexpr):
+    """Row and column of this program's tile in the global matrix, its local indices, and which have a value."""
+    row = (where.row_origin // H.rows + tl.program_id(0)) * H.rows
+    col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
+    i = row - where.row_origin + ql.row_order(H.rows, H.together)
+    j = col - where.col_origin + tl.arange(0, H.cols)
+    if H.together == 16:  # a thread then has 16 rows of 4 columns, not 8 of 8
+        j = tl.max_contiguous(j, 4)
+    valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
+    return row, col, i, j, valued
+
+
+@triton.jit
+def emit(
+    values, row, col, where, out, words, other_where, other_out, other_words, dtype: tl.constexpr, H: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of values of a floating dtype, held in it or in float32, and store what is asked for.
+
+    Values are zero where there are none. H: of the tile itself. T: of its transpose, with scales of its own; either may
+    be None.
+    """
+    if H is not None:
+        if out.next_amax is not None:
+            bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
+            tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+        x = _transformed(values, dtype, H)
+        amax = _amaxes(values, x, out, H)
+        if T is None or T.hadamard:
+            _emit(x, amax, row, col, where, out, words, H)
+    if T is not None:
+        y = _transformed(values, dtype, T)
+        other_amax = _amaxes(values, y, other_out, T)
+        if H is not None and not T.hadamard:
+            # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
+            _emit(x, amax, row, col, where, out, words, H)
+        _emit(y, other_amax, col, row, other_where, other_out, other_words, T)
+
+
+@triton.jit
+def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
+    """Codes of a tile at a row and column of the quantized matrix, which is held as the transpose if H.transposed."""
+    element: tl.constexpr = H.rule.element
+    scaled = x * _multipliers(amax, row, col, where, out, H)
+    if H.stochastic:
+        k0, k1, draw, stream, width = words
+        number = tl.load(draw) if H.draw_loaded else draw
+        key = (k0, k1, number, stream, width)
+        index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
+        if H.transposed:
+            drawn = rw.words_of_transposed_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
+        else:
+            drawn = rw.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
+        codes = ql.encode_stochastic(scaled, drawn, element)
+    else:
+        codes = ql.encode(scaled, element)
+    at_row, at_col = row - where.row_origin, col - where.col_origin
+    own = (out.codes, where.rows, where.cols, out.codes_cols)
+    if H.transposed:
+        _store_across(codes, at_row, at_col, own, H.cols, H.rows, H)
+    else:
+        _store(codes, at_row, at_col, own, H)
+    if out.transposed is not None:
+        across = (out.transposed, where.cols, where.rows, out.transposed_cols)
+        if H.transposed:
+            _store(codes, at_col, at_row, across, H)
+        else:
+            _store_across(codes, at_col, at_row, across, H.rows, H.cols, H)
+
+
+@triton.jit
+def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
+    """Float32; if asked for after `numerics.hadamard16` of the matrix's rows, which are columns if H.transposed."""
+    x = ql.widen(values)
+    if H.hadamard:
+        if H.transposed:
+            tl.static_assert(H.together == 16)
+            signs = ql.hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
+            x = ql.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
+        else:
+            signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
+            x = ql.hadamard16(x, signs, H.rows, H.cols, 1)
+        x = ql.rounded(x, dtype)
+    return x
+
+
+@triton.jit
+def _amaxes(values, x, out, H: tl.constexpr):
+    """Of the blocks of a tile of x, made of values, as held; anything, if their multipliers are given."""
+    ROWS: tl.constexpr = H.cols if H.transposed else H.rows
+    COLS: tl.constexpr = H.rows if H.transposed else H.cols
+    BLOCK_ROWS: tl.constexpr = H.block_cols if H.transposed else H.block_rows
+    BLOCK_COLS: tl.constexpr = H.block_rows if H.transposed else H.block_cols
+    if out.given is not None:
+        return x
+    elif H.pairs:
+        return ql.line_amax(values, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, H.together)
+    else:
+        return ql.block_amax(x, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, H.together)
+
+
+@triton.jit
+def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.constexpr):
+    """Where the entries of a tile's blocks, as held, lie in the touched grid [rows, cols], and which there are."""
+    first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
+    first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
+    BLOCK: tl.constexpr = H.block_cols if H.transposed else H.block_rows
+    TOGETHER: tl.constexpr = H.together // BLOCK if BLOCK < H.together else 1
+    if H.transposed:
+        i = first_row + tl.arange(0, H.rows // H.block_rows)[None, :]
+        j = first_col + ql.row_order(H.cols // H.block_cols, TOGETHER)[:, None]
+    else:
+        i = first_row + ql.row_order(H.rows // H.block_rows, TOGETHER)[:, None]
+        j = first_col + tl.arange(0, H.cols // H.block_cols)[None, :]
+    return i * row_stride + j * col_stride, (i >= 0) & (i < rows) & (j >= 0) & (j < cols)
+
+
+@triton.jit
+def touched_by(origin, size, COVERS: tl.constexpr):
+    """`touched`, of a size that is not zero."""
+    return (origin + size - 1) // COVERS - origin // COVERS + 1
+
+
+@triton.jit
+def _in_order(grid, ENTRIES: tl.constexpr, H: tl.constexpr):
+    """The entries of a grid as held, in the order in which they are stored."""
+    return tl.reshape(tl.trans(grid) if H.transposed != H.by_columns else grid, (ENTRIES,))
+
+
+@triton.jit
+def _as_held(entries, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
+    """Inverse of `_in_order`: a grid of a tile's rows and columns, transposed if it is held so."""
+    grid = tl.reshape(entries, (COLS, ROWS) if H.by_columns else (ROWS, COLS))
+    return tl.trans(grid) if H.transposed != H.by_columns else grid
+
+
+@triton.jit
+def _multipliers(amax, row, col, where, out, H: tl.constexpr):
+    """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
+    rule: tl.constexpr = H.rule
+    ROWS: tl.constexpr = H.rows // H.block_rows
+    COLS: tl.constexpr = H.cols // H.block_cols
+    ENTRIES: tl.constexpr = ROWS * COLS
+    grid_rows = 1 if H.row_all else touched_by(where.row_origin, where.rows, H.block_rows)
+    grid_cols = 1 if H.col_all else touched_by(where.col_origin, where.cols, H.block_cols)
+    at, inside = grid_of_tile(row, col, where, out.grid_row, out.grid_col, grid_rows, grid_cols, H)
+    if out.given is not None:
+        multiplier = tl.load(out.given + at, mask=inside, other=0.0)
+    else:
+        second = tl.load(out.second) if out.second is not None else 0.0
+        if ENTRIES >= 32:
+            # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
+            order = tl.arange(0, ENTRIES)
+            stored, flat = ql.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
+            tl.store(out.scale + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
+            multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
+        else:
+            stored, multiplier = ql.scales(amax, second, rule)
+            tl.store(out.scale + at, stored, mask=inside)
+    if H.transposed:
+        return ql.expand(multiplier, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    else:
+        return ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
+
+
+@triton.jit
+def _store(codes, row, col, to, H: tl.constexpr):
+    """Codes as held at a local row and column of `to`: pointer, rows, columns and stored columns."""
+    ROWS: tl.constexpr = H.cols if H.transposed else H.rows
+    COLS: tl.constexpr = H.rows if H.transposed else H.cols
+    _store_at(codes, row + ql.row_order(ROWS, H.together), col, to, ROWS, COLS, H)
+
+
+@triton.jit
+def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
+    """The transpose [COLS, ROWS] of codes as held, in the order of their rows."""
+    shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
+    transposed = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
+    _store_at(transposed, row + tl.arange(0, COLS), col, to, COLS, ROWS, H)
+
+
+@triton.jit
+def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
+    """Codes [ROWS, COLS] at local rows i and from a local column on; packed, if of 4 bits."""
+    ptr, rows, elements, cols = to
+    if H.rule.element.bits == 4:
+        if H.rule.kind == 1:  # a multiplier may be NaN, which makes a code of the zero beside an odd last column too
+            codes = tl.where((col + tl.arange(0, COLS) < elements)[None, :], codes, 0)
+        codes = ql.pack(codes, ROWS, COLS)
+        j = col // 2 + tl.arange(0, COLS // 2)
+    else:
+        j = col + tl.arange(0, COLS)
+    mask = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
+    tl.store(ptr + i.to(tl.int64)[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
+def quantize_kernel(
+    x_ptr, row_stride, col_stride, where, out, other_where, other_out, k0, k1, draw, stream, width, other_stream,
+    other_width, H: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    row, col, i, j, valued = tile_of(where, H)
+    at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
+    values = tl.load(x_ptr + at, mask=valued, other=0.0)
+    words = (k0, k1, draw, stream, width)
+    other_words = (k0, k1, draw, other_stream, other_width)
+    emit(values, row, col, where, out, words, other_where, other_out, other_words, values.dtype, H, T)
+
+
+def quantize_matrix(
+    x: Tensor, request: QuantizeRequest, other: QuantizeRequest | None = None, next_amax: Tensor | None = None
+) -> tuple[QuantizedOutput, QuantizedOutput | None]:
+    """Quantize x [R, C], of any strides, float32, bfloat16 or float16; and its transpose, as `other` says.
+
+    `next_amax`: float32 scalar, made the larger of itself and the amax of x. Words of both have one key and draw.
+    """
+    rows, cols = x.shape
+    shared = tile(request, other, x.dtype)
+    if x.stride(1) != 1 and shared.together < 16:  # neighbours in a column are read together already
+        shared = shared._replace(together=1)
+    one = target((rows, cols), x.dtype, x.device, request, shared, next_amax)
+    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
+    drawn = one.words if two is None or request.words is not None else two.words
+    if x.numel() > 0:
+        with ql.on(x.device):
+            quantize_kernel[programs(one, two)](
+                x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
+                *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
+                two and two.words.stream, two and two.words.global_shape[1],
+                H=one.how, T=two and two.how, **quantize_launch_options(shared, two is not None, x.dtype),
+            )  # fmt: skip
+    return one, two

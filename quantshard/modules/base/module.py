@@ -1,0 +1,509 @@
+"""What all modules with weights share: how a weight is born, written, checkpointed and found.
+
+A weight is described by a `WeightSpec`. Its values come from a counter generator under the parameter's own key, by
+index in the global tensor, so a module is born the same whole, in shards, or on the meta device and filled later.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+from quantshard import amax, limits, numerics, private_torch, sharding
+from quantshard.gemm import backend
+from quantshard.tensor import components
+from quantshard.distributed import distribute
+from quantshard.numerics import distributions
+from quantshard.tensor import storage as storages
+from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
+from quantshard.modules.gemms import compiled, functional, operator_arguments
+from quantshard.modules.contexts import context, recompute
+from quantshard.modules.base import inputs
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.gemms.functional import PreparedLinear
+from quantshard.modules.gemms.linear_operands import LinearState
+from quantshard.distributed.module_meshes import TensorParallelConfig, TensorParallelModule
+from quantshard.modules.base.assignment import PiecewiseAssignment
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.recipe import Recipe
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+InitMethod = Callable[[Tensor], Any]
+DEFAULT_STD = 0.023
+"""Standard deviation of the default initialization, as in TransformerEngine."""
+
+INPUT_HISTORY, GRAD_OUTPUT_HISTORY = "input_amax_history", "grad_output_amax_history"
+_PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MATERIALIZED = "quantshard_materialized"  # attribute of a parameter on the meta device: what took its place
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How one weight [out_features, in_features] is initialized.
+
+    `init_method` fills a whole tensor in place, with torch's generator seeded by the parameter's key; None draws from
+    N(0, `std`**2) by the counter generator, which never builds the whole tensor.
+    """
+
+    shape: tuple[int, int]
+    init_method: InitMethod | None = None
+    std: float = DEFAULT_STD
+
+    def values(self, key: int, origin: tuple[int, int], shape: tuple[int, int], device: torch.device) -> Tensor:
+        """The rectangle's initial values, float32."""
+        if self.init_method is None:
+            words = numerics.random_words(key, 0, INIT_STREAM, self.shape, origin, shape, device=device)
+            return distributions.normal(words) * self.std
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(key)  # torch.manual_seed would also seed the accelerators, unforked
+            whole = torch.empty(self.shape, dtype=torch.float32, device="cpu")
+            self.init_method(whole)
+        return whole[origin[0] : origin[0] + shape[0], origin[1] : origin[1] + shape[1]].to(device)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear layer of a module: one weight, or several that read the same input.
+
+    `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names; `suffix`: what behind.
+    `prefix`: what stands before the names of the amax histories, which all parts share. `mode`: how tensor parallelism
+    cuts it, "column", "row" or not at all.
+    """
+
+    parts: tuple[str, ...] = ("",)
+    prefix: str = ""
+    mode: str | None = None
+    suffix: str = ""
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights."""
+        return tuple(f"{part}weight{self.suffix}" for part in self.parts)
+
+    @cached_property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the biases."""
+        return tuple(f"{part}bias{self.suffix}" for part in self.parts)
+
+
+def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
+    """TransformerEngine's `parameters_split`: prefix of each part's parameter names -> its share of the out_features.
+
+    Raises:
+        ConfigurationError: the parts do not add up to `out_features`.
+    """
+    if split is None:
+        return {"": out_features}
+    sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))
+    if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) < 1:
+        raise ConfigurationError(
+            f"{owner}(parameters_split={split!r}): its parts must add up to the {out_features} out_features"
+        )
+    return {name.rstrip("_") + "_": size for name, size in sizes.items()}
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of a layer's output (or bias) as one, along the last dim."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
+
+
+class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
+    """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `add_vector`."""
+
+    def __init__(
+        self,
+        device: torch.device | str | None,
+        params_dtype: torch.dtype | None,
+        parallelism: TensorParallelConfig = TensorParallelConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        self_device = torch.device(device) if device is not None else _default_device()
+        super().__init__(parallelism, self_device)
+        self.use_bias = False
+        self._plan = context.init_plan()
+        self._device = self_device
+        self._dtype = params_dtype or torch.get_default_dtype()
+        if self._dtype not in _PARAMS_DTYPES:
+            raise ConfigurationError(
+                f"{type(self).__name__}(params_dtype={params_dtype}): it is the dtype that weights stand for; choose "
+                f"one of {', '.join(map(str, _PARAMS_DTYPES))}, and a recipe for what they are stored in"
+            )
+        self._weights: dict[str, WeightSpec] = {}
+        self._vectors: dict[str, float] = {}
+        self._born_states: dict[str, dict[str, Tensor]] = {}
+        self._awaits_values = self_device.type == "meta"
+        self._handle = operator_arguments.handle(self)
+
+    # Birth -----------------------------------------------------------------------------------------------------------
+
+    def _add_projection(
+        self,
+        sizes: Mapping[str, int],
+        in_features: int,
+        init_method: InitMethod | None,
+        bias: bool,
+        *,
+        prefix: str = "",
+        suffix: str = "",
+        mode: str | None = None,
+    ) -> Projection:
+        """Register the parameters of a linear layer: `sizes` gives the out_features of each of its parts."""
+        parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
+        projection = Projection(tuple(sizes), prefix, mode, suffix)
+        cut, bias_cut = {None: (None, None), "column": (0, 0), "row": (1, None)}[mode]
+        for weight, name, size in zip(projection.weights, projection.biases, sizes.values(), strict=True):
+            self._add_weight(weight, WeightSpec((size, in_features), init_method), cut)
+            if bias:
+                self.add_vector(name, size, 0.0, bias_cut)
+            else:
+                self.register_parameter(name, None)
+        self._add_histories(prefix)
+        return projection
+
+    def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
+        """Register a weight, initialized unless the device is meta; quantized if `quantized_model_init` says so.
+
+        `cut`: the dim that tensor parallelism cuts.
+        """
+        self._check_divides(name, spec.shape, cut)
+        self._weights[name], self._cuts[name] = spec, cut
+        cell = self._plan.recipe.weight
+        state = storages.weight_state(cell, self._device)
+        stored = cell if self._plan.quantize else None
+        self._born_states[name] = state if stored is None else {key: value.clone() for key, value in state.items()}
+        param: nn.Parameter
+        if self.tp_mesh is not None:
+            param = distribute.empty_parameter(
+                spec.shape, self.tp_mesh, cut, dtype=self._dtype, device=self._device, cell=stored, state=state
+            )
+        elif stored is None:
+            param = nn.Parameter(torch.empty(spec.shape, dtype=self._dtype, device=self._device))
+        else:
+            storage = storages.empty(stored, sharding.whole(spec.shape), self._device, state)
+            param = nn.Parameter(QuantizedTensor(storage, self._dtype))
+        self.register_parameter(name, param)
+        if not self.get_parameter(name).is_meta:
+            self._fill([name])
+
+    def add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
+        """Register a 1-D parameter that starts as a constant and stays in high precision."""
+        self._check_divides(name, (size,), cut)
+        self._vectors[name], self._cuts[name] = fill, cut
+        param = nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device))
+        if self.tp_mesh is not None:
+            param = distribute.shard_parameter(param, self.tp_mesh, cut)
+        self.register_parameter(name, param)
+
+    def _check_divides(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
+        if cut is not None and shape[cut] % self.tp_size:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name} {list(shape)}: tensor parallelism over {self.tp_size} ranks cuts dim "
+                f"{cut}, and {shape[cut]} is not a multiple of {self.tp_size}; choose sizes that tp_size divides"
+            )
+
+    def _add_histories(self, prefix: str = "") -> None:
+        """Register the amax histories that delayed scaling of this layer's activations needs, if it is planned."""
+        for name, length in self._history_lengths().items():
+            self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=self._device))
+
+    def _history_lengths(self, recipe: Recipe | None = None) -> dict[str, int]:
+        table = (recipe or self._plan.recipe).table
+        lengths = {}
+        for name, role in ((INPUT_HISTORY, "input"), (GRAD_OUTPUT_HISTORY, "grad_output")):
+            longest = max((cell.scaling.history for (r, _), cell in table.items() if r.value == role), default=0)
+            if longest:
+                lengths[name] = longest
+        return lengths
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill all parameters with their initial values, also after `fully_shard` and from the meta device.
+
+        Parameters on the meta device are materialized on the device of their mesh (or the current accelerator).
+        Called twice, it gives the same bits. A collective call if parameters are sharded: every rank must make it.
+
+        Raises:
+            RankMismatchError: ranks have different keys, so they would fill in parts of different weights.
+        """
+        if private_torch.has_gathered_parameters(self):
+            raise ConfigurationError(
+                f"{type(self).__name__}.reset_parameters: FSDP holds this module's parameters gathered, and what is "
+                "written to them is lost; call reshard() on the FSDP-wrapped module first"
+            )
+        self._materialize()
+        self._fill(self._weights)
+        for name, fill in self._vectors.items():
+            private_torch.local_tensor(self.get_parameter(name)).fill_(fill)
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+        self._awaits_values = False
+
+    @torch.no_grad()
+    def _fill(self, names: Iterable[str]) -> None:
+        """Give weights their initial values. A collective call if they are sharded."""
+        self._check_keys(names)
+        quantized: list[tuple[Tensor, Tensor]] = []
+        for name in names:
+            param, state, spec = self.get_parameter(name), self.weight_state(name), self._weights[name]
+            state[DRAWS].zero_()
+            if AMAX_HISTORY in state:
+                state[AMAX_HISTORY].zero_()
+            local = private_torch.local_tensor(param)
+            first = private_torch.global_offset(param)
+            origin = (
+                local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (first[0], first[1])
+            )
+            shape = (local.shape[0], local.shape[1])
+            values = spec.values(int(state[KEY]), origin, shape, local.device).to(self._dtype)
+            if isinstance(local, QuantizedTensor):
+                quantized.append((param, values))
+            else:
+                local.copy_(values)
+        weights = [name for name in names if components.quantized_local(self.get_parameter(name)) is not None]
+        amax.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
+        if self._plan.preserve_high_precision:
+            for written, values in quantized:
+                components.storage_of(written).high_precision = values.cpu().clone()
+
+    def _materialize(self) -> None:
+        for name, param in list(self.named_parameters(recurse=False)):
+            if param.is_meta:
+                mesh_type = param.device_mesh.device_type if isinstance(param, DTensor) else None
+                device = _default_device() if mesh_type is None else _current_device(mesh_type)
+                new = getattr(param, _MATERIALIZED, None)  # by a module that is tied to this one
+                if new is None:
+                    new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                    setattr(param, _MATERIALIZED, new)
+                setattr(self, name, new)
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                device = next((private_torch.local_tensor(p).device for p in self.parameters()), _default_device())
+                self.register_buffer(name, torch.zeros_like(buffer, device=device))
+        for name, state in self._born_states.items():
+            if AMAX_HISTORY in state and state[AMAX_HISTORY].is_meta:
+                device = private_torch.local_tensor(self.get_parameter(name)).device
+                state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=device)
+
+    def _check_keys(self, names: Iterable[str]) -> None:
+        for name in names:
+            param = self.get_parameter(name)
+            group = private_torch.mesh_group(param)
+            amax.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
+        """Move or cast as any module, `.half()` and the like; but amax histories stay float32, and counts move too."""
+        before = dict(self.named_buffers(recurse=False))
+        sharded = [param for param in self.parameters(recurse=False) if isinstance(param, DTensor)]
+        with private_torch.set_aside(self, QuantizedTensor) as quantized, components.attributes_kept(sharded):
+            super()._apply(fn, recurse)
+        for param in quantized:
+            components.move_parameter(param, fn)
+        for name, buffer in before.items():
+            if name.endswith((INPUT_HISTORY, GRAD_OUTPUT_HISTORY)):
+                moved = self.get_buffer(name)
+                if moved.dtype != buffer.dtype:
+                    self.register_buffer(name, buffer.to(moved.device))
+        for name, state in self.plain_states.items():
+            storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
+        self._check_dtypes()
+        return self
+
+    def _check_dtypes(self) -> None:
+        for name, param in self.named_parameters(recurse=False):
+            if param.dtype not in _PARAMS_DTYPES:
+                raise ConfigurationError(
+                    f"{type(self).__name__}.{name} was cast to {param.dtype}: parameters stand for values of one of "
+                    f"{', '.join(map(str, _PARAMS_DTYPES))}; build the module under quantized_model_init with a recipe "
+                    "to store weights in fewer bits"
+                )
+
+    # Use -------------------------------------------------------------------------------------------------------------
+
+    def _project(
+        self,
+        x: Tensor,
+        layer: Projection,
+        *,
+        with_bias: bool = True,
+        ready: PreparedLinear | TracedLinear | None = None,
+        again: functional.RecomputedInput | None = None,
+    ) -> Sequence[Tensor]:
+        """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force.
+
+        `ready`: what `_ready` has given for this call already. `again`: gives x in backward, which then is not kept;
+        what compiled code keeps is the compiler's to decide.
+        """
+        x = self._input(x)
+        found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
+        return (
+            compiled.traced_linear(x, found) if isinstance(found, TracedLinear) else functional.linear(x, found, again)
+        )
+
+    def _input(self, x: Tensor) -> Tensor:
+        """The input as this module computes with it, checked."""
+        return inputs.checked_input(type(self).__name__, x, self._dtype)
+
+    def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:
+        return [self._local(bias) if with_bias else None for bias in layer.biases]
+
+    def _ready(
+        self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
+    ) -> PreparedLinear | TracedLinear:
+        """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward.
+
+        In a graph that is being traced it is told by names, and checked when its operator runs.
+        """
+        computed = vars(type(self))  # parametrize gives a module a class of its own, with a property for its weight
+        if any(weight in computed for weight in layer.weights) and not torch.compiler.is_compiling():
+            with parametrize.cached():  # read more than once here; of spectral_norm each look is another step
+                return self._ready_now(layer, x_shape, device, with_bias)
+        return self._ready_now(layer, x_shape, device, with_bias)
+
+    def _ready_now(
+        self, layer: Projection, x_shape: Sequence[int], device: torch.device, with_bias: bool
+    ) -> PreparedLinear | TracedLinear:
+        tensors = [getattr(self, weight) for weight in layer.weights]
+        if torch.compiler.is_compiling():
+            return self._traced(layer, tensors, self._biases(layer, with_bias))
+        quantized = any(components.quantized_local(tensor) is not None for tensor in tensors)
+        call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized)
+        checked = [self.weight_operand(weight, call, device) for weight in layer.weights]
+        if x_shape[-1] != checked[0].shape[1]:
+            part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
+            raise ConfigurationError(
+                f"{type(self).__name__}.{layer.weights[0]} got an input {list(x_shape)}, but its last dim must have "
+                f"the {checked[0].shape[1]} features that the weight takes here{part}"
+            )
+        state = self._linear_state(layer.weights, call.recipe, layer.prefix)
+        biases = self._biases(layer, with_bias)
+        return PreparedLinear(checked, biases, call, replace(state, tp=self.tensor_parallel(layer.mode)))
+
+    def _traced(self, layer: Projection, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> TracedLinear:
+        if self.tp_size > 1:
+            raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
+        setting = context.current_setting()
+        return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
+
+    def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
+        """x through a normalization whose parameters, named behind `prefix`, are this module's."""
+        return normalize(x, self.whole_on_rows(prefix + "weight"), self.whole_on_rows(prefix + "bias"))
+
+    def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
+        """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
+        if not self.use_bias:
+            return None
+        local = self.whole_on_rows if layer.mode == "row" else self._local
+        return joined([local(bias) for bias in layer.biases]).to(dtype)
+
+    def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
+        """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
+        checked = self._checked_weight(name, call.recipe)
+        if call.strict:
+            stored = checked.quantized_storage if isinstance(checked, QuantizedTensor) else None
+            self._refuse_fallbacks(name, backend.fallbacks(stored, call.recipe, device))
+        return checked
+
+    def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
+        """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
+        for name, length in self._history_lengths(recipe).items():
+            self._history(prefix + name, length, weights[0], recipe)
+        seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
+        states = [self._state_for(weight, recipe) for weight in weights]
+        return LinearState(states, seen, seen_backward, record=self.training)
+
+    def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
+        """A history of the length that `recipe` needs, made here if it is missing."""
+        found = private_torch.registered_buffer(self, name)
+        if found is None:
+            if self.training and context.is_strict():
+                self._refuse_fallbacks(name, ("late history",))
+            self._warn_of_late_history(name)
+            device = private_torch.local_tensor(self.get_parameter(weight)).device
+            self.register_buffer(name, found := _empty_history(length, device))
+        if found.numel() != length:
+            raise RecipeMismatchError(
+                f"{type(self).__name__}.{name} holds {found.numel()} past amaxes, but autocast's recipe "
+                f"{recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
+            )
+        return found
+
+    def _state_for(self, weight: str, recipe: Recipe) -> dict[str, Tensor]:
+        """`weight_state`, with the amax history that the recipe needs."""
+        state = self.weight_state(weight)
+        cell = recipe.weight
+        if cell is None or not cell.scaling.history:
+            return state
+        device = private_torch.local_tensor(self.get_parameter(weight)).device
+        history = state.get(AMAX_HISTORY)
+        if history is not None and history.numel() != cell.scaling.history:
+            raise RecipeMismatchError(
+                f"{type(self).__name__}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
+                f"{recipe.name!r} asks for {cell.scaling.history}; use one recipe object for both"
+            )
+        if history is None:
+            state[AMAX_HISTORY] = _empty_history(cell.scaling.history, device)
+        elif history.device != device and weight in self.plain_states:
+            # the module was moved; what is no parameter or buffer was not
+            state[AMAX_HISTORY] = history.to(device)
+        return state
+
+    def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
+        if taken:
+            raise limits.fallback_error(taken, f"{type(self).__name__}.{name}")
+
+    def _warn_of_late_history(self, name: str) -> None:
+        if self.training:
+            warnings.warn(f"{type(self).__name__}.{name}: {limits.FALLBACKS['late history']}", stacklevel=2)
+
+    def _checked_weight(self, name: str, recipe: Recipe) -> Tensor:
+        """The weight for a GEMM under `recipe`.
+
+        Raises:
+            RecipeMismatchError: it is stored in another format than the recipe's.
+            ConfigurationError: it is still sharded, or was gathered before it was last written to.
+        """
+        local = self._local(name)
+        assert local is not None
+        if isinstance(local, QuantizedTensor) and local.quantized_storage.is_stale:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name} was gathered by FSDP before its last update, so this forward would use "
+                "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
+                "call reshard() on the FSDP-wrapped module after optimizer.step()"
+            )
+        if isinstance(local, QuantizedTensor) and local.quantized_storage.cell != recipe.weight and recipe.table:
+            wanted = "high precision" if recipe.weight is None else str(recipe.weight)
+            raise RecipeMismatchError(
+                f"{type(self).__name__}.{name} is stored as {local.quantized_storage.cell}, but autocast's recipe "
+                f"{recipe.name!r} wants {wanted}; use one recipe object for quantized_model_init and autocast"
+            )
+        return cast(Tensor, local)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = operator_arguments.handle(self)  # a copy is another module
+
+
+def _empty_history(length: int, device: torch.device) -> Tensor:
+    """Of float32; usable in training even if it is first needed where nothing else made is."""
+    with torch.inference_mode(False):
+        return torch.zeros(length, dtype=torch.float32, device=device)
+
+
+def _default_device() -> torch.device:
+    asked = torch.get_default_device()  # "with torch.device('meta'):" and torch.set_default_device
+    if asked.type != "cpu":
+        return asked
+    return _current_device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _current_device(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,155 @@
+"""How a module with weights that may be quantized is saved to a state dict and loaded from one: as plain components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantshard.tensor import components
+from quantshard import private_torch
+from quantshard.errors import CheckpointError
+
+
+class ComponentStateDict(nn.Module):
+    """A module whose `_weights` are saved by their components and state.
+
+    `_born_states`: that which they were born with. It stays that of a plain weight, and of one that takes the place of
+    a quantized one.
+    """
+
+    _weights: dict[str, Any]
+    _born_states: dict[str, dict[str, Tensor]]
+
+    @property
+    def plain_states(self) -> dict[str, dict[str, Tensor]]:
+        """The state of weights that are not quantized, live."""
+        return {
+            name: s for name, s in self._born_states.items() if components.quantized_local(getattr(self, name)) is None
+        }
+
+    def weight_state(self, name: str) -> dict[str, Tensor]:
+        """The key, draws and amax history of a weight, live."""
+        quantized = components.quantized_local(getattr(self, name))
+        return self._born_states[name] if quantized is None else quantized.quantized_storage.state
+
+    def _state_keys(self, name: str) -> dict[str, Tensor]:
+        """Key suffix -> live tensor, for all that the state dict holds of a weight."""
+        param = getattr(self, name)
+        assert param is not None
+        if components.quantized_local(param) is not None:
+            return components.state_of(param)
+        return {"": param, **{f"_{key}": value for key, value in self._born_states[name].items()}}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._weights:
+            for suffix, value in self._state_keys(name).items():
+                # a DTensor's `detach` hides what is written to it from the count by which masters notice that
+                destination[prefix + name + suffix] = value.detach() if value.requires_grad and not keep_vars else value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = dict(state_dict)
+        assign = bool(local_metadata.get("assign_to_params_buffers"))
+        ready = []
+        for name in self._weights:
+            keys = self._state_keys(name)
+            found = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
+            self._drop_placeholders(name, found)
+            is_quantized = components.quantized_local(getattr(self, name)) is not None
+            try:
+                ready.append((name, self._fitting(name, found, prefix, is_quantized, assign)))
+            except CheckpointError as error:
+                error_msgs.append(str(error))
+                continue
+            missing_keys += [prefix + name + s for s in keys if s not in found and (is_quantized or s == "")]
+        if len(ready) < len(self._weights):
+            return  # a module whose weights do not fit keeps its biases and histories too
+        for name, pairs in ready:
+            if assign:
+                value = self._assign(name, pairs)
+                rest.update({} if value is None else {prefix + name: value})
+            else:
+                components.write_components(getattr(self, name), pairs)
+        others: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
+        missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
+
+    def _assign(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+        """Take loaded tensors in place of a weight's own; gives that of a weight in high precision, which PyTorch
+        assigns."""
+        param, state = getattr(self, name), self._born_states[name]
+        if components.quantized_local(param) is not None:
+            if pairs:
+                setattr(self, name, components.assigned(param, pairs))
+            return None
+        loaded = {id(target): source for target, source in pairs}
+        value = loaded.pop(id(param), None)
+        device = private_torch.local_tensor(param if value is None else value).device
+        for key, own in state.items():
+            state[key] = components.state_like(own, loaded.get(id(own)), device)
+        return value
+
+    def _drop_placeholders(self, name: str, found: dict[str, Tensor]) -> None:
+        """Leave out of `found` what torch.distributed.checkpoint.state_dict has in place of a missing weight.
+
+        With `full_state_dict` it fills in the live parameter; `ignore_frozen_params` drops the codes alone.
+        """
+        local = components.quantized_local(getattr(self, name))
+        if local is None:
+            return
+        given = components.quantized_local(found.get(""))
+        if given is not None and given.quantized_storage is local.quantized_storage:
+            del found[""]
+        if "" not in found and not getattr(self, name).requires_grad:
+            found.clear()
+
+    def _fitting(
+        self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool, assign: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What to copy where for one weight; nothing is written yet."""
+        param = getattr(self, name)
+        assert param is not None
+        if param.is_meta and found and not assign:
+            raise CheckpointError(
+                f"{prefix}{name} is on the meta device, where loading does nothing; call reset_parameters() or "
+                "to_empty() first, or load_state_dict(assign=True)"
+            )
+        if is_quantized:
+            return components.fitting_pairs(param, found, prefix + name)
+        live = self._state_keys(name)
+        for suffix, value in found.items():
+            if suffix == "" and not value.is_floating_point():
+                raise CheckpointError(
+                    f"{prefix}{name}: the state dict holds quantized codes ({value.dtype}), but this model's weight is "
+                    "in high precision; build the model under quantized_model_init with the checkpoint's recipe"
+                )
+            if value.shape != live[suffix].shape:
+                raise CheckpointError(
+                    f"{prefix}{name}{suffix}: shape {tuple(value.shape)} in the state dict, "
+                    f"{tuple(live[suffix].shape)} in this model"
+                )
+        return [(live[suffix], value) for suffix, value in found.items()]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes; so does
+            # transformers by get_parameter, which gives what is of that class only
+            for weight in self.__dict__.get("_weights", ()):
+                if name.startswith(weight + "_"):
+                    found = self._state_keys(weight).get(name.removeprefix(weight))
+                    if found is not None:
+                        return found if isinstance(found, nn.Parameter) else nn.Parameter(found, requires_grad=False)
+            raise

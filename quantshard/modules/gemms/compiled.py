@@ -1,0 +1,100 @@
+"""torch.compile: linear layers in a graph that is being traced are operators, whose bodies run without compiling too.
+
+`operators` tells what these take and give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard.errors import UnsupportedOperationError
+from quantshard.modules.contexts import context
+from quantshard.modules.gemms import functional, operators
+from quantshard.modules.gemms.functional import PreparedLinear, SavedLinear
+from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
+from quantshard.modules.gemms.operators import ForwardResults, StepGradients
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+
+class TracedLinear(NamedTuple):
+    """A linear layer in a graph that is being traced: its weights and biases, and how an operator finds the rest.
+
+    `module`: the handle of its module; `names`: of the weights there; `prefix`: what stands before the names of the
+    histories. `record`: whether amaxes seen now are recorded (in training). `setting`: that of autocast.
+    """
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    module: Tensor
+    names: Sequence[str]
+    prefix: str
+    record: bool
+    setting: str
+
+    @property
+    def stored(self) -> bool:
+        """True if the weights are stored quantized.
+
+        Raises:
+            UnsupportedOperationError: some of them are.
+        """
+        stored = [isinstance(weight, QuantizedTensor) for weight in self.weights]
+        if any(stored) and not all(stored):
+            raise UnsupportedOperationError(
+                f"torch.compile of a layer whose weights {', '.join(self.names)} are quantized in part; store all or "
+                "none quantized, or leave this layer out of the compiled function"
+            )
+        return any(stored)
+
+
+def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
+    """What `functional.linear` computes, as a step of the graph that is being traced."""
+    if not context.quantizes(layer.setting) and not layer.stored:
+        pairs = zip(layer.weights, layer.biases, strict=True)
+        return [functional.plain_linear(x, weight, bias) for weight, bias in pairs]
+    return call_operator("linear", x, [layer], [False])
+
+
+def call_operator(
+    step: str,
+    x: Tensor,
+    layers: Sequence[TracedLinear],
+    remakes: Sequence[bool],
+    fused: FusedArguments = FusedArguments(),  # noqa: B008 (immutable)
+    residual: Tensor | None = None,
+) -> list[Tensor]:
+    """The outputs of the last of some layers of one module, each reading what the one before gives; and x + residual.
+
+    `remakes`: for each layer, whether backward makes its input again, rather than that forward keeps it.
+    """
+    first, needed = layers[0], [functional.keeps_input(layer.weights) for layer in layers]
+    weights = [weight for layer in layers for weight in layer.weights]
+    name = f"{step}_recording" if context.counts_calls(first.setting) else step
+    found: list[Tensor] = getattr(torch.ops.quantshard, name)(
+        x, weights, [], "", weights[0].dtype,
+        first.module, ";".join(",".join(layer.names) for layer in layers), ";".join(layer.prefix for layer in layers),
+        [weight.shape[0] for weight in weights], [bias is not None for layer in layers for bias in layer.biases],
+        [need and not again for need, again in zip(needed, remakes, strict=True)],
+        [need and again for need, again in zip(needed, remakes, strict=True)], first.record, first.setting,
+        *fused, residual, [bias for layer in layers for bias in layer.biases if bias is not None],
+    )  # fmt: skip
+    return found[: len(layers[-1].weights) + (residual is not None)]
+
+
+def _linear(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
+    x, (layer,) = asked.x, ready
+    outputs, x_wgrad = functional.forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, asked.layers.keeps[0])
+    return ForwardResults(outputs, [x_wgrad])
+
+
+def _linear_backward(asked: BackwardArguments, layers: list[SavedLinear], _: list[Tensor]) -> StepGradients:
+    (layer,) = layers
+    dx, of_tensors = layer.saved.backward(asked.grads, layer.tensors, layer.needed)
+    return StepGradients([dx], [of_tensors])
+
+
+operators.register_step("linear", _linear, _linear_backward)

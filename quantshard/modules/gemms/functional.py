@@ -1,0 +1,384 @@
+"""The linear layer's three GEMMs, each operand quantized as the recipe's table says.
+
+A layer has one weight, or several that read the same input (queries, keys and values; the halves of a gated MLP): it is
+quantized once for all of them.
+
+    fprop   y  = x  @ w^T + b     x quantized along in_features, w as stored
+    dgrad   dx = dy @ w           dy quantized along out_features
+    wgrad   dw = dy^T @ x         dy^T and x^T quantized along tokens
+
+Of the input only what wgrad reads is kept for backward: its quantized form, 8 bits or fewer per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard.gemm import backend
+from quantshard import kernel_dispatch as compute, kernels, limits
+from quantshard.errors import UnsupportedOperationError
+from quantshard.modules.contexts import context
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, OperandUsage, WgradOperand, cells, gemm_operands, weight_operand
+from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.gemm.operands import OperandSplit
+from quantshard.recipe import Gemm, Recipe, TensorRole
+from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+if kernels.USABLE:
+    from quantshard.gemm.producers import OperandProducer
+
+
+class PreparedLinear(NamedTuple):
+    """A linear layer that is about to be called: its weights and biases, how it is computed, and what it carries."""
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    call: LinearContext
+    state: LinearState
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weights and biases, whose gradients `LinearBackward.backward` gives in this order."""
+        return (*self.weights, *self.biases)
+
+    def saved(
+        self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool
+    ) -> tuple[LinearBackward, list[Tensor]]:
+        """What backward needs of a forward that has kept this of its input: besides tensors, and these.
+
+        `rereads`: backward needs more of it than was kept.
+        """
+        rebuild, x_tensors = to_saved(kept)
+        bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
+        saved = LinearBackward(
+            self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads
+        )  # fmt: skip
+        return saved, [*self.weights, *x_tensors]
+
+
+@dataclass(frozen=True)
+class LinearBackward:
+    """A linear layer in backward, without its tensors. `rereads`: what wgrad reads of its input was not kept."""
+
+    call: LinearContext
+    state: LinearState
+    rebuild: tuple[Any, ...]
+    parts: int
+    bias_dtypes: Sequence[torch.dtype | None]
+    x_shape: tuple[int, ...]
+    dtype: torch.dtype
+    rereads: bool = False
+
+    @property
+    def tensors(self) -> int:
+        """How many gradients `backward` gives besides that of the input: of weights and biases."""
+        return 2 * self.parts
+
+    def needed(self, x: bool, tensors: Sequence[bool]) -> LinearGradMask:
+        """From whether each of `PreparedLinear.tensors` needs a gradient."""
+        return LinearGradMask(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
+
+    def reread(self, make: Callable[[], Tensor | OperandProducer], needed: LinearGradMask) -> WgradOperand | None:
+        """The input as wgrad reads it, from the input itself, which `make` gives; None if forward has kept it."""
+        if not self.rereads or not any(needed.weights):
+            return None
+        return gemm_operands(make(), TensorRole.INPUT, self.call, self.state, OperandUsage(False, True)).second
+
+    def backward(
+        self,
+        grads: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        needed: LinearGradMask,
+        x_wgrad: WgradOperand | None = None,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of the input, and of weights and biases, from those of the outputs.
+
+        `x_wgrad`: the input as wgrad reads it, if forward has not kept it.
+        """
+        ways = gradient_operands(grads, self.call, self.state, self.bias_dtypes, needed)
+        return self.gradients(ways, tensors, needed, x_wgrad)
+
+    def gradients(
+        self,
+        ways: Iterable[GemmOperands],
+        tensors: Sequence[Tensor],
+        needed: LinearGradMask,
+        x_wgrad: WgradOperand | None = None,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The same from the gradients of the outputs as the GEMMs read them."""
+        weights, x_wgrad = tensors[: self.parts], x_wgrad or _from_saved(self.rebuild, tensors[self.parts :])
+        dx, dws, dbs = backward_gemms(
+            ways, weights, x_wgrad, self.call, self.state, self.x_shape, self.dtype, self.bias_dtypes, needed
+        )
+        return dx, [*dws, *dbs]
+
+
+class RecomputedInput(NamedTuple):
+    """An input that backward computes again: by `function` of `tensors`, which are kept for something else anyway."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+
+def linear(x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None) -> tuple[Tensor, ...]:
+    """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype.
+
+    `again`: gives x in backward, which so need not keep it.
+    """
+    weights, biases, call, state = layer
+    if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
+        return _plain_linears(x, weights, biases, state.tp)
+    if again is not None and not can_reread(call.recipe):
+        again = None
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, layer, keeps_input(weights), again, *layer.tensors)
+    return outputs
+
+
+def keeps_input(weights: Sequence[Tensor]) -> bool:
+    """True if a backward to come reads the input that these are multiplied with."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+
+def can_reread(recipe: Recipe) -> bool:
+    """True if quantizing an input a second time gives the same codes: random words are drawn once."""
+    read = cells(recipe, TensorRole.INPUT)
+    return not any(cell is not None and cell.scaling.stochastic_rounding for cell in read)
+
+
+def _plain_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
+) -> tuple[Tensor, ...]:
+    if tp.mode == "column":
+        x = parallel.gather_rows(x, tp) if tp.sequence_parallel else parallel.copy_to_group(x, tp)
+    if tp.mode != "row" or tp.size == 1:
+        return tuple(plain_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    outputs = []
+    for weight, bias in zip(weights, biases, strict=True):
+        y = _summed(plain_linear(x, weight, None), tp)
+        if bias is not None:
+            y = parallel.add_bias(y, parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias)
+        outputs.append(y)
+    return tuple(outputs)
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same in high precision, for one weight."""
+    tokens = x.reshape(-1, x.shape[-1])
+    y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return shaped_as(y, x)
+
+
+def shaped_as(y: Tensor, x: Tensor) -> Tensor:
+    """y [tokens, features] with the leading dims of x.
+
+    Not by view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place.
+    """
+    return _with_leading(y, x.shape)
+
+
+def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
+    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*_leading(shape, split), y.shape[-1]])
+    return out
+
+
+def _leading(shape: Sequence[int], split: OperandSplit | None) -> list[int]:
+    """The dims before the last of an activation of which each rank has a piece of `shape`, once rows are gathered."""
+    if split is None or split.dim != 0:
+        return list(shape[:-1])
+    return [shape[0] * split.size, *shape[1:-1]]
+
+
+def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum of y [sequence, ..., features] over the ranks; under sequence parallelism this rank's part of it."""
+    return parallel.scatter_rows(y, tp) if tp.sequence_parallel else parallel.reduce_from_group(y, tp)
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layer: PreparedLinear,
+        keeps_input: bool,
+        again: RecomputedInput | None,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        outputs, x_wgrad = forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps_input and again is None)
+        ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
+        ctx.again = None if again is None else again.function
+        ctx.save_for_backward(*saved, *(() if again is None else again.tensors))
+        ctx.saved = len(saved)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+        layer: LinearBackward = ctx.layer
+        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[4:])
+        tensors = ctx.saved_tensors  # once: a checkpointed region allows no second look
+        saved, others = tensors[: ctx.saved], tensors[ctx.saved :]
+        x_wgrad = layer.reread(lambda: ctx.again(*others).reshape(-1, layer.x_shape[-1]), needed)
+        dx, of_tensors = layer.backward(grads, saved, needed, x_wgrad)
+        return dx, None, None, None, *of_tensors
+
+
+class LinearGradMask(NamedTuple):
+    """Which gradients are needed: of the input, of each weight, of each bias."""
+
+    x: bool
+    weights: Sequence[bool]
+    biases: Sequence[bool]
+
+    def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> OperandUsage:
+        """What is wanted of the gradient of one weight's output."""
+        return OperandUsage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
+
+
+def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
+    """Gradients of several outputs [..., out_features], zeros for one that was not used; none if none was."""
+    first = next((grad for grad in grads if grad is not None), None)
+    if first is None:
+        return []
+    return [
+        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
+        for grad, size in zip(grads, out_features, strict=True)
+    ]
+
+
+class SavedLinear(NamedTuple):
+    """A layer in backward with the tensors that were saved for it, and which gradients it needs."""
+
+    saved: LinearBackward
+    tensors: list[Tensor]
+    needed: LinearGradMask
+
+
+def forward_gemms(
+    source: Tensor | OperandProducer,
+    x_shape: Sequence[int],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    call: LinearContext,
+    state: LinearState,
+    keeps_input: bool,
+) -> tuple[list[Tensor], WgradOperand]:
+    """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`.
+
+    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape.
+    """
+    if call.repeated:
+        context.flush_after_backward()
+    split = state.split(TensorRole.INPUT)
+    partial = split is not None and split.dim == 1  # each rank has a part of every sum
+    read = gemm_operands(source, TensorRole.INPUT, call, state, OperandUsage(True, keeps_input))
+    outputs = []
+    for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        w = weight_operand(weight, part, call, state)
+        y = backend.matmul(
+            read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias,
+            fast=Gemm.FPROP in call.recipe.fast_gemms,
+        )  # fmt: skip
+        y = _with_leading(y, x_shape, split)
+        if partial:
+            y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
+        outputs.append(y)
+    return outputs, read.second
+
+
+def gradient_operands(
+    grads: Sequence[Tensor],
+    call: LinearContext,
+    state: LinearState,
+    bias_dtypes: Sequence[torch.dtype | None],
+    needed: LinearGradMask,
+) -> Iterator[GemmOperands]:
+    """Gradients of the outputs [..., out_features] as the GEMMs of `needed` read them, one at a time."""
+    for part, (grad, bias) in enumerate(zip(grads, bias_dtypes, strict=True)):
+        wanted = needed.of_gradient(part, bias)
+        yield gemm_operands(grad.reshape(-1, grad.shape[-1]), TensorRole.GRAD_OUTPUT, call, state, wanted, part)
+
+
+def backward_gemms(
+    ways: Iterable[GemmOperands],
+    weights: Sequence[Tensor],
+    x_wgrad: WgradOperand,
+    call: LinearContext,
+    state: LinearState,
+    x_shape: Sequence[int],
+    x_dtype: torch.dtype,
+    bias_dtypes: Sequence[torch.dtype | None],
+    needed: LinearGradMask,
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
+
+    `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. What several weights add to the
+    gradient of the input is summed in float32, or in `x_dtype` where that is wider, and rounded once.
+    """
+    dx_dtype = x_dtype if len(weights) == 1 else torch.promote_types(x_dtype, torch.float32)
+    summands: list[Tensor] = []
+    dws: list[Tensor | None] = []
+    dbs: list[Tensor | None] = []
+    split = state.split(TensorRole.GRAD_OUTPUT)
+    if any(needed.weights):
+        x_wgrad = x_wgrad.whole()
+    for part, (found, weight) in enumerate(zip(ways, weights, strict=True)):
+        bias_dtype = bias_dtypes[part]
+        if needed.x:
+            w = weight_operand(weight, part, call, state)
+            fast = Gemm.DGRAD in call.recipe.fast_gemms
+            summands.append(backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast))
+            _add_up(summands, part == len(weights) - 1, x_dtype)  # before wgrad: it needs the memory
+        dw = db = None
+        if needed.weights[part]:
+            dw = backend.matmul(
+                found.second.operand, x_wgrad.operand, weight.dtype, poison=found.poison, precision=x_dtype,
+                transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,
+                fast=Gemm.WGRAD in call.recipe.fast_gemms,
+            )  # fmt: skip
+        if found.sums is not None and bias_dtype is not None:
+            db = found.sums
+            db = (db if split is None or split.dim == 1 else parallel.reduce_from_group(db, state.tp)).to(bias_dtype)
+        dws.append(dw)
+        dbs.append(db)
+    if not summands:
+        return None, dws, dbs
+    dx = summands[0].view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
+
+
+def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
+    """Leave at most two of them, or behind the last one their sum, rounded to `dtype`.
+
+    Two, where one would do with another pass over both: those of queries, keys and values are summed in one.
+    """
+    if is_last and len(summands) > 1:
+        summands[:] = [compute.rounded_sum(summands, dtype)]
+    elif len(summands) > 2:
+        summands[:2] = [summands[0].add_(summands[1])]
+
+
+def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Split an operand into what is needed to put it together again in backward, and the tensors that are saved."""
+    others = (operand.transposed, operand.split, operand.cell, operand.words)
+    if isinstance(operand.operand, Tensor):
+        return (None, others), (operand.operand,)
+    storage = operand.operand
+    described = (storage.cell, storage.shard, tuple(storage.components))
+    return (described, others), tuple(storage.components.values())
+
+
+def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
+    described, others = rebuild
+    if described is None:
+        return WgradOperand(tensors[0], *others)
+    cell, shard, names = described
+    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), *others)

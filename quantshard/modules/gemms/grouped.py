@@ -1,0 +1,219 @@
+"""The linear layers of many experts as one: what `functional.linear` does for each of them, in a few launches for all.
+
+The rows of all experts are one matrix, of which each expert has some that follow each other. They are quantized in one
+launch to the codes and scales that each expert's rows have alone, and multiplied with its weight, which stays a tensor
+of its own, in another. `backend.block_together` says for which recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from quantshard import amax, kernel_dispatch as compute, kernels, limits, private_torch
+from quantshard.errors import UnsupportedOperationError
+from quantshard.formats import Copy, Encoding
+from quantshard.modules.contexts import context
+from quantshard.modules.gemms.linear_operands import cells, note_amaxes
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.recipe import Cell, TensorRole
+from quantshard.tensor.storage import KEY
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+if kernels.USABLE:
+    from quantshard.kernels.experts import grouped as grouped_kernel
+    from quantshard.kernels.experts import grouped_matmul
+    from quantshard.kernels.quantize import scales
+    from quantshard.kernels.experts.grouped import ExpertSegments
+    from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
+    from quantshard.kernels.quantize.targets import QuantizeRequest
+
+
+class ExpertsLayer(NamedTuple):
+    """The linear layers of all experts, about to be called.
+
+    `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `block`: elements under one
+    scale, along the summed dim; 0 if each expert has one. `histories`: by role, those of each expert under delayed
+    scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom they are reduced over.
+    """
+
+    weights: Sequence[QuantizedTensor]
+    biases: Sequence[Tensor]
+    counts: Sequence[int]
+    block: int
+    call: LinearContext
+    histories: Mapping[TensorRole, Sequence[Tensor]]
+    record: bool
+    amax_group: amax.Groups
+
+    def past(self, role: TensorRole) -> Tensor | None:
+        """The amaxes to scale by, float32 [experts], under delayed scaling. Of an input those of the first forward."""
+        cell, _ = cells(self.call.recipe, role)
+        assert cell is not None
+        if not cell.scaling.history:
+            return None
+        known = self.call.amaxes.get((role, 0))
+        found = amax.history_amaxes(self.histories[role], cell.scaling.most_recent) if known is None else known
+        if role is TensorRole.INPUT:
+            self.call.amaxes[role, 0] = found
+        return found
+
+    def segments(self, device: torch.device) -> ExpertSegments:
+        """Which rows are of which expert."""
+        return ExpertSegments.of(self.counts, device, grouped_kernel.MANY_ROWS if self.block else 1)
+
+    def quantized(
+        self, values: Tensor, role: TensorRole, segments: ExpertSegments, second: bool
+    ) -> tuple[EncodedRows, EncodedRows]:
+        """An input or output gradient [tokens, features] for its first GEMM and, if `second`, for wgrad.
+
+        A gradient that is not finite makes a scale of its expert NaN: codes saturate, so it would come out finite, and
+        the optimizer would not skip the step.
+        """
+        if not self.block:
+            codes = self._by_experts(values, role, segments)
+            return codes, codes
+        poison = None
+        if role is TensorRole.GRAD_OUTPUT:
+            poison = torch.ones(len(segments), dtype=torch.float32, device=values.device)
+        one, two = (
+            None if cell is None else QuantizeRequest(cell.format.copies[Copy.ROWWISE], cell.scaling)
+            for cell in cells(self.call.recipe, role)
+        )
+        assert one is not None
+        found, transposed = grouped_kernel.quantize_expert_blocks(
+            values, segments, one, two if second else None, poison
+        )
+        encoding = one.copy.codes.encoding
+        first, *more = (
+            EncodedRows(target.codes, target.scale, encoding, self.block, poison)
+            for target in (found, transposed)
+            if target is not None and target.scale is not None
+        )
+        return first, more[0] if more else first
+
+    def _by_experts(self, values: Tensor, role: TensorRole, segments: ExpertSegments) -> EncodedRows:
+        """Under one scale for each expert."""
+        cell, _ = cells(self.call.recipe, role)
+        assert cell is not None
+        copy = cell.format.copies[Copy.ROWWISE]
+        notes = bool(cell.scaling.history) and self.record and (role, 0) not in self.call.amaxes
+        amaxes = self.past(role)
+        if amaxes is None:
+            amaxes = grouped_kernel.expert_amaxes(values, segments)
+        stored, multipliers = scales.scales(amaxes, copy, cell.scaling, values.dtype)
+        seen = torch.zeros_like(stored) if notes else None
+        poisoned = stored if role is TensorRole.GRAD_OUTPUT else None
+        codes = grouped_kernel.quantize_expert_rows(values, segments, copy.codes.encoding, multipliers, seen, poisoned)
+        if seen is not None:
+            keys = [weight.quantized_storage.state[KEY] for weight in self.weights]
+            note_amaxes(role, keys, self.histories[role], seen, self.amax_group)
+        return EncodedRows(codes, stored, copy.codes.encoding)
+
+    def operands(self, weights: Sequence[QuantizedTensor], biases: Sequence[Tensor] = ()) -> ExpertWeights:
+        """Weights as kernels read them."""
+        copy = weights[0].quantized_storage.cell.format.copies[Copy.ROWWISE]
+        codes, scale = copy.codes.name, copy.scale.name
+        parts = [weight.quantized_storage.components for weight in weights]
+        return ExpertWeights(
+            [p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding, self.block
+        )
+
+
+def are_readable(
+    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: Cell | None, x: Tensor
+) -> TypeGuard[Sequence[QuantizedTensor]]:
+    """Whether kernels can read these weights and biases: quantized by `cell`, alike, all of each where x is.
+
+    Not those that `QuantizedModule.weight_operand` would refuse, nor pieces.
+    """
+    kinds, bias_dtypes, parts = set(), {bias.dtype for bias in biases}, list(biases)
+    for weight in weights:
+        if not isinstance(weight, QuantizedTensor):
+            return False
+        storage = weight.quantized_storage
+        if (storage.cell is not cell and storage.cell != cell) or storage.is_stale:
+            return False
+        kinds.add((storage.shard.shape, weight.dtype))
+        parts += storage.components.values()
+    dtypes = bias_dtypes | {dtype for _, dtype in kinds}
+    if len(kinds) != 1 or len(bias_dtypes) > 1 or not dtypes.issubset(compute.KERNEL_DTYPES):
+        return False
+    # numbers of devices cost less to compare than these
+    return {part.get_device() for part in parts} == {x.get_device()} and all(part.is_contiguous() for part in parts)
+
+
+def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
+    """Rows x [tokens, in_features] times the weight [out_features, in_features] of their expert transposed, plus its
+    bias, in x's dtype."""
+    keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
+    out: Tensor = _ExpertsFunction.apply(x, layer, keeps_input, *layer.weights, *layer.biases)
+    return out
+
+
+@dataclass(frozen=True)
+class _ExpertsBackward:
+    """What backward knows of forward besides tensors; `encoding`: of the input, `bias_dtype`: None without biases."""
+
+    layer: ExpertsLayer
+    segments: ExpertSegments
+    encoding: Encoding
+    dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: ExpertsLayer, keeps_input: bool, *tensors: Tensor) -> Tensor:
+        if layer.call.repeated:
+            context.flush_after_backward()
+        x, segments = private_torch.plain(x), layer.segments(x.device)
+        read, kept = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
+        weights = layer.operands(layer.weights, layer.biases)
+        y = grouped_matmul.rows_times_weights(read, weights, segments, x.dtype, transposed=True)
+        bias_dtype = layer.biases[0].dtype if layer.biases else None
+        ctx.saved = _ExpertsBackward(
+            layer._replace(weights=(), biases=()), segments, kept.encoding, x.dtype, bias_dtype
+        )
+        parts = (kept.codes, kept.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
+        ctx.save_for_backward(*parts, *layer.weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+        codes, scale, *weights = ctx.saved_tensors
+        saved: _ExpertsBackward = ctx.saved
+        x, needs = EncodedRows(codes, scale, saved.encoding, saved.layer.block), ctx.needs_input_grad
+        return _gradients(private_torch.plain(grads[0]), x, weights, saved, needs[0], needs[3:])
+
+
+def _gradients(
+    grad: Tensor,
+    x: EncodedRows,
+    weights: Sequence[QuantizedTensor],
+    saved: _ExpertsBackward,
+    needs_x: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Of all inputs of `_ExpertsFunction`, from that of the output [tokens, out_features]; `needs`: of weights and
+    biases."""
+    layer, segments, count = saved.layer._replace(weights=weights), saved.segments, len(weights)
+    needs_weights = any(needs[:count])
+    read, transposed = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
+    dx = None
+    if needs_x:
+        dx = grouped_matmul.rows_times_weights(read, layer.operands(weights), segments, saved.dtype, transposed=False)
+    found: list[Tensor | None] = [None] * len(needs)
+    if needs_weights:
+        dws = grouped_matmul.weight_gradients(transposed, x, segments, weights[0].dtype)
+        found[:count] = dws.unbind()
+    if any(needs[count:]):
+        found[count:] = grouped_kernel.expert_sums(grad, segments).to(saved.bias_dtype).unbind()
+    wanted = (value if needed else None for value, needed in zip(found, needs, strict=True))
+    return dx, None, None, *wanted

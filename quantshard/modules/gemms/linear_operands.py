@@ -1,0 +1,392 @@
+"""Operands of one linear layer's GEMMs: how its input, its weights and the gradients of its outputs are quantized.
+
+An input is read by fprop and, quantized along tokens, by wgrad; an output gradient by dgrad and wgrad. Where kernels
+run, both forms come from one read of the values; else, and for pieces under tensor parallelism, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard import kernel_dispatch as compute, kernels, private_torch, sharding
+from quantshard.gemm import operands
+from quantshard.amax import Groups, history_amax, including
+from quantshard.formats import ALL
+from quantshard.modules.contexts import context
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.numerics import RandomBits
+from quantshard.gemm.operands import Operand, OperandSplit
+from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
+from quantshard.sharding import Shard
+from quantshard.tensor.storage import AMAX_HISTORY, DGRAD_STREAM, KEY, STREAMS_PER_RANK, WGRAD_STREAM, QuantizedStorage, next_draw
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+if kernels.USABLE:
+    from quantshard.gemm import producers as sources
+    from quantshard.gemm.producers import QuantizeSpec, ReductionOutputs, TensorProducer
+
+
+@dataclass
+class LinearState:
+    """What one linear layer carries between steps: state of its weights, and delayed-scaling histories.
+
+    `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
+    seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism. `amax_group`: whom
+    delayed scaling reduces amaxes over; None: whom autocast says. `data_group`: the ranks that together work on one
+    batch, if not those of `tp`, by which random streams are told apart.
+    """
+
+    weights: Sequence[dict[str, Tensor]]
+    input_history: Tensor | None
+    grad_output_history: Tensor | None
+    record: bool
+    tp: TensorParallel = parallel.NONE
+    amax_group: Groups = None
+    data_group: Groups = None
+
+    def split(self, role: TensorRole) -> OperandSplit | None:
+        """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
+
+        Along features, it stays so. Along tokens (under sequence parallelism) the GEMMs need it gathered.
+        """
+        if self.tp.size == 1 or self.tp.mode is None:
+            return None
+        if (role is TensorRole.INPUT) == (self.tp.mode == "row"):
+            return self.tp.split(1)
+        return self.tp.split(0) if self.tp.sequence_parallel else None
+
+    @property
+    def weight_split(self) -> OperandSplit | None:
+        """How a weight [out_features, in_features] is cut over the ranks."""
+        if self.tp.size == 1 or self.tp.mode is None:
+            return None
+        return self.tp.split(0 if self.tp.mode == "column" else 1)
+
+
+@dataclass
+class WgradOperand:
+    """An operand of wgrad: [tokens, features], or its transpose where it had to be quantized along tokens.
+
+    `split`: this rank has a piece, cut along tokens, which `whole` gathers; only that is kept for backward. `cell`,
+    `words`: the piece is in high precision still, since it can be quantized as a part of the whole only.
+    """
+
+    operand: Operand
+    transposed: bool
+    split: OperandSplit | None = None
+    cell: Cell | None = None
+    words: operands.WordsOf | None = None
+
+    def whole(self) -> WgradOperand:
+        """This operand with the pieces of all ranks: a collective call if it is split."""
+        if self.split is None:
+            return self
+        if isinstance(self.operand, QuantizedStorage):
+            return WgradOperand(operands.gather(self.operand, self.split), self.transposed)
+        if self.cell is None:
+            return WgradOperand(operands.gather_values(self.operand, self.split), self.transposed)
+        whole = operands.quantize_and_gather(self.operand, self.cell, self.split, words=self.words)
+        return WgradOperand(whole, self.transposed)
+
+
+class OperandUsage(NamedTuple):
+    """What is wanted of an input or output gradient: an operand of its first GEMM, one of wgrad, and of a gradient its
+    sum over tokens and a poison."""
+
+    first: bool
+    second: bool
+    sums: bool = False
+    poison: bool = False
+
+
+class GemmOperands(NamedTuple):
+    """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
+
+    `sums`: over tokens, float32. `poison`: float32 scalar, NaN if not all values are finite, else 0: codes saturate, so
+    an infinite gradient would come out finite, and the optimizer would not skip the step.
+    """
+
+    first: Operand
+    second: WgradOperand
+    sums: Tensor | None = None
+    poison: Tensor | None = None
+
+
+def gemm_operands(
+    values: Tensor | sources.OperandProducer,
+    role: TensorRole,
+    call: LinearContext,
+    state: LinearState,
+    wanted: OperandUsage,
+    part: int = 0,
+) -> GemmOperands:
+    """An input or output gradient [tokens, features] for its two GEMMs.
+
+    `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
+    input whose tokens are spread over ranks is not gathered for wgrad yet.
+    """
+    if not isinstance(values, Tensor):
+        return OperandRequest(role, call, state, wanted, part).of(values)
+    values = private_torch.plain(values)
+    first, second = cells(call.recipe, role)
+    if state.split(role) is None and compute.has_kernels(values) and sources.covers(values.dtype, first, second):
+        return OperandRequest(role, call, state, wanted, part).of(TensorProducer(values))
+    delayed = _DelayedScale.of(role, first or second, call, state, part)
+    if delayed is not None and delayed.notes:
+        delayed.note(compute.block_amax(values, (ALL, ALL)).view(()))
+    amax = None if delayed is None else delayed.amax
+    zero = torch.zeros((), dtype=torch.float32, device=values.device)
+    poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
+    sums = values.float().sum(0) if wanted.sums else None
+    words = _GradientRandomBits.of_layer(state, part)
+    as_is, kept = _in_pieces(values, role, first, second, state.split(role), amax, words, wanted)
+    return GemmOperands(as_is, kept, sums, poison)
+
+
+def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
+    """How an input or output gradient is quantized: as it stands, and for wgrad."""
+    return recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD), recipe.cell(role, Gemm.WGRAD)
+
+
+class OperandRequest:
+    """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer."""
+
+    def __init__(
+        self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int = 0
+    ) -> None:
+        self.wanted = wanted
+        self.first, self.second = cells(call.recipe, role)
+        self.shared = wanted.second and serves_both(self.first, self.second)
+        self.delayed = _DelayedScale.of(role, self.first or self.second, call, state, part)
+        self.words = _GradientRandomBits.of_layer(state, part)
+        amax = None if self.delayed is None else self.delayed.amax.view(1, 1)
+        reads = wanted.first or self.shared
+        self.ways = (
+            QuantizeSpec(self.first, amax, self.words.whole(DGRAD_STREAM))
+            if self.first is not None and reads
+            else None,
+            QuantizeSpec(self.second, amax, self.words.whole(WGRAD_STREAM))
+            if self.second is not None and wanted.second and not self.shared
+            else None,
+        )
+
+    @property
+    def reads_values(self) -> bool:
+        """True if a GEMM takes the values themselves, or they must be measured before they are quantized."""
+        plain = (self.wanted.first and self.first is None) or (self.wanted.second and self.second is None)
+        return plain or any(way is not None and way.measures for way in self.ways)
+
+    def of(self, source: sources.OperandProducer) -> GemmOperands:
+        """All that is wanted, from one read of the source, or from two where an amax must be known first."""
+        given = source.measured() if self.reads_values else None
+        source = source if given is None else given
+        ready = self.both(source.shape[1], source.device).prepared(source, given)
+        return self.taken(ready, source.emit(ready.outputs), None if given is None else given.values)
+
+    def both(self, features: int, device: torch.device) -> sources.BidirectionalQuantization:
+        """The same as a kernel is told it."""
+        delayed, wanted = self.delayed, self.wanted
+        sinks = ReductionOutputs(
+            sources.zero(device) if delayed is not None and delayed.notes else None,
+            torch.empty(features, dtype=torch.float32, device=device) if wanted.sums else None,
+        )
+        return sources.BidirectionalQuantization(*self.ways, self.shared, wanted.poison, sinks)
+
+    def taken(
+        self, ready: sources.PreparedQuantization, targets: sources.Targets, values: Tensor | None = None
+    ) -> GemmOperands:
+        """What a kernel has made of a source; `values`: its own, where a GEMM takes them as they are."""
+        as_is, transposed = ready.finish(targets)
+        outputs = ready.outputs
+        if self.delayed is not None and outputs.amax is not None:
+            self.delayed.note(outputs.amax)
+        first, second = as_is if as_is is not None else values, transposed if transposed is not None else values
+        nothing = torch.empty(0, dtype=torch.float32)
+        return GemmOperands(
+            nothing if first is None else first,
+            WgradOperand(nothing if second is None or not self.wanted.second else second, transposed is not None),
+            outputs.sums,
+            ready.poison,
+        )
+
+
+def _in_pieces(
+    values: Tensor,
+    role: TensorRole,
+    first: Cell | None,
+    second: Cell | None,
+    split: OperandSplit | None,
+    amax: Tensor | None,
+    words: _GradientRandomBits,
+    wanted: OperandUsage,
+) -> tuple[Operand, WgradOperand]:
+    """The same step by step, of a piece too."""
+    shared = serves_both(first, second)
+    spread = split if split is not None and split.dim == 0 else None
+    piece: Operand = values
+    if first is not None and (wanted.first or shared):
+        piece = _quantized(values, first, split, amax, words.of(DGRAD_STREAM))
+    as_is = piece
+    if spread is not None and (wanted.first or (shared and role is not TensorRole.INPUT)):
+        as_is = _gathered(piece, spread)
+    if not wanted.second:
+        return as_is, WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all of them alive
+    if second is None or shared:
+        kept = WgradOperand(piece if shared else values, False, spread)
+    else:
+        kept = _transposed_operand(values.t(), second, split, amax, words.of(WGRAD_STREAM))
+    return as_is, kept if role is TensorRole.INPUT else kept.whole()
+
+
+def _quantized(
+    values: Tensor, cell: Cell, split: OperandSplit | None, amax: Tensor | None, words: operands.WordsOf
+) -> QuantizedStorage:
+    """This rank's piece of an operand."""
+    shape = (values.shape[0], values.shape[1])
+    drawn = words(operands.operand_shard(shape, cell, split)) if cell.scaling.stochastic_rounding else None
+    return operands.quantize_operand(values, cell, amax=amax, words=drawn, split=split)
+
+
+def _gathered(piece: Operand, split: OperandSplit) -> Operand:
+    return operands.gather_values(piece, split) if isinstance(piece, Tensor) else operands.gather(piece, split)
+
+
+def _transposed_operand(
+    values: Tensor, cell: Cell, split: OperandSplit | None, amax: Tensor | None, words: operands.WordsOf
+) -> WgradOperand:
+    """An operand of wgrad from the transposed values [features, tokens], of which `split` says how they were cut."""
+    if split is None or split.dim == 1:  # features stay apart
+        return WgradOperand(_quantized(values, cell, split and split.transposed, amax, words), True)
+    tokens = split.transposed
+    if not operands.gathers_codes(cell, (values.shape[0], values.shape[1]), tokens):
+        return WgradOperand(values, True, tokens, cell, words)
+    return WgradOperand(_quantized(values, cell, tokens, amax, words), True, tokens)
+
+
+def serves_both(first: Cell | None, second: Cell | None) -> bool:
+    """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
+    return first == second and first is not None and first.format.transposable
+
+
+def keeps_transposed(first: Cell | None, second: Cell | None, values: Tensor) -> bool:
+    """True if what `gemm_operands` gives for wgrad is of the transposed values, where these are not cut.
+
+    `values`: or a tensor of their dtype and device, also one that is traced.
+    """
+    if second is None or not serves_both(first, second):
+        return second is not None
+    return compute.kernels_on(values.device) and sources.covers(values.dtype, first, second)
+
+
+class _GradientRandomBits:
+    """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
+
+    Ranks that work on different data have streams of their own; those of one group, a tensor-parallel one, share the
+    words of the tensor that they hold pieces of, by global index.
+    """
+
+    def __init__(self, weight: dict[str, Tensor], group: Groups) -> None:
+        self.weight, self.group = weight, group
+        self.draw: int | Tensor | None = None
+
+    @staticmethod
+    def of_layer(state: LinearState, part: int) -> _GradientRandomBits:
+        """Of the gradient of one of its weights' outputs."""
+        return _GradientRandomBits(
+            state.weights[part], state.tp.group if state.data_group is None else state.data_group
+        )
+
+    def of(self, stream: int) -> operands.WordsOf:
+        """Words of one of the uses of a gradient, for any rectangle of it."""
+
+        def words(shard: Shard) -> RandomBits:
+            if self.draw is None:
+                self.draw = next_draw(self.weight)
+            base = parallel.stream_base(self.group) * STREAMS_PER_RANK
+            key = int(self.weight[KEY])
+            return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
+
+        return words
+
+    def whole(self, stream: int) -> Callable[[tuple[int, int]], RandomBits]:
+        """The same, of a matrix that is whole, by its shape."""
+        return lambda shape: self.of(stream)(sharding.whole(shape))
+
+
+def note_amaxes(
+    role: TensorRole, keys: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Tensor, group: Groups
+) -> None:
+    """Note amaxes [n] of tensors of one role for their histories, to be reduced over `group` and recorded later.
+
+    `keys`: of the weights that they belong to. With the role these tell histories apart: ranks agree on them.
+    """
+    backward = role is TensorRole.GRAD_OUTPUT
+    if backward:
+        context.flush_after_backward()
+    roles = list(TensorRole)
+    number = roles.index(role)
+    identities = [key * len(roles) + number for key in torch.cat(list(keys)).tolist()]
+    pending = context.backward_amaxes if backward else context.forward_amaxes
+    pending.note_all(identities, histories, amaxes, group)
+
+
+@dataclass
+class _DelayedScale:
+    """One tensor under delayed scaling: the amax of its history, to scale by, and where its own is noted for later.
+
+    `notes`: whether it is to be. Of an input or a weight that is done once for a call: its backward and its
+    recomputation scale by the same amax. All output gradients of a layer share one history, as one GEMM's would.
+    """
+
+    amax: Tensor
+    notes: bool
+    note: Callable[[Tensor], None]
+
+    @staticmethod
+    def of(
+        role: TensorRole, cell: Cell | None, call: LinearContext, state: LinearState, part: int = 0
+    ) -> _DelayedScale | None:
+        """None unless `cell` scales by past amaxes."""
+        if cell is None or not cell.scaling.history:
+            return None
+        known = call.amaxes.get((role, part))
+        history = {
+            TensorRole.INPUT: state.input_history,
+            TensorRole.GRAD_OUTPUT: state.grad_output_history,
+            TensorRole.WEIGHT: state.weights[part].get(AMAX_HISTORY),
+        }[role]
+        assert history is not None
+        amax = history_amax(history, cell.scaling.most_recent) if known is None else known
+        if role is not TensorRole.GRAD_OUTPUT:
+            call.amaxes[role, part] = amax
+
+        def note(seen: Tensor) -> None:
+            group = call.group if state.amax_group is None else state.amax_group
+            if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
+                group = including(group, state.tp.group)
+            # all output gradients have one history: of the largest of their amaxes
+            of = 0 if role is TensorRole.GRAD_OUTPUT else part
+            note_amaxes(role, [state.weights[of][KEY]], [history], seen.view(1), group)
+
+        return _DelayedScale(amax, known is None and state.record, note)
+
+
+def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
+    """A weight for the GEMM: as it is stored, or quantized now from high precision."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.quantized_storage
+    cell = call.recipe.weight
+    if cell is None:
+        return weight
+    delayed = _DelayedScale.of(TensorRole.WEIGHT, cell, call, state, part)
+    if delayed is not None and delayed.notes:
+        delayed.note(compute.block_amax(weight.detach(), (ALL, ALL)).view(()))
+    amax = None if delayed is None else delayed.amax
+    return operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)

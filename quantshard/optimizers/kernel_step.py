@@ -1,0 +1,236 @@
+"""A step of FusedAdam in the kernels over many tensors, for parameters where kernels run.
+
+A plan for each device holds the addresses of what a step reads and writes, and lasts until one of them changes; it also
+holds the tensors, so that no address is given to another tensor meanwhile. What no kernel takes is left to
+`step.ParameterStep`: gradients of other dtypes than float32, bfloat16 and float16, tensors that are not contiguous,
+pieces of more than two dims that are cut along another than the first.
+
+The kernels write new values as they compute them, so ranks agree before on whether a step is skipped: where they share
+blocks that is one collective more than in `step`, and a pass over states and weights less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantshard.tensor import components
+from quantshard import kernel_dispatch as compute, kernels, numerics, private_torch
+from quantshard.tensor import storage as storages
+from quantshard.amax import FlatMax, Groups
+from quantshard.formats import Copy
+from quantshard.numerics.adam import Hyperparameters
+from quantshard.optimizers.guards import LARGEST_GRADIENT
+from quantshard.optimizers.rounding import TensorRegion
+from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
+from quantshard.optimizers.step import ParameterStep
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, WEIGHT_STREAM
+
+if kernels.USABLE:
+    from quantshard.kernels.optimizer import parameters as adam_parameters
+    from quantshard.kernels.optimizer.parameters import AdamParameter, MasterRemainder, MatrixRegion, PlainTensor, ScaledTensor
+    from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, AdamLaunchPlan
+
+
+@dataclass
+class _DevicePlan:
+    """What is planned on one device: for each parameter its place in the work, and by place the amaxes that ranks
+    share, each with these ranks."""
+
+    plan: AdamLaunchPlan
+    places: list[int]
+    shared: dict[int, list[tuple[Tensor, Groups]]]
+
+
+class KernelStep:
+    """The parameters of an optimizer that kernels take, step by step: `take`, `exceeding`, `update`, `finished`."""
+
+    def __init__(self) -> None:
+        self._planned: list[_DevicePlan] = []
+        self._signature: list[int] = []
+        self._captured: list[AdamLaunchPlan] = []  # CUDA graphs hold the addresses of their tables
+        self._work: Sequence[ParameterStep] = ()
+        self._left: set[int] = set()
+
+    def take(self, work: Sequence[ParameterStep], hyperparameters: Sequence[Hyperparameters], seed: int | None) -> bool:
+        """Begin a step: True if kernels run where any of its parameters is, and so on every rank.
+
+        `hyperparameters`: of each group. `seed`: of the optimizer's random words.
+
+        Raises:
+            UnsupportedOperationError: the step is captured in a CUDA graph, and there is no plan for it yet.
+        """
+        self._work = ()
+        if not any(compute.has_kernels(private_torch.local_tensor(item.param)) for item in work):
+            return False
+        signature = _signature(work)
+        if signature != self._signature:
+            self._captured += [planned.plan for planned in self._planned if planned.plan.is_captured]
+            self._planned = self._plans(work, len(hyperparameters))
+            self._signature = signature
+        self._work, self._left = work, set(range(len(work)))
+        for planned in self._planned:
+            items = [work[place] for place in planned.places]
+            grads = [item.grad if _fits(item.grad, planned.plan.device) else None for item in items]
+            self._left.difference_update(
+                place
+                for place, item, grad in zip(planned.places, items, grads, strict=True)
+                if grad is not None or item.grad is None
+            )
+            draws = [_draw(item) if grad is not None else 0 for item, grad in zip(items, grads, strict=True)]
+            planned.plan.take(grads, hyperparameters, seed, draws)
+        return True
+
+    @staticmethod
+    def _plans(work: Sequence[ParameterStep], groups: int) -> list[_DevicePlan]:
+        found: dict[torch.device, list[tuple[int, AdamParameter]]] = {}
+        for place, item in enumerate(work):
+            local = private_torch.local_tensor(item.param)
+            parameter = _parameter(item) if compute.has_kernels(local) else None
+            if parameter is not None:
+                found.setdefault(local.device, []).append((place, parameter))
+        planned = []
+        for device, pairs in found.items():
+            plan, places = (
+                AdamLaunchPlan([parameter for _, parameter in pairs], groups, device),
+                [place for place, _ in pairs],
+            )
+            grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
+            shared = {place: list(_shared(work[place], number, grids)) for number, place in enumerate(places)}
+            planned.append(_DevicePlan(plan, places, {place: amaxes for place, amaxes in shared.items() if amaxes}))
+        return planned
+
+    def exceeding(self) -> Tensor:
+        """`numerics.exceeds` of each gradient of the step, float32 [parameters]."""
+        flags = [planned.plan.exceeding(LARGEST_GRADIENT) for planned in self._planned]
+        if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
+            return flags[0]
+        device = private_torch.local_tensor(self._work[0].param).device
+        columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(self._work)
+        for planned, found in zip(self._planned, flags, strict=True):
+            for place, flag in zip(planned.places, found.to(device).unbind(), strict=True):
+                columns[place] = flag
+        for place in self._left:
+            grad = self._work[place].grad
+            if grad is not None:
+                columns[place] = numerics.exceeds(grad, LARGEST_GRADIENT).to(device)
+        return torch.stack(columns)
+
+    def update(self, skip: Tensor) -> list[ParameterStep]:
+        """Make the step where `skip`, a bool scalar, is false; a collective call where ranks share blocks.
+
+        Returns what is left to be finished: it is measured.
+        """
+        for planned in self._planned:
+            planned.plan.update(skip.to(planned.plan.device))
+        reduction = FlatMax()
+        shared = {place: amaxes for planned in self._planned for place, amaxes in planned.shared.items()}
+        for place in sorted(self._left | shared.keys()):  # the same order on all ranks, whatever is left to which
+            if place in self._left:
+                self._work[place].measure(reduction)
+                continue
+            for values, groups in shared[place]:
+                reduction.add(values, groups)
+        reduction.reduce()
+        for planned in self._planned:
+            planned.plan.finish()
+        return [self._work[place] for place in sorted(self._left)]
+
+    def finished(self) -> None:
+        """Count that the step was made, with the parameters that kernels wrote."""
+        for place, item in enumerate(self._work):
+            if place not in self._left and item.grad is not None:
+                item.weight.written(drawn=item.source is item.weight)
+
+
+def _signature(work: Sequence[ParameterStep]) -> list[int]:
+    """What plans depend on, but for what is fixed when a state is made."""
+    found: list[int] = []
+    for item in work:
+        found.append(item.group)
+        for state in item.targets.values():
+            found += state.signature()
+    return found
+
+
+def _fits(grad: Tensor | None, device: torch.device) -> bool:
+    return grad is not None and grad.dtype in GRADIENT_DTYPES and grad.device == device
+
+
+def _draw(item: ParameterStep) -> int:
+    """The number of the draw of a quantized weight's own words, where it has no master."""
+    storage = item.weight.storage
+    return int(storage.state[DRAWS]) if storage is not None and item.source is item.weight else 0
+
+
+def _shared(
+    item: ParameterStep, number: int, grids: dict[tuple[int, str, str], Tensor]
+) -> Iterator[tuple[Tensor, Groups]]:
+    """The amaxes of a parameter that ranks share, in the order of `ParameterStep.measure`."""
+    plans_roles = dict(zip(ROLES, adam_parameters.ROLES, strict=True))
+    for role, state in item.targets.items():
+        if state.storage is None:
+            continue
+        for name in storages.scale_names(state.storage.cell):
+            if name in state.shared:
+                yield grids[number, plans_roles[role], name], state.shared[name]
+
+
+# ------------------------------------------------------------------------------------------------ what a plan is told
+
+
+def _parameter(item: ParameterStep) -> AdamParameter | None:
+    """What a plan is told of a parameter; None if kernels do not take it."""
+    rectangle = _rectangle(item.param)
+    things = {role: _thing(state) for role, state in {**item.targets, WEIGHT: item.weight}.items()}
+    if rectangle is None or None in things.values():
+        return None
+    storage = item.weight.storage
+    key = 0 if storage is None else int(storage.state[KEY])
+    return AdamParameter(
+        weight=things[WEIGHT],  # type: ignore[arg-type]
+        exp_avg=things[EXP_AVG],  # type: ignore[arg-type]
+        exp_avg_sq=things[EXP_AVG_SQ],  # type: ignore[arg-type]
+        master=things.get(MASTER),
+        rectangle=rectangle,
+        group=item.group,
+        stream=item.stream,
+        key=key,
+        key_stream=WEIGHT_STREAM,
+    )
+
+
+def _rectangle(param: Tensor) -> MatrixRegion | None:
+    """Which part of a global matrix the local elements are; None for a piece that is none. See `Draw.words`."""
+    quantized = components.quantized_local(param)
+    place = TensorRegion.of(param) if quantized is None else TensorRegion.of_shard(quantized.quantized_storage.shard)
+    whole, origin, shape = place.global_shape, place.origin, place.shape
+    if len(shape) < 2:
+        return MatrixRegion((1, math.prod(whole)), (0, sum(origin)), (1, math.prod(shape)))
+    if len(shape) > 2 and shape[1:] != whole[1:]:
+        return None
+    return MatrixRegion(
+        (whole[0], math.prod(whole[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:]))
+    )
+
+
+def _thing(state: OptimizerState) -> PlainTensor | MasterRemainder | ScaledTensor | None:
+    """One state or weight; None if kernels do not take it."""
+    storage = state.storage
+    if storage is None:
+        tensor = state.live()[-1]
+        if not tensor.is_contiguous():
+            return None
+        if isinstance(state, RemainderState):
+            return MasterRemainder(tensor)
+        return PlainTensor(tensor)
+    fmt, origin = storage.cell.format, storage.shard.origin
+    packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
+    if origin[1] % packed or not all(part.is_contiguous() for part in storage.components.values()):
+        return None
+    history = storage.state.get(AMAX_HISTORY)
+    return ScaledTensor(fmt, storage.cell.scaling, storage.shard, storage.components, history, frozenset(state.shared))

@@ -1,0 +1,347 @@
+"""In-place arithmetic on quantized weights: what `torch.optim`'s optimizers and users' loops do to parameters.
+
+A weight is dequantized, the arithmetic done in float32, and the result rounded stochastically to new codes (small
+updates would vanish in rounding to nearest). All ranks that hold pieces of the weights must make the same calls in
+step: each call is one flat reduction over them, however many weights its lists hold. In it go the amaxes of shared
+blocks and what all ranks must decide alike: a result equal to the present values leaves codes, draws and amax history
+as they are (a hidden `step()` with lr = 0 changes no bit); one that is infinite or NaN anywhere is written nowhere, and
+raises.
+
+A weight may also be read, as what is added to a plain tensor of its shape while autograd is off: weight decay of the
+L2 kind does `grad.add(param, alpha=weight_decay)`; and as an operand of the in-place arithmetic of another weight. No
+other operation dequantizes, and none of these is differentiable, so no training forward does so in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from quantshard import amax, kernel_dispatch as compute, limits, private_torch
+from quantshard.tensor import storage as storages
+from quantshard.amax import FlatMax, Groups, Requantization
+from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
+from quantshard.tensor.aten_rules import plain_like, rule
+from quantshard.tensor.storage import DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+Formula = Callable[..., Tensor]
+
+# Formulas: of one weight's values x and operands, tensors in float32 or numbers. Each operation is rounded by itself,
+# in torch's order, so that every shard gets the same bits (torch's own kernels may fuse some elements, and not others).
+
+
+def _add(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    return x + alpha * other
+
+
+def _sub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    return x - alpha * other
+
+
+def _mul(x: Tensor, other: Any) -> Tensor:
+    return x * other
+
+
+def _div(x: Tensor, other: Any) -> Tensor:
+    return x / torch.as_tensor(other, dtype=x.dtype, device=x.device)  # GPUs multiply by a number's inverse
+
+
+def _addcmul(x: Tensor, first: Tensor, second: Tensor, value: Any = 1) -> Tensor:
+    return x + value * first * second
+
+
+def _addcdiv(x: Tensor, first: Tensor, second: Tensor, value: Any = 1) -> Tensor:
+    return x + value * first / second
+
+
+def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return x + weight * (end - x)
+
+
+IN_PLACE: dict[Formula, Sequence[Any]] = {
+    _add: [aten.add_.Tensor, aten.add_.Scalar],
+    _sub: [aten.sub_.Tensor, aten.sub_.Scalar],
+    _mul: [aten.mul_.Tensor, aten.mul_.Scalar],
+    _div: [aten.div_.Tensor, aten.div_.Scalar],
+    _addcmul: [aten.addcmul_.default],
+    _addcdiv: [aten.addcdiv_.default],
+    _lerp: [aten.lerp_.Scalar, aten.lerp_.Tensor],
+}
+
+IN_PLACE_LISTS: dict[Formula, Any] = {
+    _add: aten._foreach_add_,
+    _sub: aten._foreach_sub_,
+    _mul: aten._foreach_mul_,
+    _div: aten._foreach_div_,
+    _addcmul: aten._foreach_addcmul_,
+    _addcdiv: aten._foreach_addcdiv_,
+    _lerp: aten._foreach_lerp_,
+}
+
+
+def _register() -> None:
+    for formula, operations in IN_PLACE.items():
+        for operation in operations:
+            rule(operation, needed_by="torch.optim with foreach=False, users' loops")(_one(operation, formula))
+    for formula, packet in IN_PLACE_LISTS.items():
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                operation = getattr(packet, overload)
+                rule(operation, needed_by="torch.optim with foreach=True")(_many(operation, formula))
+
+
+def _one(operation: Any, formula: Formula) -> Callable[..., Tensor]:
+    def in_place(target: Tensor, *operands: Any, **options: Any) -> Tensor:
+        if isinstance(target, QuantizedTensor):
+            _update([target], [_result(formula, target, operands, options)], str(operation))
+            return target
+        return operation(target, *[_read(formula, target, operand) for operand in operands], **options)
+
+    return in_place
+
+
+def _many(operation: Any, formula: Formula) -> Callable[..., None]:
+    def in_place(targets: Sequence[Tensor], *operands: Any, **options: Any) -> None:
+        quantized = [i for i, target in enumerate(targets) if isinstance(target, QuantizedTensor)]
+        plain = [i for i, target in enumerate(targets) if not isinstance(target, QuantizedTensor)]
+        others = [targets[i] for i in plain]
+        read = [_read_list(formula, others, _pick(operand, plain)) for operand in operands] if others else []
+        weights: list[Any] = [targets[i] for i in quantized]
+        results = [
+            _result(formula, targets[i], [_entry(operand, i) for operand in operands], options) for i in quantized
+        ]
+        if weights:
+            _update(weights, results, str(operation))  # may raise; then the plain ones are left alone too
+        if others:
+            operation(others, *read, **options)
+
+    return in_place
+
+
+def _is_list(operand: Any) -> bool:
+    """True for an operand with an entry for each target: a list, or a tensor [targets] of scalars."""
+    return isinstance(operand, (list, tuple)) or (isinstance(operand, Tensor) and operand.ndim == 1)
+
+
+def _entry(operand: Any, index: int) -> Any:
+    return operand[index] if _is_list(operand) else operand
+
+
+def _pick(operand: Any, indices: list[int]) -> Any:
+    if isinstance(operand, Tensor) and operand.ndim == 1:
+        return operand[indices]
+    return [operand[i] for i in indices] if isinstance(operand, (list, tuple)) else operand
+
+
+def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dict[str, Any]) -> Tensor:
+    """What the weight's values would become, float32, of the shape of its rectangle."""
+    _check_writable(target)
+    shape = target.quantized_storage.shard.shape
+    x = target.quantized_storage.dequantize().reshape(target.shape)
+    result = formula(x, *map(_operand, operands), **options)
+    if result.shape != x.shape:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {target!r}: the operands broadcast to shape {tuple(result.shape)}"
+        )
+    return result.float().reshape(shape)
+
+
+def _operand(operand: Any) -> Any:
+    if isinstance(operand, QuantizedTensor):
+        return operand.dequantize(dtype=torch.float32)
+    return operand.float() if isinstance(operand, Tensor) else operand
+
+
+def _check_writable(target: QuantizedTensor) -> None:
+    target.check_filled("in-place arithmetic")
+    if target.quantized_storage.gathered:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {target!r}, the copy that FSDP gathered: what is written to it is lost; call "
+            "reshard() on the FSDP-wrapped module first, and change its sharded parameter"
+        )
+    if target.is_meta:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {target!r}, which has no values yet; call reset_parameters() on its module first"
+        )
+
+
+def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
+    """Give weights new values, rounded stochastically; all of them or, if any is not finite on any rank, none.
+
+    The new values of a whole list are held until the reduction is done: float32, as long as the call lasts.
+    """
+    if compute.is_capturing():
+        raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
+    owners = [_owner_of(weight) for weight in weights]
+    by_group: dict[Groups, list[int]] = {}
+    for index, owner in enumerate(owners):
+        by_group.setdefault(amax.sharding_group(owner), []).append(index)
+    reduction = FlatMax(padded=True)
+    flags = {
+        group: _flags([weights[i].quantized_storage for i in members], [results[i] for i in members], operation)
+        for group, members in by_group.items()
+    }
+    for group, flag in flags.items():
+        reduction.add(flag, group)
+    non_finite = torch.stack([~torch.isfinite(result).all() for result in results]).float()
+    reduction.add(non_finite, amax.united(by_group))
+    begun = [
+        Requantization(weight.quantized_storage, result, amax.shared_scales(owner, weight.quantized_storage), reduction)
+        for weight, owner, result in zip(weights, owners, results, strict=True)
+    ]
+    reduction.reduce()
+    changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
+    _check_finite(weights, non_finite, operation)
+    for i in changed:
+        begun[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
+        torch.autograd.graph.increment_version(weights[i])
+
+
+def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
+    """Float32 [2 + n]: a digest of the operation and the weights, and whether each of n weights changes."""
+    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
+    change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
+    return torch.cat([amax.rank_digest(identity, results[0].device), torch.stack(change).float()])
+
+
+def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
+    """Those of the `members` whose values change."""
+    highest, complement, *change = flags.tolist()
+    if not amax.was_alike(highest, complement):
+        raise RankMismatchError(
+            f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most "
+            "often a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the "
+            "weights' random keys differ: seed torch alike on all ranks before the model is built"
+        )
+    return [i for i, changes in zip(members, change, strict=True) if changes]
+
+
+def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operation: str) -> None:
+    for weight, bad in zip(weights, non_finite.tolist(), strict=True):
+        if bad:
+            raise NonFiniteGradientError(
+                f"{operation} would give {_name(weight)} infinite or NaN values, so it changed no weight. The "
+                "optimizer's own states may hold them already: load a checkpoint, and look at the gradients before "
+                "step() (torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); optimizers.MasterWeights and "
+                "optimizers.FusedAdam skip such a step by themselves"
+            )
+
+
+# Which ranks hold the other pieces of a weight. Inside a dispatch only the local tensor is known, and FSDP2 tells it
+# nothing; its own record of sharded parameters does.
+
+
+class _ParameterPlacement(NamedTuple):
+    """How the parameter is cut whose local tensor has a storage. It is not held itself: PyTorch does not move or cast a
+    DTensor that something has a weak reference to."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+
+_places: WeakKeyDictionary[QuantizedStorage, _ParameterPlacement] = WeakKeyDictionary()
+
+
+def _owner_of(weight: QuantizedTensor) -> Tensor:
+    """A DTensor like the parameter whose local tensor this is; a whole weight itself."""
+    storage = weight.quantized_storage
+    cut = storage.shard.cut
+    if cut is None:
+        return weight
+    if storage.mesh is not None:  # tensor parallelism alone
+        _places[storage] = _ParameterPlacement(storage.mesh, (Shard(cut.dim),), torch.Size(storage.shard.global_shape))
+    if storage not in _places:
+        for parameter, _ in private_torch.sharded_parameters():
+            local: Any = private_torch.local_tensor(parameter)
+            if isinstance(local, QuantizedTensor):
+                _places[local.quantized_storage] = _ParameterPlacement(
+                    parameter.device_mesh, tuple(parameter.placements), parameter.shape
+                )
+    if storage not in _places:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "
+            "module: nothing tells which ranks hold the others; change the module's own parameter, or for an average "
+            "of weights the parameters of a second fully_shard-ed model (docs/optimizers.md)"
+        )
+    place = _places[storage]
+    return private_torch.dtensor_around(weight, place.mesh, list(place.placements), place.shape)
+
+
+def _name(weight: QuantizedTensor) -> str:
+    """What a weight is, for messages; with its name where FSDP2 knows it."""
+    for parameter, name in private_torch.sharded_parameters():
+        local: Any = private_torch.local_tensor(parameter)
+        if isinstance(local, QuantizedTensor) and local.quantized_storage is weight.quantized_storage:
+            return f"{name}, {weight!r},"
+    return repr(weight)
+
+
+# Reading
+
+
+def _read_list(formula: Formula, targets: Sequence[Tensor], operand: Any) -> Any:
+    if isinstance(operand, (list, tuple)):
+        return [_read(formula, target, entry) for target, entry in zip(targets, operand, strict=True)]
+    return _read(formula, targets[0], operand)
+
+
+def _read(formula: Formula, target: Tensor, operand: Any) -> Any:
+    """An operand of arithmetic on a plain tensor; a quantized one dequantized, where that may be."""
+    if not isinstance(operand, QuantizedTensor):
+        return operand
+    allowed = formula is _add and target.shape == operand.shape and not operand.quantized_storage.gathered
+    if not allowed or torch.is_grad_enabled():
+        raise UnsupportedOperationError(
+            f"arithmetic of a plain tensor with {operand!r} would dequantize it unasked; use .dequantize() for its "
+            "values. What optimizers may do, under no_grad and to sharded weights, is plain.add(weight)"
+        )
+    return operand.dequantize()
+
+
+@rule(aten.add.Tensor, needed_by="torch.optim: weight decay of the L2 kind, grad.add(param, alpha=weight_decay)")
+def _add_to_plain(plain: Any, weight: Any, alpha: float = 1) -> Tensor:
+    if not isinstance(plain, Tensor) or isinstance(plain, QuantizedTensor):
+        quantized = plain if isinstance(plain, QuantizedTensor) else weight
+        raise UnsupportedOperationError(
+            f"add on {quantized!r} would dequantize it unasked; use .dequantize() for its values, or add_ to change it"
+        )
+    return plain.add(_read(_add, plain, weight), alpha=alpha)
+
+
+@rule(aten._foreach_add.List, needed_by="torch.optim with foreach=True: weight decay of the L2 kind")
+def _foreach_add_to_plain(plain: Sequence[Any], weights: Sequence[Any], alpha: float = 1) -> list[Tensor]:
+    return [_add_to_plain(one, other, alpha) for one, other in zip(plain, weights, strict=True)]
+
+
+@rule(aten.full_like.default, needed_by="torch.optim.Adagrad's state")
+def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
+    full: Tensor = plain_like(partial(torch.full, fill_value=value))(weight, **options)
+    return full
+
+
+# Refused by name
+
+
+def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:
+    weight = next(target for target in targets if isinstance(target, QuantizedTensor))
+    raise UnsupportedOperationError(
+        f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True "
+        "or foreach=False, or quantshard.optimizers.FusedAdam, or fused=True within optimizers.MasterWeights"
+    )
+
+
+for _packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_):
+    rule(_packet.default, _packet.tensor_lr, needed_by="a clear refusal of torch.optim's fused=True")(_refuse_fused)
+_register()

@@ -1,0 +1,284 @@
+"""The ATen operations that a quantized tensor allows; each rule says who needs it.
+
+Anything that is neither here nor in `arithmetic` raises (see `QuantizedTensor.__torch_dispatch__`). No rule here
+dequantizes, and none communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantshard import limits, private_torch
+from quantshard.tensor import storage as storages
+from quantshard.errors import UnsupportedOperationError
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor.quantized_tensor import RULES, Placeholder, QuantizedTensor, Rule, first_quantized
+
+aten = torch.ops.aten
+
+
+def rule(*operations: Any, needed_by: str) -> Callable[[Rule], Rule]:
+    """Register what an operation does to a quantized tensor, and who needs it."""
+    assert needed_by
+
+    def register(function: Rule) -> Rule:
+        for operation in operations:
+            RULES[operation] = function
+        return function
+
+    return register
+
+
+def _handle(tensor: QuantizedTensor, shape: Sequence[int] | None = None) -> QuantizedTensor:
+    return QuantizedTensor(tensor.quantized_storage, tensor.dtype, torch.Size(tensor.shape if shape is None else shape))
+
+
+def _refuse(operation: str, tensor: QuantizedTensor, why: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(f"{operation} on {tensor!r}: {why}")
+
+
+@rule(aten.detach.default, aten.alias.default, needed_by="autograd, nn.Parameter, state_dict, DTensor")
+def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
+    return _handle(tensor)
+
+
+@rule(aten.view.default, aten._unsafe_view.default, needed_by="FSDP2: the flat handle of reset_sharded_param")
+def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+    numel = tensor.numel()
+    shape = list(size)
+    if shape in ([-1], [numel]):
+        return _handle(tensor, [numel])
+    if shape == list(tensor.shape) or shape == list(tensor.quantized_storage.shard.shape):
+        return _handle(tensor, shape)
+    raise _refuse("view", tensor, f"to {shape}; only the flat view(-1), a handle to the same components, is allowed")
+
+
+@rule(aten.as_strided.default, needed_by="FSDP2: the unsharded parameter, always the identity")
+def _as_strided(
+    tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
+    if list(size) != list(tensor.shape) or list(stride) != list(tensor.stride()) or storage_offset:
+        raise _refuse("as_strided", tensor, f"to {list(size)}, {list(stride)}; only the identity is allowed")
+    return _handle(tensor)
+
+
+@rule(aten.split.Tensor, needed_by="FSDP2: torch.chunk of the parameter in fully_shard")
+def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
+    tensor.check_filled("split")
+    if dim % 2 != 0:
+        raise UnsupportedOperationError(limits.refusal("other placements", f"split of {tensor!r} along dim {dim}"))
+    return [QuantizedTensor(piece, tensor.dtype) for piece in tensor.quantized_storage.split(0, split_size)]
+
+
+def _new(make: Callable[..., Tensor]) -> Rule:
+    """A rule that makes a placeholder of a size; of a dtype that no weight stands for, a plain tensor, with `make`."""
+
+    def new(
+        tensor: QuantizedTensor,
+        size: Sequence[int],
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> Tensor:
+        target = torch.device(device) if device is not None else tensor.device
+        if dtype is not None and not dtype.is_floating_point:
+            return make(size, dtype=dtype, device=target)
+        return QuantizedTensor(Placeholder(tensor.quantized_storage, target), dtype or tensor.dtype, torch.Size(size))
+
+    return new
+
+
+rule(aten.new_zeros.default, needed_by="FSDP2: the padded shard")(_new(torch.zeros))
+rule(aten.new_empty.default, needed_by="FSDP2: the empty chunk")(_new(torch.empty))
+
+
+@rule(aten.slice.Tensor, needed_by="FSDP2: the narrow of the padded shard that becomes the sharded parameter")
+def _slice(
+    tensor: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    if step != 1:
+        raise _refuse("slice", tensor, f"with step {step}; a part of a quantized tensor has no grid of its own")
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    shape = list(tensor.shape)
+    shape[dim] = max(last - first, 0)
+    storage = tensor.quantized_storage
+    if isinstance(storage, Placeholder):
+        if dim == 0 and first == 0 and last == 0 and storage.parent.shard.shape[0] != 0:
+            # This rank's chunk is empty, so nothing was copied in: it is the piece past the parent's end.
+            parent = storage.parent
+            empty = parent.piece(0, parent.shard.shape[0], tensor.shape[0])
+            moved = empty.map(torch.clone) if empty.device == storage.target else empty.to(storage.target)
+            return QuantizedTensor(moved, tensor.dtype)
+        if dim == 0 and first == 0:
+            return _handle(tensor, shape)
+    elif dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
+        return _handle(tensor, shape)
+    raise _refuse(
+        "slice", tensor, f"[{start}:{end}] along dim {dim}; a part of a quantized tensor has no grid of its own"
+    )
+
+
+@rule(aten.copy_.default, needed_by="FSDP2: filling the padded shard; load_state_dict between quantized tensors")
+def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
+        raise UnsupportedOperationError(
+            f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded with their scales, through "
+            "load_state_dict. set_model_state_dict(broadcast_from_rank0=True) sends parameters and buffers, so codes "
+            "without scales: call quantshard.checkpoints.load_from_rank0(model, state_dict) on every rank instead"
+        )
+    if not isinstance(source, QuantizedTensor):
+        raise UnsupportedOperationError(
+            f"copy_ of a {source.dtype} tensor into {destination!r}: quantizing needs amaxes of all ranks, and no "
+            "collective hides in copy_; call quantshard.checkpoints.load_high_precision(model, state_dict) on every "
+            "rank, or quantize_ on an unsharded weight"
+        )
+    if not isinstance(destination, QuantizedTensor):
+        raise _refuse("copy_", source, "into a plain tensor; use .dequantize()")
+    target = destination.quantized_storage
+    if isinstance(target, Placeholder):
+        target.fill(source.quantized_storage)
+    elif target.gathered:
+        raise _refuse(
+            "copy_", destination, "the copy that FSDP gathered: what is written to it is lost; call reshard() on the "
+            "FSDP-wrapped module first, and copy into its sharded parameter"
+        )  # fmt: skip
+    elif target is not source.quantized_storage:
+        copy_bytes(target, source.quantized_storage)
+    return destination
+
+
+def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
+    """Copy components and state between storages of one format and one place in the global tensor.
+
+    Raises:
+        UnsupportedOperationError: they differ in either.
+    """
+    if target.cell != source.cell or target.shard != source.shard:
+        raise UnsupportedOperationError(
+            f"copy_ between quantized tensors moves bytes, so both must be of one format and one shard; here "
+            f"{source.cell} {source.shard.extents} into {target.cell} {target.shard.extents}"
+        )
+    for name, part in target.components.items():
+        part.copy_(source.components[name])
+    for name, value in target.state.items():
+        value.copy_(source.state[name])
+    target.mark_written()
+    target.high_precision = None  # what was kept are no longer the target's values
+
+
+@rule(aten.clone.default, needed_by="users, deepcopy")
+def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
+    tensor.check_filled("clone")
+    return QuantizedTensor(tensor.quantized_storage.clone(), tensor.dtype, tensor.shape)
+
+
+@rule(aten._to_copy.default, needed_by="module.to(), .cpu(), .cuda(), FSDP2's CPU offload")
+def _to_copy(
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> QuantizedTensor:
+    if dtype is not None and not dtype.is_floating_point:
+        raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
+    moved = tensor.quantized_storage.to(device, non_blocking=non_blocking)
+    return QuantizedTensor(moved, dtype or tensor.dtype, tensor.shape)
+
+
+@rule(aten.empty_like.default, needed_by="module.to_empty")
+def _empty_like(
+    tensor: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: Any = None,
+) -> Tensor:
+    tensor.check_filled("empty_like")
+    target = torch.device(device) if device is not None else tensor.device
+    if dtype is not None and not dtype.is_floating_point:
+        return torch.empty(tensor.shape, dtype=dtype, device=target)
+    state = dict(tensor.quantized_storage.state)
+    if AMAX_HISTORY in state:
+        state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
+    storages.move_draws(state, target)
+    storage = storages.empty(tensor.quantized_storage.cell, tensor.quantized_storage.shard, target, state)
+    storage.mesh = tensor.quantized_storage.mesh
+    return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
+
+
+@rule(aten.is_set_to.default, needed_by="users who look for tied parameters")
+def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
+    if not isinstance(tensor, QuantizedTensor) or not isinstance(other, QuantizedTensor):
+        return False
+    return tensor.quantized_storage is other.quantized_storage and tensor.shape == other.shape
+
+
+def plain_like(make: Callable[..., Tensor]) -> Rule:
+    """A rule that makes a plain tensor with `make`, of the quantized one's shape; its dtype and device are defaults."""
+
+    def like(
+        tensor: QuantizedTensor,
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+        memory_format: Any = None,
+    ) -> Tensor:
+        return make(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+    return like
+
+
+rule(aten.zeros_like.default, needed_by="FSDP2: the gradient of an unused parameter")(plain_like(torch.zeros))
+rule(aten.ones_like.default, needed_by="autograd")(plain_like(torch.ones))
+
+
+@rule(aten.is_pinned.default, needed_by="FSDP2's CPU offload")
+def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
+    parts = tensor.quantized_storage.components.values()
+    return bool(parts) and all(part.is_pinned() for part in parts)
+
+
+@rule(aten._pin_memory.default, needed_by="FSDP2's CPU offload")
+def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+    if isinstance(tensor.quantized_storage, Placeholder):
+        return tensor  # nothing is in it yet
+    return QuantizedTensor(tensor.quantized_storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
+
+
+@rule(aten.cat.default, torch.ops.c10d.broadcast_.default, needed_by="DistributedDataParallel, to be told what to do")
+def _refuse_to_sync(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Tensor:
+    raise UnsupportedOperationError(
+        f"cat and broadcast of tensors of which one is {first_quantized(tensors)!r} would treat its codes as values; "
+        "if DistributedDataParallel does it to give all ranks the weights of rank 0, call quantshard.broadcast_(model) "
+        "(or check_replicas(model)) on every rank first, then DistributedDataParallel(model, init_sync=False), and do "
+        "not use join()"
+    )
+
+
+def _refuse_sharded(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    raise UnsupportedOperationError(
+        f"{operation} of a DTensor, around {private_torch.local_tensor(args[0])!r}: use .to_local().dequantize() for "
+        "this rank's values, or, after unshard() of the FSDP-wrapped module, .dequantize() of its parameter for all"
+    )
+
+
+private_torch.answer_for_dtensors(aten.dequantize.self, _refuse_sharded)
+
+
+@rule(private_torch.all_gather_of_dtensor, needed_by="DTensor.full_tensor, to be told what to do")
+def _refuse_to_gather(tensor: QuantizedTensor, *others: Any) -> Tensor:
+    raise UnsupportedOperationError(
+        f"full_tensor() or redistribute() of a DTensor around {tensor!r} would gather its codes as values; use "
+        ".to_local().dequantize() for this rank's values, after unshard() of the FSDP-wrapped module .dequantize() of "
+        "its parameter for all, and module.state_dict() or get_model_state_dict() for codes and scales"
+    )

@@ -1,0 +1,447 @@
+"""The one tensor class: a `torch.Tensor` whose data are the components of a format row.
+
+A `QuantizedTensor` looks to PyTorch like a bf16 (or fp32, fp16) tensor of the weight's shape and holds only codes and
+scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
+the same storage, so nothing that only looks at a weight ever dequantizes it. Which ATen operations are allowed, and who
+needs each, stands in `ops` and `arithmetic`; every other operation raises instead of dequantizing in silence.
+
+FSDP2 cuts, pads, gathers and frees weights through the operations in `ops` and the two hooks at the end of this file.
+What it does to a subclass, in order: `split` into chunks; `new_zeros` of the padded chunk, of which a `narrow` is
+`copy_`-ed into and another `narrow` becomes the sharded parameter; `view(-1)`. The padding is never built: `new_zeros`
+returns a placeholder, whose storage `copy_` fills.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from quantshard import amax, limits, private_torch, sharding
+from quantshard.tensor import storage as storages
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.formats import Copy
+from quantshard.recipe import Cell
+from quantshard.tensor.storage import QuantizedStorage
+
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+"""ATen operation -> what it does to a quantized tensor. Filled by `ops` and `arithmetic`."""
+
+_COMPONENT, _STATE = "component_", "state_"  # attribute names that __tensor_flatten__ hands to torch.compile
+
+
+class QuantizedTensor(Tensor):
+    """A 2-D tensor stored as codes and scales of a number format.
+
+    Made by modules under `quantized_model_init`, by `quantize_weight`, and by FSDP2 when it cuts or gathers one; not by
+    its constructor. `shape` and `dtype` are those of the values; `dtype` is nominal: it is what `dequantize` returns
+    and what gradients have, and changing it (`.to(torch.float32)`) changes no code. So `element_size()` and `nbytes`
+    are what the values would take as a plain tensor; `explain` tells the bytes that are held.
+    """
+
+    quantized_storage: QuantizedStorage
+
+    __torch_function__ = private_torch.disabled_torch_function  # type: ignore[assignment]
+
+    def __new__(
+        cls,
+        storage: QuantizedStorage,
+        dtype: torch.dtype,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        size = torch.Size(storage.shard.shape if shape is None else shape)
+        self = private_torch.make_wrapper(cls, size, dtype, storage.device)
+        self.quantized_storage = storage
+        self.requires_grad_(requires_grad)
+        return self
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
+        return _Dequantize.apply(self, dtype or self.dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+        """Quantize a high-precision tensor of the same shape into this one, in place.
+
+        Args:
+            tensor: the new values, any floating dtype, on any device.
+            noop_flag: a tensor of one element; if it is not zero, nothing is written.
+
+        Raises:
+            ConfigurationError: new values are infinite or NaN; nothing is written.
+            UnsupportedOperationError: this is a shard whose blocks straddle ranks; their scale needs a collective, and
+                none hides here. `requantize_` does all weights of a model in one.
+        """
+        self.check_filled("quantize_")
+        shared = [
+            c.name
+            for c in self.quantized_storage.cell.format.components
+            if self.quantized_storage.shard.shares_blocks(c)
+        ]
+        if shared:
+            raise UnsupportedOperationError(
+                f"quantize_ on {self!r}: its {' and '.join(shared)} belong to several ranks, so new values need one "
+                "reduction of amaxes over them; call quantshard.requantize_([(parameter, local_values), ...]) on "
+                "every rank"
+            )
+        if tensor.shape != self.shape or not tensor.is_floating_point():
+            raise UnsupportedOperationError(
+                f"quantize_ needs a tensor of shape {tuple(self.shape)} and a floating dtype, got {tensor.dtype} "
+                f"{tuple(tensor.shape)}"
+            )
+        if noop_flag is None or not noop_flag.any():
+            amax.requantize_([(self, tensor.to(self.device).reshape(self.quantized_storage.shard.shape))])
+        return self
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values that this (local) weight was initialized with, on the CPU, or None if they were not kept.
+
+        They are kept by `quantized_model_init(preserve_high_precision_init_val=True)`.
+        """
+        return self.quantized_storage.high_precision
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free what `get_high_precision_init_val` returns."""
+        self.quantized_storage.high_precision = None
+
+    def check_filled(self, what: str) -> None:
+        if isinstance(self.quantized_storage, Placeholder):
+            raise UnsupportedOperationError(
+                f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing until a "
+                "quantized tensor is copied into them"
+            )
+
+    def data_ptr(self) -> int:
+        """Address of the first component's entries, its codes: one for all handles to a storage, 0 on the meta device.
+
+        Where there are none, in an empty shard or a placeholder, it is one that nothing else has as long as that lives:
+        there are libraries that tell parameters apart by it, also those without elements.
+        """
+        if self.is_meta:
+            return 0
+        codes = next(iter(self.quantized_storage.components.values()), None)
+        return id(self.quantized_storage) if codes is None or codes.numel() == 0 else codes.data_ptr()
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Refused: a quantized tensor has no storage of its own that could be shared."""
+        raise UnsupportedOperationError(limits.refusal("shared memory", self))
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused, as `tolist`, `np.asarray` and DLPack are: there is no array of values to show."""
+        raise UnsupportedOperationError(limits.refusal("array", self))
+
+    def tolist(self) -> NoReturn:
+        """Refused, as `numpy` is."""
+        self.numpy()
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        self.numpy()
+
+    def __dlpack__(self, **_: Any) -> NoReturn:  # type: ignore[override]
+        self.numpy()
+
+    @property
+    def data(self) -> QuantizedTensor:  # type: ignore[override]
+        """A handle to the same storage, detached; as for any tensor.
+
+        Another one of the same format and place can be assigned, as `.to()` of it gives: this tensor then is a handle
+        to that one's storage, and remains the object that it is, with its attributes and hooks.
+
+        Raises:
+            UnsupportedOperationError: what is assigned is a plain tensor, or of another format or place.
+        """
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, QuantizedTensor) or not _is_in_place_of(value, self):
+            given = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
+            raise UnsupportedOperationError(limits.refusal("new data", f"{given} as .data of {self!r}"))
+        private_torch.set_data(self, value)
+        self.quantized_storage = value.quantized_storage
+
+    # Python protocol -------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        if isinstance(self.quantized_storage, Placeholder):
+            return f"QuantizedTensor(placeholder, shape={tuple(self.shape)}, dtype={self.dtype})"
+        shard = self.quantized_storage.shard
+        where = f", origin={shard.origin} of {shard.global_shape}" if shard.cut is not None else ""
+        return (
+            f"QuantizedTensor({self.quantized_storage.cell.tag}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device}{where})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        copied: Any = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
+        else:
+            copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in vars(copied)}, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedOperationError(limits.refusal("pickle", self))
+
+    # torch.compile ---------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Tensor:
+        for prefix, part in ((_COMPONENT, "components"), (_STATE, "state")):
+            if name.startswith(prefix):
+                found = getattr(self.quantized_storage, part).get(name.removeprefix(prefix))
+                if found is not None:
+                    return found
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        self.check_filled("__tensor_flatten__")
+        names = [_COMPONENT + name for name in self.quantized_storage.components]
+        names += [_STATE + name for name in self.quantized_storage.state]
+        # the names too: a graph is for the copies that were there, and what FSDP2 gathers differs between passes
+        return names, (self.quantized_storage.cell, self.quantized_storage.shard, self.dtype, tuple(names))
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], meta: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        cell, shard, dtype, _ = meta
+        parts: dict[str, dict[str, Tensor]] = {_COMPONENT: {}, _STATE: {}}
+        for name, tensor in inner.items():
+            prefix = _COMPONENT if name.startswith(_COMPONENT) else _STATE
+            parts[prefix][name.removeprefix(prefix)] = tensor
+        return QuantizedTensor(QuantizedStorage(cell, shard, parts[_COMPONENT], parts[_STATE]), dtype, outer_size)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        rule = RULES.get(func)
+        if rule is None:
+            first = first_quantized((*args, *(kwargs or {}).values()))
+            raise UnsupportedOperationError(
+                f"{func} on {first!r} would dequantize or change it unasked; use .dequantize() for its values (of a "
+                "DTensor .to_local().dequantize(), for this rank's), quantize_() or quantshard.requantize_() to write "
+                "it, a module's init_method to initialize it, and a quantshard module to multiply with it"
+            )
+        return rule(*args, **(kwargs or {}))
+
+    # FSDP2 -----------------------------------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+        """What this rank sends: the components that other ranks lack, of the copies that the coming pass needs.
+
+        The signature with the mesh alone: with the longer one FSDP2 wants inputs of the padded parameter's size.
+        """
+        storage = self.quantized_storage
+        plan = _fsdp_plan(self)
+        if plan.reshards_to_other_mesh:
+            raise ConfigurationError(limits.refusal("reshard to fewer ranks", self))
+        if mesh.size() == 1:
+            # FSDP2 then copies the first input only and gathers nothing; the post hook uses the local components.
+            return (next(iter(storage.components.values())).reshape(-1)[:1],), GatherMetadata(storage, (), mesh)
+        both = tuple(storage.cell.format.copies)
+        passes: tuple[tuple[Copy, ...], ...] = (both,)
+        if len(both) > 1 and plan.frees_between_passes:
+            passes = tuple((which,) for which in both)
+        this_pass = passes[-1] if private_torch.in_backward() else passes[0]
+        slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
+        return tuple(_padded(storage, slot) for slot in slots), GatherMetadata(storage, tuple(slots), mesh)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: GatherMetadata,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """The gathered weight: gathered components alias FSDP2's buffers, resident ones are copied from the shard."""
+        gathered = _assemble(metadata, all_gather_outputs)
+        if out is not None:
+            unsharded: Any = private_torch.local_tensor(out)
+            unsharded.quantized_storage.take(gathered)
+            return None
+        return QuantizedTensor(gathered, param_dtype), ()
+
+
+def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
+    """For messages: the first quantized tensor among the arguments, or in a list of them."""
+    for argument in arguments:
+        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(tensor, QuantizedTensor):
+                return tensor
+    return None
+
+
+def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
+    """True if `new` could be the values of `old`: of one format, shape and place in the global tensor. What FSDP2
+    gathered has no others."""
+    ours, theirs = new.quantized_storage, old.quantized_storage
+    if ours is theirs:
+        return True  # `weight.data -= update` ends with it
+    alike = (ours.cell, ours.shard, new.shape) == (theirs.cell, theirs.shard, old.shape)
+    passing = isinstance(ours, Placeholder) or ours.gathered or theirs.gathered
+    return alike and not passing and private_torch.takes_data(old, new)
+
+
+class Placeholder(QuantizedStorage):
+    """What `new_zeros` and `new_empty` give: a storage that is empty until a quantized tensor is copied into it."""
+
+    def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
+        super().__init__(parent.cell, parent.shard, {}, parent.state)
+        self.parent = parent
+        self.target = device
+
+    @property
+    def device(self) -> torch.device:
+        return self.target
+
+    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> Placeholder:
+        """A placeholder on another device: FSDP2's CPU offload moves the empty chunk of a rank without rows."""
+        return Placeholder(self.parent, self.target if device is None else torch.device(device))
+
+    def fill(self, source: QuantizedStorage) -> None:
+        """Become a real storage: the source itself if the placeholder was made from it, else a copy of it."""
+        filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
+        if filled is not source and filled.high_precision is not None:
+            filled.high_precision = filled.high_precision.clone()  # not a view of the whole
+        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # all handles made so far must see it
+        del self.parent, self.target
+        self.take(filled)
+
+
+class GatherMetadata(NamedTuple):
+    """What the pre hook tells the post hook: the live shard, what each input holds, and over which mesh it goes."""
+
+    storage: QuantizedStorage
+    slots: tuple[sharding.GatherSlot, ...]
+    mesh: DeviceMesh
+
+
+_plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
+
+
+def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
+    """The plan at the first gather: FSDP2 fixes the sizes of its buffers then, so it must not change for two copies."""
+    storage = tensor.quantized_storage.home
+    if storage not in _plans:
+        _plans[storage] = private_torch.fsdp_plan(storage)
+    plan = _plans[storage]
+    if len(storage.cell.format.copies) > 1 and plan.changed():
+        raise ConfigurationError(limits.refusal("changed plan", tensor))
+    return plan
+
+
+def _padded(storage: QuantizedStorage, slot: sharding.GatherSlot) -> Tensor:
+    reference = next(iter(storage.components.values()))
+    if slot.name is None:
+        return reference.new_zeros(slot.numel)
+    part = storage.components[slot.name]
+    if part.numel() == slot.numel:
+        return part.reshape(-1)
+    padded = part.new_zeros(slot.numel)
+    padded[: part.numel()] = part.reshape(-1)
+    return padded
+
+
+def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
+    local = gathering.storage
+    shard = local.shard.before_cut()
+    by_name = local.cell.format.by_name
+    components = {}
+    for slot, output in zip(gathering.slots, outputs if gathering.slots else (), strict=True):
+        if slot.name is None:
+            continue
+        pieces = output.view(-1, slot.numel)[:, : slot.rows * slot.cols]  # a view unless the slot is padded
+        rows = shard.component_shape(by_name[slot.name])[0]
+        components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
+    for name, part in local.components.items():
+        if part.is_cuda:  # CPU offload made this copy on FSDP2's own stream, which must not reuse it too early
+            part.record_stream(torch.cuda.current_stream(part.device))
+        if not gathering.slots:
+            components[name] = part  # a mesh of one rank
+        elif not local.shard.gathers(by_name[name]):
+            components[name] = part.clone()  # a few scales: new ones must not meet the codes gathered before
+    # CPU offload gathers from a copy of the shard on another device; the draws to count are those of the shard
+    return QuantizedStorage(
+        local.cell, shard, components, local.home.state, version=local.version, gathered=True,
+        fetch=partial(_gather_copy, ref(local.home), gathering.mesh, local.device), source=ref(local.home),
+    )  # fmt: skip
+
+
+def _gather_copy(
+    shard: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Copy
+) -> dict[str, Tensor]:
+    """Gather one copy of a weight apart from FSDP2, which gathered the other for this pass.
+
+    Activation recomputation needs it: it runs a forward in backward. Every rank recomputes the same, so every rank is
+    in this collective.
+    """
+    home = shard()
+    assert home is not None
+    storage = home.map(lambda part: part.to(device))  # under CPU offload the copy that FSDP2 made is gone by now
+    slots = sharding.gather_slots(storage.cell.format, storage.shard, (which,), ((which,),))
+    outputs = []
+    for slot in slots:
+        part = _padded(storage, slot)
+        outputs.append(part.new_empty(mesh.size() * slot.numel))
+        private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
+    return _assemble(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs)).components
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        tensor.check_filled("dequantize")
+        values = private_torch.cast(tensor.quantized_storage.dequantize(), dtype)
+        return values if values.shape == tensor.shape else values.reshape(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def quantize_weight(
+    values: Tensor,
+    cell: Cell,
+    *,
+    dtype: torch.dtype | None = None,
+    state: dict[str, Tensor] | None = None,
+    keep_high_precision: bool = False,
+) -> QuantizedTensor:
+    """Quantize a whole 2-D tensor [R, C] of any floating dtype; on the meta device, describe it only.
+
+    Args:
+        values: what to quantize.
+        cell: the format row and scaling, e.g. `recipe.weight`.
+        dtype: the nominal dtype (default: that of `values`).
+        state: the parameter's key, draws and amax history (default: new ones).
+        keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
+
+    Raises:
+        UnsupportedOperationError: they are of another number of dims, or of no floating dtype.
+    """
+    if values.ndim != 2 or not values.is_floating_point():
+        raise UnsupportedOperationError(
+            f"quantize needs a matrix of a floating dtype, got {values.dtype} {tuple(values.shape)}"
+        )
+    state = state if state is not None else storages.weight_state(cell, values.device)
+    shard = sharding.whole((values.shape[0], values.shape[1]))
+    storage = storages.empty(cell, shard, values.device, state)
+    tensor = QuantizedTensor(storage, dtype or values.dtype)
+    if values.device.type != "meta":
+        tensor.quantize_(values)
+        if keep_high_precision:
+            storage.high_precision = values.detach().cpu().clone()
+    return tensor

@@ -1,0 +1,296 @@
+"""Quantized data without a tensor around it: the components of one format, and where they lie in the global tensor.
+
+A weight's `QuantizedTensor` is a handle to such a storage, as a `torch.Tensor` is to its own; quantized activations are
+storages alone. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from quantshard import kernel_dispatch as compute, limits, numerics, private_torch
+from quantshard.kernel_dispatch import RandomWords
+from quantshard.errors import UnsupportedOperationError
+from quantshard.formats import Copy, Role
+from quantshard.numerics import RandomBits
+from quantshard.recipe import Cell
+from quantshard.sharding import Shard, ceil_div
+
+KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
+"""Names of the state that a weight carries besides its components; see `weight_state`."""
+
+INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 1, 2, 3, 4, 16
+"""What the random words of one draw are for: the streams of `numerics.random_words` under a parameter's key. A tensor
+that differs between ranks adds rank * STREAMS_PER_RANK."""
+
+
+_versions = count(1)
+
+
+@dataclass(eq=False)
+class QuantizedStorage:
+    """Components of a rectangle of a 2-D tensor.
+
+    `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries.
+    `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
+    random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
+    the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that the last write
+    or load of new values has given, of this storage or the one that it is a copy of, and no other. `gathered`: FSDP2's
+    copy of the whole weight, which lasts until it is resharded; it may hold only the copy that the pass needs, and
+    `fetch` then gathers the components of another, a collective call. `source`: for a copy made by a gather or a move,
+    the storage that it was made from. `mesh`: of a piece that tensor parallelism cut, its axis; pieces of such a piece
+    do not need it, since FSDP2 knows their parameters.
+    """
+
+    cell: Cell
+    shard: Shard
+    components: dict[str, Tensor]
+    state: dict[str, Tensor] = field(default_factory=dict)
+    high_precision: Tensor | None = None
+    version: int = 0
+    gathered: bool = False
+    fetch: Callable[[Copy], dict[str, Tensor]] | None = None
+    source: ReferenceType[QuantizedStorage] | None = None
+    mesh: DeviceMesh | None = None
+    _in_place: int | None = field(default=None, init=False, repr=False)
+
+    def mark_written(self) -> None:
+        """Note that it has new values: optimizers with masters look at `version`, and who uses a gathered copy."""
+        self.version, self._in_place = next(_versions), None
+
+    def seen_version(self) -> int:
+        """`version`, after a look at what was written to the components themselves since the last such look.
+
+        `dcp.load` into a state dict does that, whose tensors they are, and nobody calls `mark_written`.
+        """
+        changes = private_torch.count_in_place_changes(self.components.values())
+        if self._in_place not in (None, changes):
+            self.mark_written()
+        self._in_place = changes
+        return self.version
+
+    @property
+    def home(self) -> QuantizedStorage:
+        """The storage that this one is a passing copy of, if that still exists; else itself."""
+        found = None if self.source is None else self.source()
+        return self if found is None else found
+
+    @property
+    def is_stale(self) -> bool:
+        """True if new values were written to the shard since this copy was gathered from it."""
+        return self.gathered and self.version != self.home.version
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the components."""
+        return next(iter(self.components.values())).device
+
+    def has(self, which: Copy) -> bool:
+        """True if the codes of that copy are here (a gather may bring only the copy that a pass needs)."""
+        copy = self.cell.format.copies.get(which)
+        return copy is not None and copy.codes.name in self.components
+
+    def touched(self) -> dict[str, Tensor]:
+        """Views of the components' entries that this rectangle touches."""
+        by_name = self.cell.format.by_name
+        return {name: part[self.shard.touched(by_name[name])] for name, part in self.components.items()}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
+        """A storage whose components are `change(component)`; the state is shared."""
+        version = self.version if self._in_place is None else self.seen_version()
+        components = {name: change(part) for name, part in self.components.items()}
+        return replace(self, components=components, version=version)
+
+    def clone(self) -> QuantizedStorage:
+        """An independent copy, of the state too."""
+        state = {name: value.clone() for name, value in self.state.items()}
+        return replace(self.map(torch.clone), state=state, gathered=False, fetch=None, source=None)
+
+    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
+        """An independent copy on another device (None: the same one). The key stays on the CPU."""
+        state = {name: value.clone() for name, value in self.state.items()}
+        if AMAX_HISTORY in state:
+            state[AMAX_HISTORY] = state[AMAX_HISTORY].to(device)
+        move_draws(state, device)
+        moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
+        return replace(moved, state=state, source=ref(self))
+
+    def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
+        """Views of the entries that stay resident for one piece of a cut of this storage."""
+        shard = self.shard.piece(dim, start, chunk)
+        components = {}
+        for name, part in self.components.items():
+            component = self.cell.format.by_name[name]
+            slices = (
+                slice(new[0] - old[0], new[1] - old[0])
+                for new, old in zip(shard.resident(component), self.shard.resident(component), strict=True)
+            )
+            components[name] = part[tuple(slices)]
+        kept = self.high_precision
+        if kept is not None:
+            kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])
+        return QuantizedStorage(self.cell, shard, components, self.state, kept, self.version)
+
+    def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
+        """What `piece` gives for each start, made together: a cut over a thousand ranks has as many pieces."""
+        size = self.shard.shape[dim]
+        shards = [self.shard.piece(dim, start, chunk) for start in range(0, max(size, 1), max(chunk, 1))]
+        by_name, columns = self.cell.format.by_name, {}
+        for name, part in self.components.items():
+            if shards[0].replicates(by_name[name], dim):
+                columns[name] = [part] * len(shards)
+            else:
+                columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].covers[dim]), 1), dim))
+        parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        kept: Sequence[Tensor | None] = [None] * len(shards)
+        if self.high_precision is not None:
+            kept = self.high_precision.split(max(chunk, 1), dim)
+        return [
+            QuantizedStorage(self.cell, shard, part, self.state, values, self.version)
+            for shard, part, values in zip(shards, parts, kept, strict=True)
+        ]
+
+    def take(self, source: QuantizedStorage) -> None:
+        """Become another handle to what `source` holds now."""
+        self.cell, self.shard, self.components = source.cell, source.shard, source.components
+        self.state, self.high_precision = source.state, source.high_precision
+        self.version, self.gathered, self.fetch = source.version, source.gathered, source.fetch
+        self.source, self.mesh, self._in_place = source.source, source.mesh, source._in_place
+
+    @torch.no_grad()
+    def write(self, values: Tensor, amaxes: dict[str, Tensor], words: RandomWords | None = None) -> None:
+        """Quantize `values`, the high-precision rectangle, into the components, in place.
+
+        `amaxes`: for every scale and amax component its resident grid, already reduced over the ranks that share it.
+        """
+        self.mark_written()
+        fmt, scaling = self.cell.format, self.cell.scaling
+        stored = numerics.scales(amaxes, fmt, scaling, values.dtype)
+        for name, scale in stored.items():
+            self.components[name].copy_(scale)
+        touched = {name: grid[self.shard.touched(fmt.by_name[name])] for name, grid in amaxes.items()}
+        multipliers = numerics.encode_scales(touched, fmt, scaling, values.dtype)
+        for copy in fmt.copies.values():
+            codes = compute.quantize_codes(values, copy, multipliers, self.shard.origin, words)
+            self.components[copy.codes.name].copy_(codes)
+
+    @torch.no_grad()
+    def write_whole(self, values: Tensor, words: RandomBits | None = None) -> None:
+        """`write` by the amaxes of the values themselves, a whole matrix, in one pass: where `compute.sees_blocks`."""
+        self.mark_written()
+        self.components.update(compute.quantize(values, self.cell.format, self.cell.scaling, words))
+
+    @torch.no_grad()
+    def measure(self, values: Tensor) -> dict[str, Tensor]:
+        """Amaxes of `values` over the resident grids, zero in entries that this rectangle does not touch."""
+        fmt = self.cell.format
+        found = compute.amaxes(values, fmt, self.shard.origin)
+        grids = {}
+        for name, grid in found.items():
+            component = fmt.by_name[name]
+            resident = grid.new_zeros(self.shard.component_shape(component))
+            resident[self.shard.touched(component)] = grid
+            grids[name] = resident
+        return grids
+
+    @torch.no_grad()
+    def dequantize(self, which: Copy | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`."""
+        which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)
+        if not self.has(which):
+            return self.with_copy(which).dequantize(which, dtype)
+        copy = self.cell.format.copies[which]
+        return compute.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype)
+
+    def with_copy(self, which: Copy) -> QuantizedStorage:
+        """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""
+        if self.has(which):
+            return self
+        assert self.fetch is not None, "only a gathered weight lacks a copy"
+        return replace(self, components=self.components | self.fetch(which))
+
+
+def empty(
+    cell: Cell, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
+) -> QuantizedStorage:
+    """A storage with uninitialized components."""
+    components = {
+        c.name: torch.empty(shard.component_shape(c), dtype=c.encoding.storage, device=device)
+        for c in cell.format.components
+    }
+    return QuantizedStorage(cell, shard, components, state if state is not None else {})
+
+
+def scale_names(cell: Cell) -> list[str]:
+    """Names of the components that derive from amaxes."""
+    return [c.name for c in cell.format.components if c.role is not Role.CODES]
+
+
+def weight_state(cell: Cell | None, device: torch.device | str) -> dict[str, Tensor]:
+    """New state of a parameter: a key drawn from torch's CPU generator, no draws yet, and an empty amax history.
+
+    The key is drawn on the CPU whatever the parameter's device, "meta" included, so that equally seeded ranks get
+    equal keys. `device`: where the amax history lies.
+    """
+    state = {
+        KEY: random_key(),
+        DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu"),
+    }
+    if cell is not None and cell.scaling.history:
+        state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+    return state
+
+
+def random_key() -> Tensor:
+    """A key for the counter generator: int64 [1] from torch's CPU generator, on the CPU."""
+    info = torch.iinfo(torch.int64)
+    return torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu")
+
+
+def counts_on_host(state: dict[str, Tensor]) -> bool:
+    """True if a parameter's draws are counted on the host, as they are unless `modules.capturable_` was called."""
+    return state[DRAWS].is_cpu
+
+
+def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
+    """Count draws where a weight goes (None: it stays), unless they are counted on the host or it has no values there.
+
+    Nothing is counted on the meta device, so that the count of a weight which loses its values is kept.
+    """
+    if device is not None and DRAWS in state and not counts_on_host(state):
+        state[DRAWS] = state[DRAWS].to("cpu" if device.type == "meta" else device)
+
+
+def next_draw(state: dict[str, Tensor]) -> int | Tensor:
+    """The number of a parameter's next draw, which is counted with that: an int64 scalar if counted on a GPU.
+
+    Raises:
+        UnsupportedOperationError: it is counted on the host, and a CUDA graph is being captured.
+    """
+    draws = state[DRAWS]
+    if not counts_on_host(state):
+        number: int | Tensor = draws.view(()).clone()
+    elif compute.is_capturing():
+        raise UnsupportedOperationError(limits.refusal("captured draws", "stochastic rounding"))
+    else:
+        number = int(draws)
+    draws.add_(1)
+    return number
+
+
+def rounding_words(storage: QuantizedStorage) -> RandomBits:
+    """Random words for the stochastic rounding of a weight's new values, by global index.
+
+    It is one draw of the weight's counter, so every rank that holds a piece must take it in the same step.
+    """
+    draw = next_draw(storage.state)
+    shard = storage.shard
+    key = int(storage.state[KEY])
+    return RandomBits(key, draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)

@@ -1,0 +1,226 @@
+"""The language model that the command line trains: a decoder over bytes, built of quantshard's modules.
+
+    tokens -> embedding (+ learned positions in gpt) -> layers -> normalization -> head -> logits
+
+Two architectures: "llama" (RMSNorm, SwiGLU, rotary positions, no biases) and "gpt" (LayerNorm, GELU, learned positions,
+biases). The layers' weights are quantized by the recipe; embeddings and head stay in high precision, as do norms. All
+parameters have one dtype, since FSDP2 wants that of a group.
+
+Tensor parallelism cuts the layers. Embeddings and head are whole on each of its ranks, which so have the same logits
+and the same loss: there are 257 tokens, a prime number, and a padded table would not be that of one process. Under
+sequence parallelism the ranks divide the sequences of the batch, between the embedding and the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+from quantshard.numerics import distributions
+from quantshard import numerics
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
+from quantshard.trainer.mesh import MeshSpec, split
+from quantshard.modules import LayerNorm, Linear, RMSNorm, RotaryPositionEmbedding, TransformerLayer, autocast, quantized_model_init
+from quantshard.distributed import tensor_parallel as parallel
+from quantshard.modules.base.module import QuantizedModule, WeightSpec
+from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.recipe import Recipe
+
+_EMBEDDING_STD = 0.02
+_SAMPLE_STREAM = 1
+
+
+class Embedding(QuantizedModule):
+    """Rows of a high-precision table [entries, size], born the same on any number of processes."""
+
+    def __init__(
+        self,
+        entries: int,
+        size: int,
+        params_dtype: torch.dtype,
+        device: torch.device | str,
+        tp_mesh: DeviceMesh | None = None,
+    ) -> None:
+        with quantized_model_init(enabled=False):
+            super().__init__(device, params_dtype, TensorParallelConfig(tp_mesh=tp_mesh))
+            self._add_weight("weight", WeightSpec((entries, size), std=_EMBEDDING_STD))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Index int64 [...] -> [..., size]."""
+        return F.embedding(index, self.table())
+
+    def table(self) -> Tensor:
+        """The gathered weight."""
+        return cast(Tensor, self._local("weight"))
+
+
+class LanguageModel(nn.Module):
+    """Logits of the next token.
+
+    Built on `device`; on "meta", `reset_parameters` of its modules fills it later, whole or sharded.
+
+    Args:
+        settings: its sizes and the like.
+        recipe: of the layers.
+        device: where the parameters are made.
+        tp_mesh: the axis of tensor parallelism.
+        sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
+        vocabulary: how many tokens there are.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        recipe: Recipe,
+        device: torch.device | str,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
+        super().__init__()
+        self.settings, self.recipe = settings, recipe
+        group = None if tp_mesh is None else tp_mesh.get_group()
+        self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
+        hidden, dtype = settings.hidden, settings.torch_params_dtype
+        llama = settings.architecture == "llama"
+        cut: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
+        self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
+        self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
+        with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            self.layers = nn.ModuleList(_layer(settings, number + 1, device, cut) for number in range(settings.layers))
+        self.norm = (RMSNorm if llama else LayerNorm)(hidden, params_dtype=dtype, device=device, **cut)
+        self.rotary = RotaryPositionEmbedding(hidden // settings.heads) if llama else None
+        self.head = None
+        if not settings.tied:
+            with quantized_model_init(enabled=False):
+                self.head = Linear(hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
+
+    @property
+    def batch_multiple(self) -> int:
+        """What the number of sequences of a batch must be a multiple of."""
+        return self.tp.size if self.sequence_parallel else 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, VOCABULARY].
+
+        The ranks of a tensor-parallel group give the same tokens and get the same logits.
+        """
+        length = tokens.shape[1]
+        x = self.embedding(tokens)
+        angles = None
+        if self.rotary is not None:
+            angles = self.rotary(length, device=tokens.device)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(length, device=tokens.device))
+        if self.sequence_parallel:
+            x = parallel.split_rows(x, self.tp)
+        with autocast(recipe=self.recipe):
+            for layer in self.layers:
+                x = layer(x, rotary_pos_emb=angles)
+        x = self.norm(x)
+        if self.sequence_parallel:
+            x = parallel.join_rows(x, self.tp)
+        logits = F.linear(x, self.embedding.table()) if self.head is None else self.head(x)
+        return logits.float()
+
+
+def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:
+    llama = settings.architecture == "llama"
+    return TransformerLayer(
+        settings.hidden,
+        settings.ffn,
+        settings.heads,
+        num_gqa_groups=settings.kv_heads,
+        hidden_dropout=settings.dropout,
+        attention_dropout=settings.dropout,
+        layer_number=number,
+        self_attn_mask_type="causal",
+        params_dtype=settings.torch_params_dtype,
+        bias=not llama,
+        activation="swiglu" if llama else "gelu",
+        normalization="RMSNorm" if llama else "LayerNorm",
+        attn_input_format="bshd",
+        set_parallel_mode=True,
+        device=device,
+        **cut,
+    )
+
+
+def build(settings: TrainSettings, recipe: Recipe, mesh: DeviceMesh) -> LanguageModel:
+    """The model, sharded over the mesh and filled with its initial weights. A collective call.
+
+    The mesh has the axes of `mesh.MeshSpec`, by name; that of tensor parallelism cuts the layers, `fully_shard` gets
+    the others. The model is described on the meta device and filled shard by shard, so that no process ever holds all
+    of it. The random keys of the weights come from torch's generator, seeded here.
+    """
+    torch.manual_seed(settings.seed)
+    data_mesh, tp_mesh = split(mesh)
+    tp_size = 1 if tp_mesh is None else tp_mesh.size()
+    axes = MeshSpec(dp_shard=data_mesh.size(), tp=tp_size)
+    model = LanguageModel(settings, recipe, "meta", tp_mesh, settings.divides_sequences(axes))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # sums of gradients over processes and micro-batches
+    for layer in model.layers:
+        fully_shard(layer, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, QuantizedModule):
+            module.reset_parameters()
+    return model
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats a token."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0, temperature: float = 0.8) -> list[int]:
+    """Continue a prompt by `length` tokens; an empty one starts a new document. A collective call.
+
+    Each token is drawn by the counter generator from the model's distribution, on rank 0, and sent to the others; the
+    model reads at most its seq_length last tokens. The mode (train or eval) is put back, and gathered weights freed.
+    """
+    device = next(model.parameters()).device
+    tokens = [END_OF_DOCUMENT, *prompt]
+    words = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]
+    was_training = model.training
+    model.eval()
+    for chance in distributions.uniform(words).tolist():
+        # alike sequences, where one cannot be divided: no scale of an activation depends on how many there are
+        window = torch.tensor(
+            [tokens[-model.settings.seq_length :]] * model.batch_multiple, dtype=torch.int64, device=device
+        )
+        probabilities = (model(window)[0, -1].double() / temperature).softmax(-1)
+        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], dtype=torch.float32, device=device))
+        token.clamp_(max=VOCABULARY - 1)
+        if dist.is_initialized():
+            dist.broadcast(token, 0)
+        tokens.append(int(token))
+    model.train(was_training)
+    reshard(model)
+    return tokens[1 + len(prompt) :]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward left gathered, so that the next one gathers the weights of its time."""
+    for module in _sharded(model):
+        module.reshard()
+
+
+def reduce_gradients(model: nn.Module, *, now: bool) -> None:
+    """Whether the next backward reduces gradients over the processes, or adds to those that wait for it."""
+    for module in _sharded(model):
+        module.set_requires_gradient_sync(now, recurse=False)
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,227 @@
+"""A run's folder, and what may be done to it.
+
+    config.toml               the settings; [launch]: how it was started last; [corpus]: the data, with their digests
+    metrics.jsonl             one JSON object a step
+    starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
+                              and which weights were then quantized anew
+    samples.jsonl             generated texts, if they were asked for
+    checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
+    logs/rank-1.txt           the traceback of a process that failed
+
+Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a
+folder. What a run has written is not overwritten: files are replaced in one move. No link is followed in the folder,
+and one of another user is refused (`cli.outputs`). Of checkpoints only those are removed that the settings give up, and
+those that were never completed or are damaged, when their step is saved again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantshard import checkpoints
+from quantshard.checkpoints.disk import ownership
+from quantshard.checkpoints.disk.store import local
+from quantshard.terminal import outputs
+from quantshard.trainer.config import MOST_BYTES, TrainSettings, corpus_table, from_mapping, launch_table, read_settings_file, to_toml
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import read_regular
+
+_RECORD_BYTES = 1 << 30
+"""That a file of records may have: four million steps."""
+
+_STEP_DIGITS = 6
+
+
+class RunDir:
+    """Paths and files of one run.
+
+    Raises:
+        ConfigurationError: the path is a URL.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path = local(path, "the folder of a run")
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.starts = path / "starts.jsonl"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+
+    # Configuration ---------------------------------------------------------------------------------------------------
+
+    def check_new(self) -> None:
+        """Refuse a folder that holds anything.
+
+        Raises:
+            ConfigurationError: it exists and is not empty, or is no folder.
+        """
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return
+        instead = f"go on with it by `quantshard resume {self.path}`"
+        if not self.path.is_dir() or not self.saved_steps()[0]:
+            instead = "it holds no checkpoint to go on from, so remove it if you want its place"
+        raise ConfigurationError(f"{self.path} exists: {instead}, or name another --run")
+
+    def create(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
+        """Make the folder of a new run and write its configuration."""
+        self.check_new()
+        text = _config(settings, launch, corpus)
+        if len(text) > MOST_BYTES:
+            raise ConfigurationError(
+                f"{self.config} would have {len(text)} bytes, more than the {MOST_BYTES} that are read of it: it lists "
+                f"{len(corpus['files'])} data files; join them into fewer"
+            )
+        outputs.make_folder(self.path)
+        self.write(self.config, text)
+
+    def write_config(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
+        """Write or replace `config.toml`."""
+        self.write(self.config, _config(settings, launch, corpus))
+
+    def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
+        """The settings, and the tables [launch] and [corpus].
+
+        Raises:
+            ConfigurationError: there is no run here, or its configuration is not one.
+        """
+        if not os.path.lexists(self.config):
+            raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml")
+        content, where = read_settings_file(self.config), str(self.config)
+        settings = TrainSettings(**from_mapping(content, where))
+        settings.check(where)
+        return settings, launch_table(content, where), corpus_table(content, where)
+
+    def check_ours(self) -> None:
+        """See that what is about to be written cannot end up elsewhere, nor anybody else's settings be followed.
+
+        Raises:
+            ConfigurationError: naming a folder or file that is a link, has a second name, or is another user's.
+        """
+        if self.path.is_dir():
+            files = (self.config, self.metrics, self.samples, self.starts)
+            locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
+            folders = f"{self.logs.name}/", f"{self.checkpoints.name}/"
+            outputs.check_folder(self.path, (*(file.name for file in files), *folders, *locks))
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of the checkpoint after a step."""
+        return self.checkpoints / f"step-{step:0{_STEP_DIGITS}d}"
+
+    def saved_steps(self) -> tuple[list[int], list[int]]:
+        """Steps with a complete checkpoint, and steps whose checkpoint was not completed, both ascending."""
+        found = []
+        for path in self.checkpoints.glob("step-*"):
+            digits = path.name.removeprefix("step-")
+            if digits.isascii() and digits.isdecimal():
+                found.append(int(digits))
+        complete = [step for step in sorted(found) if checkpoints.is_complete(self.checkpoint(step))]
+        return complete, [step for step in sorted(found) if step not in complete]
+
+    def last_complete(self) -> tuple[int, list[int]]:
+        """The last step with a complete checkpoint, and the later steps with one that was not completed.
+
+        Raises:
+            ConfigurationError: no checkpoint is complete.
+        """
+        complete, incomplete = self.saved_steps()
+        if not complete:
+            raise ConfigurationError(
+                f"{self.path} has no complete checkpoint to go on from; start again with `quantshard train --config "
+                f"{self.config} --run ANOTHER`"
+            )
+        return complete[-1], [step for step in incomplete if step > complete[-1]]
+
+    # Records ---------------------------------------------------------------------------------------------------------
+
+    def append(self, file: Path, record: Mapping[str, Any]) -> None:
+        """Append one JSON object as a line; numbers that JSON cannot say (inf, nan) become strings."""
+        plain = {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        outputs.append_text(file, json.dumps(plain) + "\n", within=self.path)
+
+    def last_start(self) -> dict[str, Any]:
+        """The last record of `starts`, of which `forget_after` has dropped what was cut off; empty if there is none."""
+        return next(
+            (start for line in reversed(self._content(self.starts).split(b"\n")) if (start := _record(line))), {}
+        )
+
+    def requantized(self) -> tuple[bool, bool]:
+        """Whether some start quantized the weights anew, into another recipe; and whether without masters too."""
+        lines = self._content(self.starts).split(b"\n")
+        found = [start for line in lines if "requantized" in (start := _record(line))]
+        return bool(found), any(start.get("lossy") is True for start in found)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of later steps, and a line that was cut off, so that the files read as one run."""
+        for file in (self.metrics, self.samples, self.starts):
+            content = self._content(file)
+            kept = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
+            if kept != content:
+                self.write(file, kept)
+
+    def _content(self, file: Path) -> bytes:
+        """What a file of records has; nothing if it is not there.
+
+        Raises:
+            ConfigurationError: it is no regular file, or longer than what is read.
+        """
+        return read_regular(file, _RECORD_BYTES) if os.path.lexists(file) else b""
+
+    def write(self, file: Path, content: str | bytes) -> None:
+        """Write or replace a file of the run."""
+        outputs.write_file(file, content, within=self.path)
+
+    # Lock ------------------------------------------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Hold the run until this process ends, however it ends.
+
+        Raises:
+            ConfigurationError: another process holds it, and did not end within a few seconds.
+        """
+        try:
+            ownership.lock(self.path)
+        except BlockingIOError:
+            said = f"{self.path} is in use by another training process; stop that one first"
+            raise ConfigurationError(said) from None
+        except OSError as error:
+            raise ConfigurationError(f"{self.path} cannot be locked: {error.strerror or error}") from None
+
+
+def _config(settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:
+    """The content of `config.toml`.
+
+    Raises:
+        ConfigurationError: a path is not UTF-8.
+    """
+    try:
+        return to_toml(settings, {"launch": dict(launch), "corpus": dict(corpus)}).encode("utf-8")
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 40) : error.end]
+        raise ConfigurationError(
+            f"config.toml is UTF-8, and cannot say ...{near}, which is not; rename the file or folder"
+        ) from None
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """What a line says; nothing if it was cut off."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a record; infinite for a line that is none."""
+    step = _record(line).get("step")
+    return step if type(step) is int else math.inf

@@ -1,0 +1,312 @@
+"""One process of a run: `python -m quantshard worker RUN ORDER`, as `launch` starts it, or what torchrun started.
+
+ORDER is the JSON of a `WorkerJob`. Rank 0 reads the run's folder (or, under torchrun, makes it) and tells the others,
+so that all of them train the same thing, or fail with the same line.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from os import _exit as end_at_once
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from quantshard.checkpoints import Restored
+from quantshard.checkpoints.disk.store import is_taken
+from quantshard.trainer import data, environment, launch
+from quantshard.terminal import screen
+from quantshard.trainer.config import TrainSettings, from_mapping
+from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
+from quantshard.determinism import deterministic
+from quantshard.errors import ConfigurationError, QuantshardError
+from quantshard.observe import explain
+from quantshard.observe.table import Report
+
+_CHANGES = 20
+"""Of the environment, that are told."""
+_PATHS = 5
+"""Of the data, that are told."""
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """What a worker is to do with its run.
+
+    `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
+    `new`: the settings of a run that rank 0 is to make first. `overrides`: settings that `resume` changes; with "data"
+    among them, the data are looked for there, with "recipe" the weights are quantized anew, with `lossy` also those
+    that have no masters. `copy_to`: where to save what was loaded once more; "" for nowhere.
+    """
+
+    resume: bool
+    launched: bool
+    new: dict[str, Any] | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    copy_to: str = ""
+    lossy: bool = False
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What rank 0 found out for all: the settings, how the run was started, and its data.
+
+    `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
+    processes. `requantize`, `lossy`: whether weights of a checkpoint of another recipe are quantized anew, now or
+    again.
+    """
+
+    settings: TrainSettings
+    launched: dict[str, Any]
+    corpus: dict[str, Any]
+    incomplete: tuple[int, ...] = ()
+    left: str = ""
+    requantize: bool = False
+    lossy: bool = False
+
+
+def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
+    """Make the folder of a new run, once nothing stands against it.
+
+    Raises:
+        ConfigurationError: it exists, or the settings do not fit the processes or the data.
+    """
+    run.check_new()
+    settings.check_ranks(processes)
+    corpus = data.collect(settings.data)
+    data.Windows(corpus, settings.seq_length, settings.heldout)
+    run.create(settings, how_started(settings, processes), corpus.table())
+
+
+def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
+    """The table [launch] of a run that is started now."""
+    threads = settings.threads or int(
+        os.environ.get("OMP_NUM_THREADS") or (1 if processes > 1 else os.cpu_count() or 1)
+    )
+    return {
+        "processes": processes,
+        "mesh": str(settings.axes(processes)),
+        "threads": threads,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def of_mesh(settings: TrainSettings) -> int:
+    """The processes of the mesh that the settings name; 0 if they name none."""
+    return MeshSpec.parse(settings.mesh).processes if settings.mesh else 0
+
+
+def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int = 0) -> TrainSettings:
+    """The settings of a run that is resumed with some of them changed, checked.
+
+    `processes`: of which the mesh will be. Where that of the run is not, and no other is named, it is all in dp_shard.
+    """
+    given = from_mapping(overrides, "resume")
+    if settings.mesh and "dp_replicate" in given and "mesh" not in given:
+        raise ConfigurationError(
+            f"dp_replicate = {given['dp_replicate']} alone does not say what becomes of mesh = {settings.mesh}; name "
+            "the whole mesh with --mesh"
+        )
+    if "mesh" in given:
+        settings = replace(settings, dp_replicate=1)  # of the mesh that is left
+    elif processes and of_mesh(settings) not in (0, processes):
+        settings = replace(settings, mesh="", dp_replicate=1)
+    result = replace(settings, **given)
+    result.check()
+    return result.resolved()
+
+
+def check_copy(path: str) -> None:
+    """Refuse to save over what exists.
+
+    Raises:
+        ConfigurationError: naming the path.
+        CheckpointError: it cannot be reached.
+    """
+    if path and is_taken(path):
+        raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
+
+
+def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
+    """The data of a run that is resumed, found where its settings say, and unchanged.
+
+    Raises:
+        ConfigurationError: a document is missing or differs.
+    """
+
+    def begun() -> None:
+        if settings.data:
+            more = len(settings.data) - _PATHS
+            paths = ", ".join(settings.data[:_PATHS]) + (f" and {more} more" if more > 0 else "")
+            screen.say(f"reading the data of the run: {paths}")
+
+    return data.collect_recorded(settings.data, data.from_table(recorded), begun)
+
+
+def train_run(run: RunDir, order: WorkerJob) -> None:
+    """Train until the run is done or told to stop."""
+    stop = StopFlag()
+    for number in launch.STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: stop.set())
+    if order.launched:
+        launch.die_with_parent()
+    known = (order.new or asdict(run.read_config()[0])) | order.overrides
+    deterministic(known["deterministic"])  # before the GPU is used, and before NCCL is
+    place = _join(known["device"])
+    task = _from_rank_0(lambda: _read(run, order, place), place)
+    if place.device.type == "cpu":
+        torch.set_num_threads(task.launched.get("threads", 1))
+    random.seed(task.settings.seed)
+    np.random.seed(task.settings.seed % 2**32)
+    trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop)
+    with trainer.manager:
+        restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if order.resume else None
+        done = 0 if restored is None else restored.step
+        if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
+            run.forget_after(done)
+        _record_start(run, task, place, trainer, restored)
+        if place.rank == 0 and order.resume:  # the record is there by now: a kill between the two loses nothing
+            run.write_config(task.settings, task.launched, task.corpus)
+        table = explain(trainer.model, trainer.optimizer)
+        _announce(run, task, place, trainer, table, restored)
+        if order.copy_to:
+            trainer.save_to(order.copy_to, done)
+            trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
+        trainer.train(done)
+
+
+def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, restored: Restored | None) -> None:
+    """Note what decides the bits from here on, and warn if it is not what did before."""
+    if place.rank:
+        return
+    done = 0 if restored is None else restored.step
+    now = environment.current_environment(task.settings, place.device)
+    before = run.last_start() if done else {}
+    if before and (changes := environment.differences(before.get("environment"), now)):
+        more = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
+        trainer.progress.note(
+            "WARNING: from here on losses may differ from those of the run without a stop, because "
+            f"{'; '.join(changes[:_CHANGES])}{more} (starts.jsonl has both)"
+        )
+    start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": task.settings.recipe}
+    if restored is not None and restored.requantized:
+        start |= {"requantized": restored.requantized, "lossy": task.lossy}
+    run.append(run.starts, start | {"environment": now})
+
+
+def _announce(
+    run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, table: Report, restored: Restored | None
+) -> None:
+    note = trainer.progress.note
+    trainer.progress.report(table)
+    note(describe_run(task.settings, task.corpus, place))
+    done = 0 if restored is None else restored.step
+    for step in (step for step in task.incomplete if step > done):
+        note(f"skipped the incomplete checkpoint {run.checkpoint(step)}; it is written anew when its step is reached")
+    if task.left:
+        now = task.settings.axes(place.ranks)
+        note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
+    if restored is not None:
+        note(f"resumed after step {done}, from {restored.path}")
+        if restored.requantized:
+            note(f"{restored.requantized}; losses go on from other weights than were saved")
+
+
+def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
+    """On rank 0: make the run if it is new and not yet there, lock it, and read what all need."""
+    if order.new is not None:
+        create_run(run, TrainSettings(**from_mapping(order.new, "train")), place.ranks)
+    check_copy(order.copy_to)
+    run.check_ours()
+    run.lock()
+    settings, launched, corpus = run.read_config()
+    if not order.resume:
+        return RunSetup(settings, launched, corpus)
+    before, settings = settings, changed(settings, order.overrides, place.ranks)
+    settings.check_ranks(place.ranks)
+    started = how_started(settings, place.ranks)
+    if not settings.threads and launched["processes"] == place.ranks and "threads" in launched:
+        started["threads"] = launched["threads"]  # the order of sums depends on them
+    run.last_complete()  # says what to do if there is none
+    if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
+        corpus = recorded_data(settings, corpus).table()
+    left = before.mesh if not settings.mesh else ""
+    return RunSetup(settings, started, corpus, tuple(run.saved_steps()[1]), left, *_anew(run, order))
+
+
+def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
+    """Whether weights of another recipe are quantized anew, and whether without masters too: as asked for now, or else
+    as before, since until the first save the run's checkpoints are of the recipe before."""
+    if "recipe" in order.overrides:
+        return True, order.lossy
+    return run.requantized()
+
+
+def _join(wanted: str) -> ProcessInfo:
+    """Join the process group on a device: "cpu", "cuda" or "auto"."""
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigurationError(
+            f"RANK is set, so this is one process of several, but {', '.join(missing)} is not; start it with torchrun, "
+            "set them all, or unset RANK to have the processes started here"
+        )
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and kind == "cpu":
+        raise ConfigurationError("device = 'cuda', but torch sees no GPU here; use --device cpu or auto")
+    kind = kind if wanted == "auto" else wanted
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return ProcessInfo(rank, ranks, torch.device("cpu"))
+    local, count = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
+    if local >= count:
+        raise ConfigurationError(
+            f"process {local} of this machine has no GPU: there are {count}; start fewer processes"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    return ProcessInfo(rank, ranks, device)
+
+
+def _from_rank_0(read: Callable[[], Any], place: ProcessInfo) -> Any:
+    """What `read` returns on rank 0, on all ranks; what it raises there, everywhere."""
+    sent: list[Any] = [None, None]
+    if place.rank == 0:
+        try:
+            sent = [read(), None]
+        except QuantshardError as error:
+            sent = [None, str(error)]
+    dist.broadcast_object_list(sent, src=0)
+    if sent[1] is not None:
+        raise ConfigurationError(sent[1])
+    return sent[0]
+
+
+def main(run: Path, order: WorkerJob) -> NoReturn:
+    """Do the work and end the process: with 0, or after one line to the launcher with 1."""
+    folder = RunDir(run)
+    try:
+        train_run(folder, order)
+        dist.destroy_process_group()
+        code = 0
+    except BaseException as error:  # a process that fails must say so and end, whatever it was
+        line = launch.report_failure(error, folder.logs)
+        if line and not order.launched:
+            screen.complain(f"process {os.environ.get('RANK')}: {line}")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end_at_once(code)  # no destructor may wait for processes that are gone
