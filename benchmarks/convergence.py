@@ -28,11 +28,11 @@ from torch.nn.functional import cross_entropy
 
 import quantshard as qs
 from quantshard import recipe as recipes
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.model import LanguageModel
-from quantshard.trainer.loop import learning_rate
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.loop import learning_rate
+from quantshard.trainer.model import LanguageModel
 
 SMALL = TrainSettings(
     architecture="gpt",
@@ -190,7 +190,7 @@ def bytes_kept(training: Training) -> float:
     count = stored = 0
     for module, name in weights:
         parameter = getattr(module, name)
-        storage = getattr(parameter, "_storage", None)
+        storage = getattr(parameter, "quantized_storage", None)
         parts = [parameter] if storage is None else list(storage.components.values())
         states = [each for each in training.optimizer.state.get(parameter, {}).values() if isinstance(each, Tensor)]
         count += parameter.numel()

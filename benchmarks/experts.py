@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import quantshard as qs
-from quantshard.gemm import backend
 from quantshard.doctor.timing import milliseconds
+from quantshard.gemm import backend
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 GROUPED = ("delayed", "current", "block", "mxfp8")

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quantshard.gemm import backend
 from quantshard import recipe
 from quantshard.doctor.checks import recipe_names
 from quantshard.doctor.results import OK, WRONG
+from quantshard.gemm import backend
 
 ROOT = Path(__file__).parents[1]
 REPORTS, PAGE = ROOT / "benchmarks" / "doctor", ROOT / "docs" / "hardware.md"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import DotProductAttention, kernel_dispatch as compute
+from quantshard import DotProductAttention, kernel_dispatch
 from quantshard.doctor.products import CHECKED_ROWS, KINDS
 from quantshard.doctor.timing import milliseconds
 from quantshard.errors import ConfigurationError
@@ -79,8 +79,8 @@ def memory(x: Tensor, repeats: int) -> dict[str, float]:
         "amax by aminmax": (size, lambda: x.aminmax()),
         "cast to FP8, eager": (size + x.numel(), lambda: x.to(torch.float8_e4m3fn)),
     }
-    if compute.has_kernels(x):
-        calls["amax, quantshard's kernel"] = (size, lambda: compute.block_amax(x, (ALL, ALL)))
+    if kernel_dispatch.has_kernels(x):
+        calls["amax, quantshard's kernel"] = (size, lambda: kernel_dispatch.block_amax(x, (ALL, ALL)))
     return {name: moved / median(call, repeats, x.device.type) / 1e9 for name, (moved, call) in calls.items()}
 
 

@@ -1,10 +1,8 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
-from quantshard.tensor import arithmetic as _arithmetic
 from quantshard import checkpoints, errors, layouts, optimizers, recipe, transformer_engine
-from quantshard.tensor import aten_rules as _ops
-from quantshard.amax import requantize_
 from quantshard.determinism import deterministic
+from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.modules import (
     Dispatch,
     DotProductAttention,
@@ -25,8 +23,10 @@ from quantshard.modules import (
 )
 from quantshard.observe import explain, plan
 from quantshard.private_torch import lookup as _lookup
-from quantshard.distributed.replicas import broadcast_, check_replicas
+from quantshard.tensor import arithmetic as _arithmetic
+from quantshard.tensor import aten_rules as _ops
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.requantize import requantize_
 
 __all__ = [
     "Dispatch",

@@ -17,12 +17,12 @@ from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scali
 from quantshard.numerics import Grids, Pair, RandomBits
 
 if kernels.USABLE:
-    from quantshard.kernels.quantize import amax as amax_kernel
-    from quantshard.kernels.quantize import dequantize as dequantize_kernel
+    from quantshard.kernels.fused import rounded_sum as sum_kernel
     from quantshard.kernels.optimizer import history as history_kernel
     from quantshard.kernels.optimizer import multi_tensor
+    from quantshard.kernels.quantize import amax as amax_kernel
+    from quantshard.kernels.quantize import dequantize as dequantize_kernel
     from quantshard.kernels.quantize import matrix as quantize_kernel
-    from quantshard.kernels.fused import rounded_sum as sum_kernel
     from quantshard.kernels.quantize import transpose as transpose_kernel
     from quantshard.kernels.quantize.targets import QuantizeRequest
 
@@ -175,7 +175,7 @@ def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
 
 
 def past_amaxes(histories: Sequence[Tensor], most_recent: bool) -> Tensor | None:
-    """`amax.history_amaxes` by a kernel; None where none runs."""
+    """`delayed_scaling.history_amaxes` by a kernel; None where none runs."""
     device = histories[0].device
     if not has_kernels(histories[0]) or not _lie_on(histories, device):
         return None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 
 
 @contextmanager
@@ -108,5 +108,5 @@ def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
 def kernels_on(*devices: str) -> Iterator[None]:
     """Tensors on devices of these types go to kernels, and no others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute, "KERNEL_DEVICES", set(devices))
+        patch.setattr(kernel_dispatch, "KERNEL_DEVICES", set(devices))
         yield

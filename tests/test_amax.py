@@ -5,21 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantshard import QuantizedTensor, amax, kernel_dispatch as compute, requantize_
-from quantshard.amax import (
-    FlatMax,
-    PendingAmaxes,
-    Requantization,
-    history_amax,
-    record_amax_,
-    record_amaxes_,
-    sharding_group,
-    shared_scales,
-    united,
-)
+from quantshard import QuantizedTensor, kernel_dispatch, requantize_
+from quantshard.collectives import flat_max as flat
+from quantshard.collectives.delayed_scaling import PendingAmaxes, history_amax, record_amax_, record_amaxes_
+from quantshard.collectives.flat_max import FlatMax, check_equal_on_ranks
+from quantshard.collectives.process_groups import sharding_group, united
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.tensor.storage import AMAX_HISTORY
+from quantshard.tensor import requantize
 from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.requantize import Requantization, shared_scales
+from quantshard.tensor.storage import AMAX_HISTORY
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
 INF, NAN = float("inf"), float("nan")
@@ -33,7 +28,7 @@ def history(*values):
 @pytest.fixture(autouse=True)
 def groups_are_names(monkeypatch):
     """No process group exists here, so none has a device."""
-    monkeypatch.setattr(amax, "collective_device", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(flat, "collective_device", lambda group: torch.device("cpu"))
 
 
 # ----------------------------------------------------------------------------------------------------------- histories
@@ -71,7 +66,7 @@ def test_the_newest_are_kept_in_order(length):
 def test_histories_of_several_lengths_are_recorded_together(by_kernel, monkeypatch):
     if by_kernel:
         pytest.importorskip("triton")
-        monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cpu"})
+        monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {"cpu"})
         if torch.cuda.is_available():
             pytest.skip("kernels are compiled, and these tensors are on the CPU")
     kept = [history(1, 2), history(3, 4, 5), history(6, 7), history(8)]
@@ -236,7 +231,7 @@ def test_requantize_of_several_weights_registers_all_before_it_writes(monkeypatc
     def reduce(self):
         log.append([bool(differing(old, contents(t))) for old, t in zip(before, tensors, strict=True)])
 
-    monkeypatch.setattr(amax.FlatMax, "reduce", reduce)
+    monkeypatch.setattr(FlatMax, "reduce", reduce)
     requantize_((tensor, random(48, 40, seed=1)) for tensor in tensors)
     assert log == [[False, False]]
     assert all(differing(old, contents(t)) for old, t in zip(before, tensors, strict=True))
@@ -254,7 +249,7 @@ def test_a_weight_without_a_usable_amax_records_none(first):
     """
     tensor = weight(RECIPES["delayed"].weight, 4, 4)
     tensor.quantized_storage.state[AMAX_HISTORY].zero_()
-    amax.requantize_([(tensor, torch.full((4, 4), first))], judged=True)
+    requantize.requantize_([(tensor, torch.full((4, 4), first))], judged=True)
     assert not tensor.quantized_storage.state[AMAX_HISTORY].any()
     assert tensor.quantized_storage.components["scale_inv"].item() == 1.0
 
@@ -269,8 +264,8 @@ def test_quantized_tensors_have_no_group_of_their_own():
 
 
 def test_keys_need_no_check_without_a_group():
-    amax.check_equal_on_ranks({"w": torch.zeros(1, dtype=torch.int64)}, None, "the key")
-    amax.check_equal_on_ranks({}, "a group", "the key")
+    check_equal_on_ranks({"w": torch.zeros(1, dtype=torch.int64)}, None, "the key")
+    check_equal_on_ranks({}, "a group", "the key")
 
 
 # ------------------------------------------------------------------------------------------------------------- pending
@@ -386,7 +381,7 @@ def test_a_piece_says_where_in_the_whole():
 def test_values_are_not_judged_while_a_graph_is_captured(monkeypatch):
     """The host would have to wait for them."""
     tensor = weight(MXFP8)
-    monkeypatch.setattr(compute, "is_capturing", lambda: True)
+    monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: True)
     with pytest.raises(UnsupportedOperationError, match="captured"):
         requantize_([(tensor, random(48, 40))])
-    amax.requantize_([(tensor, random(48, 40))], judged=True)
+    requantize.requantize_([(tensor, random(48, 40))], judged=True)

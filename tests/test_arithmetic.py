@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from quantshard import Linear, quantized_model_init
+from quantshard.collectives.flat_max import FlatMax
+from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
 from quantshard.tensor import arithmetic
 from quantshard.tensor import storage as storages
-from quantshard.amax import FlatMax, Requantization
-from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
+from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.test_tensor import MXFP8, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
 

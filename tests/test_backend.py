@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard.gemm import backend, operands
-from quantshard import kernel_dispatch as compute, formats, sharding
+from quantshard import formats, kernel_dispatch, sharding
 from quantshard.doctor import gemms
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
+from quantshard.gemm import backend, operands
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, unpack
 from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
@@ -280,7 +280,7 @@ def test_what_is_no_mmparams_is_refused(wrong: Any) -> None:
 
 
 def test_the_transposed_copy_serves_wgrad(capability: tuple[int, int]) -> None:
-    """As `sources.both_ways` gives it: a storage of the transpose."""
+    """As `producers.both_ways` gives it: a storage of the transpose."""
     a, b = quantized(40, 24, "fp8_e5m2", 0), quantized(40, 33, "fp8_e4m3", 2)
     expected = backend.matmul(a, b, torch.float32, transpose_a=True)
 
@@ -331,7 +331,7 @@ def test_small_products(name: str, capability: tuple[int, int]) -> None:
     left, right, *having = PAIRS[name]
     made, right_ones = lru_cache(None)(quantized), []
     sums = (2.0**-8 if capability in having else 2.0**-7) if ON_GPU else 2.0**-20
-    with compute.kernels_only_on():
+    with kernel_dispatch.kernels_only_on():
         for m, n, k in SMALL:
             bias = torch.randn(n, generator=torch.Generator().manual_seed(4)).bfloat16().to(DEVICE)
             for a, b, turned_a, turned_b in orientations(left, right, m, n, k, made):
@@ -366,7 +366,7 @@ def test_small_layers_on_kernels(sizes: tuple[int, int, int], recipe: str) -> No
     found = []
     for types in (("cuda",), ()):
         leaf, used = x.clone().requires_grad_(), copy.deepcopy(layer)  # its histories are those of a new one
-        with compute.kernels_only_on(*types):
+        with kernel_dispatch.kernels_only_on(*types):
             with autocast(recipe=recipe):
                 y = used(leaf)
             y.backward(dy)

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quantshard import LayerNormMLP, Linear, numerics, private_torch, quantized_model_init
-from quantshard.tensor import components
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.formats import FORMATS
 from quantshard.sharding import whole
+from quantshard.tensor import components
 from tests.test_sharding import pieces_of
 from tests.test_tensor import RECIPES, contents, differing, every_recipe, random, same
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
-from quantshard import kernel_dispatch as compute, kernels, numerics
+from quantshard import kernel_dispatch, kernels, numerics
 from quantshard.formats import FORMATS, Copy, Scaling
 from quantshard.numerics import RandomBits
 from quantshard.optimizers import FusedAdam
@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled kernels read
 @pytest.fixture(autouse=True)
 def _on_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """At first the oracle runs, also on a GPU."""
-    monkeypatch.setattr(compute, "KERNEL_DEVICES", set())
+    monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", set())
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
 
     def start() -> list[str]:
         used: list[str] = []
-        monkeypatch.setattr(compute, "KERNEL_DEVICES", {DEVICE})
+        monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE})
         for module, name in (
-            (compute.amax_kernel, "block_amax"),
-            (compute.quantize_kernel, "quantize_matrix"),
-            (compute.dequantize_kernel, "dequantize"),
+            (kernel_dispatch.amax_kernel, "block_amax"),
+            (kernel_dispatch.quantize_kernel, "quantize_matrix"),
+            (kernel_dispatch.dequantize_kernel, "dequantize"),
         ):
             real = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: used.append(name) or real(*a, **k))
@@ -91,16 +91,18 @@ def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str
     words = RandomBits(5, 1, 2, (5, 7))
     grids = numerics.encode_scales(numerics.amaxes(x, FORMATS["mxfp8_1x32"]), FORMATS["mxfp8_1x32"], Scaling())
     expected = numerics.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE))
-    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
+    assert torch.equal(kernel_dispatch.quantize_codes(x, row, grids, (0, 0), words), expected)
     used = on_kernels()
-    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE)), expected)
-    compute.block_amax(x.double(), (1, 32))
-    compute.block_amax(x.to("meta"), (1, 32))
-    assert not compute.sees_blocks(x, wide, None) and not compute.sees_blocks(x, FORMATS["fp8_e4m3"], None)
+    assert torch.equal(kernel_dispatch.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE)), expected)
+    kernel_dispatch.block_amax(x.double(), (1, 32))
+    kernel_dispatch.block_amax(x.to("meta"), (1, 32))
+    assert not kernel_dispatch.sees_blocks(x, wide, None) and not kernel_dispatch.sees_blocks(
+        x, FORMATS["fp8_e4m3"], None
+    )
     assert used == []
-    assert torch.equal(compute.quantize_codes(x, row, grids, (0, 0), words), expected)
+    assert torch.equal(kernel_dispatch.quantize_codes(x, row, grids, (0, 0), words), expected)
     assert used == ["quantize_matrix"]
-    assert compute.sees_blocks(x, FORMATS["mxfp8_1x32"], words) and kernels.USABLE
+    assert kernel_dispatch.sees_blocks(x, FORMATS["mxfp8_1x32"], words) and kernels.USABLE
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])

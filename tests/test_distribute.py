@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import quantshard as qs
 from quantshard import checkpoints, private_torch
-from quantshard.tensor import components
 from quantshard.distributed.distribute import empty_parameter, shard_parameter
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.tensor.storage import DRAWS, KEY
+from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.storage import DRAWS, KEY
 from tests.observe.fake import fake_rank
 from tests.test_tensor import NVFP4, RECIPES, differing, every_cell, random
 

@@ -181,8 +181,8 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
 ## What to know
 
 - Names are those of Llama in transformers, from models of `TransformerLayer` with RMSNorm, swiglu and parameters named
-  as in `quantshard/cli/model.py`; `--names MAP` (TOML, see `quantshard/layouts/names.py`) gives others. One fused qkv
-  weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever the order of its rows; where the cut would cut a
+  as in `quantshard/trainer/model.py`; `--names MAP` (TOML, see `quantshard/layouts/names.py`) gives others. One fused
+  qkv weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever the order of its rows; where the cut would cut a
   128x128 block, it is refused.
 - Embeddings, norms and the output head stay as they are, and are in the layout's list of modules to ignore. A head
   that is the embedding is written once.

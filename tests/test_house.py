@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
@@ -23,18 +24,37 @@ from torch.distributed.tensor import DTensor
 ROOT = Path(__file__).parents[1]
 PACKAGE = "quantshard"
 
-LAYERS = {
-    **dict.fromkeys(["formats", "errors", "limits"], 0),
-    **dict.fromkeys(["foreign", "sharding", "numerics", "distributions", "kernels"], 1),
-    **dict.fromkeys(["recipe", "recipe_arguments", "compute", "storage", "sources", "private_torch"], 2),
-    **dict.fromkeys(
-        ["tensor", "ops", "arithmetic", "components", "distribute", "amax", "operands", "backend", "replicas"], 3
-    ),
-    "determinism": 3,
-    **dict.fromkeys(["modules", "optimizers", "checkpoints", "observe"], 4),
-    **dict.fromkeys(["cli", "compat", "doctor", "layouts", "transformer_engine", "__main__", "__init__"], 5),
-}
-"""Files and folders of the package by layer. Imports go down; within a layer only as `imports_go_down` says."""
+FLOORS = (
+    "errors",
+    "formats",
+    "limits foreign numerics sharding recipe_arguments private_torch determinism",
+    "recipe kernels",
+    "kernel_dispatch",
+    "collectives",
+    "tensor",
+    "gemm",
+    "distributed",
+    "modules optimizers checkpoints observe",
+    "layouts doctor terminal",
+    "transformer_engine",
+    "__init__",
+    "trainer compat",
+    "cli",
+    "__main__",
+)
+"""Files and folders of the package from the ground up: each imports only what stands on a lower floor."""
+
+HEIGHT = {unit: height for height, floor in enumerate(FLOORS) for unit in floor.split()}
+
+NO_NOUNS = set(
+    "Again Asked Between Both Called Delayed Entered Exact Exported Front Given How Keeps Kept Known Like Low "
+    "Missing Native Needed Needs Others Out Pending Plain Planned Prepared Reading Ready Remembered Replaced "
+    "Running Saved Scaled Second Shared Staged Stopped Stored Told Traced Unsupported Updated Wanted Way Ways "
+    "Where Words Work Written Wrong Group Kind Place Plan Rows Rule Side Slot Source Target Tile".split()
+)
+"""Words that stood for classes whose subject nobody could guess; with a noun in front or behind they may stand."""
+
+PROGRAMS = ("cli/", "trainer/", "terminal/")
 
 MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "kernels"}
 
@@ -103,7 +123,7 @@ def own_imports(tree: Tree, path: str, node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
-        known = {module(p) for p in tree} | {f"{PACKAGE}.{u}" for u in LAYERS}
+        known = {module(p) for p in tree} | {f"{PACKAGE}.{u}" for u in HEIGHT}
         base = absolute(path, node)
         names = [full if (full := f"{base}.{alias.name}") in known else base for alias in node.names]
     elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
@@ -134,20 +154,17 @@ def identifiers(node: ast.AST) -> Iterator[str]:
 
 
 def imports_go_down(tree: Tree) -> list[str]:
-    """Imports go to a lower layer or stay in their folder; within layers 0 to 3 and 5 they may go to the side."""
+    """Imports go to a lower floor, or stay in their folder."""
     found = [
-        f"{PACKAGE}/{path}: {unit(path)!r} has no layer; add it to LAYERS in tests/test_house.py"
+        f"{PACKAGE}/{path}: {unit(path)!r} has no place; add it to FLOORS in tests/test_house.py"
         for path in tree
-        if unit(path) not in LAYERS
+        if unit(path) not in HEIGHT
     ]
     for path, node in nodes(tree):
         for target in own_imports(tree, path, node):
             here, there = unit(path), [*target.split("."), "__init__"][1]
-            low, high = LAYERS.get(there), LAYERS.get(here)
-            if low is None or high is None:
-                continue  # no layer yet: reported above
-            if low > high or (low == high == 4 and here != there):
-                found.append(f"{at(path, node)}: {here} (layer {high}) imports {there} (layer {low})")
+            if here != there and {here, there} <= HEIGHT.keys() and HEIGHT[there] >= HEIGHT[here]:
+                found.append(f"{at(path, node)}: {here} imports {there}, which stands on no lower floor")
     return found
 
 
@@ -192,6 +209,17 @@ def formats_are_not_named(tree: Tree, names: Iterable[str] = ()) -> list[str]:
 def format_names() -> set[str]:
     formats = importlib.import_module(f"{PACKAGE}.formats")
     return {name for c, row in vars(formats).items() if isinstance(row, formats.Format) for name in (c, row.name)}
+
+
+def class_names_are_nouns_of_their_own(tree: Tree) -> list[str]:
+    """No two classes of the package have one name, and none is a pronoun, an adverb or a bare participle."""
+    classes = [(node.name, at(path, node)) for path, node in nodes(tree) if isinstance(node, ast.ClassDef)]
+    counts = Counter(name for name, _ in classes)
+    return [
+        f"{place}: {name} {'is defined twice' if counts[name] > 1 else 'names nothing'}; say what it is"
+        for name, place in classes
+        if counts[name] > 1 or name.strip("_") in NO_NOUNS
+    ]
 
 
 def sizes_are_small(tree: Tree) -> list[str]:
@@ -283,7 +311,7 @@ def operations_name_their_overload(tree: Tree) -> list[str]:
     """A packet of overloads tries one after the other, and where one does not fit some versions of torch make an error
     message that nobody sees of the values of its tensors: the host then waits for the device at every call.
 
-    arithmetic.py may hold packets, to register all their overloads.
+    tensor/arithmetic.py may hold packets, to register all their overloads.
     """
     found = []
     for path, source in tree.items():
@@ -298,7 +326,7 @@ def operations_name_their_overload(tree: Tree) -> list[str]:
                 continue
             parent = parents[node]
             called = isinstance(parent, ast.Call) and parent.func is node
-            if called or not (isinstance(parent, ast.Attribute) or path == "arithmetic.py"):
+            if called or not (isinstance(parent, ast.Attribute) or path == "tensor/arithmetic.py"):
                 found.append(f"{at(path, node)}: {name} names no overload; say .default, or the one that fits")
     return found
 
@@ -347,21 +375,21 @@ def is_float(node: ast.expr) -> bool:
 
 
 def commands_write_in_one_file(tree: Tree) -> list[str]:
-    """In cli/, only outputs.py opens files for writing, makes folders and renames: what is written there may lie in a
-    folder that somebody else prepared."""
+    """In programs, only terminal/outputs.py opens files for writing, makes folders and renames: what is written may lie
+    in a folder that somebody else prepared."""
     found = []
     for path, node in nodes(tree):
-        if path.startswith("cli/") and path != "cli/outputs.py" and isinstance(node, ast.Call) and writes(node):
-            found.append(f"{at(path, node)}: {ast.unparse(node.func)}() writes; use cli/outputs.py")
+        if path.startswith(PROGRAMS) and path != "terminal/outputs.py" and isinstance(node, ast.Call) and writes(node):
+            found.append(f"{at(path, node)}: {ast.unparse(node.func)}() writes; use terminal/outputs.py")
     return found
 
 
 def commands_print_in_one_file(tree: Tree) -> list[str]:
-    """In cli/, only screen.py prints: what is shown there may be a text of somebody else's."""
+    """In programs, only terminal/screen.py prints: what is shown there may be a text of somebody else's."""
     return [
-        f"{at(path, node)}: {ast.unparse(node.func)}() shows what is not escaped; use cli/screen.py"
+        f"{at(path, node)}: {ast.unparse(node.func)}() shows what is not escaped; use terminal/screen.py"
         for path, node in nodes(tree)
-        if path.startswith("cli/") and path != "cli/screen.py" and isinstance(node, ast.Call)
+        if path.startswith(PROGRAMS) and path != "terminal/screen.py" and isinstance(node, ast.Call)
         if re.fullmatch(r"print|(\w+\.)*(Console|echo|secho|pprint)|sys\.std(out|err)\.write", ast.unparse(node.func))
     ]
 
@@ -412,7 +440,7 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
     # rule: sources, and how many offences it finds there
     imports_go_down: [
         ({"formats.py": "import torch"}, 0),
-        ({"tensor.py": "from quantshard.ops import rules", "ops.py": ""}, 0),
+        ({"tensor/a.py": "from quantshard.tensor.ops import rules", "tensor/ops.py": ""}, 0),
         ({"modules/linear.py": "from . import base\nfrom ..recipe import Recipe", "modules/base.py": ""}, 0),
         ({"formats.py": "from quantshard.tensor import QuantizedTensor"}, 1),
         ({"formats.py": "from quantshard import tensor"}, 1),
@@ -440,6 +468,11 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"tensor.py": "if row.name == 'fp9_row': pass"}, 1),
         ({"cli/main.py": "print(f'use fp9_row instead of {x}')"}, 1),
         ({"tensor.py": "def f(fp9=1): pass"}, 1),
+    ],
+    class_names_are_nouns_of_their_own: [
+        ({"ops.py": "class GatherPlan: ...\nclass ScaleRule: ..."}, 0),
+        ({"ops.py": "class GatherPlan: ...", "cli/a.py": "class GatherPlan: ..."}, 2),
+        ({"ops.py": "class How: ...\nclass _Told: ..."}, 2),
     ],
     sizes_are_small: [
         ({"ops.py": f"def f():\n    '''Short.'''\n{LONG[10:]}"}, 0),
@@ -469,23 +502,33 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
     ],
     operations_name_their_overload: [
         ({"ops.py": "import torch\naten = torch.ops.aten\naten.add.Tensor(x, y), rule(aten.mul.Tensor)"}, 0),
-        ({"arithmetic.py": "import torch\naten = torch.ops.aten\nrule(aten.mul)"}, 0),
-        ({"arithmetic.py": "import torch\naten = torch.ops.aten\naten.mul(x, y)"}, 1),
+        ({"tensor/arithmetic.py": "import torch\naten = torch.ops.aten\nrule(aten.mul)"}, 0),
+        ({"tensor/arithmetic.py": "import torch\naten = torch.ops.aten\naten.mul(x, y)"}, 1),
         ({"mlp.py": "import torch\ncurve(torch.ops.aten.silu_backward)"}, 1),
         ({"ops.py": "import torch\naten = torch.ops.aten\ndef f():\n    aten.add(x, y)"}, 1),
         ({"ops.py": "import torch\ntorch.ops.aten._foreach_maximum_(x, y)"}, 1),
     ],
     commands_write_in_one_file: [
-        ({"cli/outputs.py": "os.open(p, f); p.mkdir()", "layouts/files.py": "open(p, 'wb')"}, 0),
-        ({"cli/data.py": "open(p), open(p, 'rb'), p.open(mode='r'), replace(order, x=1), text.replace('a', 'b')"}, 0),
+        ({"terminal/outputs.py": "os.open(p, f); p.mkdir()", "layouts/files.py": "open(p, 'wb')"}, 0),
         (
-            {"cli/data.py": "open(p, 'w'), open(p, mode='ab'), p.open('x'), open(p, 'r+'), open(p, how), open(p, **m)"},
+            {"trainer/data.py": "open(p), open(p, 'rb'), p.open(mode='r'), replace(order, x=1), t.replace('a', 'b')"},
+            0,
+        ),
+        (
+            {"cli/a.py": "open(p, 'w'), open(p, mode='ab'), p.open('x'), open(p, 'r+'), open(p, m), open(p, **o)"},
             6,
         ),
-        ({"cli/data.py": "p.write_text(t), p.mkdir(), os.replace(a, b), os.open(p, f), p.parent.touch()"}, 5),
+        ({"trainer/data.py": "p.write_text(t), p.mkdir(), os.replace(a, b), os.open(p, f), p.parent.touch()"}, 5),
     ],
     commands_print_in_one_file: [
-        ({"cli/screen.py": "print(x)", "doctor/report.py": "print(x)", "cli/diff.py": "say(x), screen.print(x)"}, 0),
+        (
+            {
+                "terminal/screen.py": "print(x)",
+                "doctor/report.py": "print(x)",
+                "cli/diff.py": "say(x), screen.print(x)",
+            },
+            0,
+        ),
         ({"cli/diff.py": "print(x), Console(), rich.console.Console(), typer.echo(x), sys.stdout.write(x)"}, 5),
     ],
     floats_have_a_named_dtype: [

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import quantshard as qs
-from quantshard.gemm import backend, operands
 from quantshard import kernels, limits
 from quantshard.errors import FallbackError
 from quantshard.formats import FORMATS, Copy
+from quantshard.gemm import backend, operands
 from quantshard.recipe import Cell, Recipe, resolve
 
 

@@ -18,7 +18,6 @@ from gfloat.formats import format_info_ocp_e2m1, format_info_ocp_e4m3, format_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantshard.numerics import distributions
 from quantshard import numerics
 from quantshard.formats import (
     ALL,
@@ -41,6 +40,7 @@ from quantshard.formats import (
     Role,
     Scaling,
 )
+from quantshard.numerics import distributions
 
 ELEMENTS = [E4M3, E5M2, E2M1]
 ML_DTYPES = {

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quantshard import formats, numerics
-from quantshard.gemm import operands
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy, Scaling
+from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.recipe import Cell
 from tests.distributed.models import RECIPES

@@ -10,8 +10,8 @@ from torch import nn
 
 from quantshard import Linear, QuantizedTensor, quantized_model_init
 from quantshard.errors import UnsupportedOperationError
-from quantshard.tensor.aten_rules import rule
 from quantshard.sharding import ceil_div
+from quantshard.tensor.aten_rules import rule
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.test_tensor import MXFP8, NVFP4, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
 

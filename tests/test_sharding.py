@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantshard import sharding
-from quantshard.tensor import storage as storages
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Copy, Role
 from quantshard.recipe import Cell
 from quantshard.sharding import ceil_div, whole
+from quantshard.tensor import storage as storages
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
 few = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])  # of each format

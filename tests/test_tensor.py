@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from quantshard import QuantizedTensor, numerics, recipe, requantize_
-from quantshard.tensor import storage as storages
-from quantshard.amax import FlatMax, Requantization
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FORMATS, FP8_E4M3, Copy, Scaling
 from quantshard.recipe import NAMES, Cell
 from quantshard.sharding import ceil_div, pieces_outermost_first, whole
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.requantize import Requantization
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 RECIPES = {
     **{kind().name: kind() for kind in NAMES.values() if kind().weight is not None},
@@ -253,7 +254,7 @@ def flat_max(grids):
         if highest is not None:
             flat.copy_(highest)
 
-    nowhere = mock.patch("quantshard.amax.collective_device", lambda group: torch.device("cpu"))
+    nowhere = mock.patch("quantshard.collectives.flat_max.collective_device", lambda group: torch.device("cpu"))
     with nowhere, mock.patch.object(torch.distributed, "all_reduce", all_reduce):
         for _ in range(2):  # to see what every rank sends, then to answer
             for grid in grids:

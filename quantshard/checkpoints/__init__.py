@@ -3,8 +3,8 @@
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.checkpoints.high_precision import load_high_precision
-from quantshard.checkpoints.save_load import load, save
 from quantshard.checkpoints.manager import Manager, Restored, SaveReport
+from quantshard.checkpoints.save_load import load, save
 from quantshard.checkpoints.values import high_precision_state_dict
 
 __all__ = [

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard.tensor import components
 from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
+from quantshard.tensor import components
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
 

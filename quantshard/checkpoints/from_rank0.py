@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, private_torch
-from quantshard.tensor import components
-from quantshard.checkpoints.disk import agreement as ranks
+from quantshard import private_torch
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import loading
-from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
+from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
+from quantshard.tensor import components
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 
 BUCKET_BYTES = 2**25
 """What is sent at once: as many tensors as fit, or one larger one."""
@@ -53,16 +54,16 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     """
     with loading("load_from_rank0", model) as load:
         components.check_offsets(model.named_parameters())
-        described = ranks.from_rank0(lambda: _description(state_dict))
-        sent = state_dict or {} if ranks.rank() == 0 else {}
-        live = ranks.alike(lambda: _fitting(model, described, sent, strict), _CALL)
+        described = agreement.from_rank0(lambda: _description(state_dict))
+        sent = state_dict or {} if agreement.rank() == 0 else {}
+        live = agreement.alike(lambda: _fitting(model, described, sent, strict), _CALL)
         parts = {}
         for keys in _buckets(described):
             for key, value in _broadcast(keys, described, state_dict or {}).items():
                 if key in live:
                     parts[key] = _local_part(value, live[key])
         load.writes = True
-        result = ranks.alike(lambda: _loaded(model, parts, strict), _CALL)
+        result = agreement.alike(lambda: _loaded(model, parts, strict), _CALL)
         load.mends = not result.missing_keys
     elsewhere = components.held_elsewhere(model, described)
     result.unexpected_keys.extend(key for key in described if key not in live and key not in elsewhere)
@@ -173,16 +174,16 @@ def _buckets(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 def _broadcast(keys: list[str], described: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rank 0's whole tensors of these keys, on every rank, as views of one buffer."""
-    group = amax.world()
+    group = process_groups.world()
     if group is None:
         return {key: values[key] for key in keys}
     sizes = [-(-described[key].nbytes // _ALIGNMENT) * _ALIGNMENT for key in keys]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=amax.collective_device(group))
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=process_groups.collective_device(group))
     received = {}
     for key, room in zip(keys, buffer.split(sizes), strict=True):
         like = described[key]
         received[key] = room[: like.nbytes].view(like.dtype).view(like.shape)
-        if ranks.rank() == 0:
+        if agreement.rank() == 0:
             received[key].copy_(values[key])
     dist.broadcast(buffer, src=0, group=group)
     return received

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, private_torch
-from quantshard.tensor import components
-from quantshard.checkpoints.disk import agreement as ranks
+from quantshard import private_torch
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
+from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 
@@ -43,7 +43,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             if isinstance(module, FSDPModule):
                 module.reshard()  # else a forward without backward may have left the gathered copies in place
         params = dict(model.named_parameters(remove_duplicate=False))
-        others, parts = ranks.alike(lambda: _fitting(model, params, state_dict))
+        others, parts = agreement.alike(lambda: _fitting(model, params, state_dict))
         load.writes = True
         for tensor, value in others:
             tensor.copy_(value)
@@ -59,7 +59,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             if AMAX_HISTORY in local.quantized_storage.state:
                 local.quantized_storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
             quantized.append((param, parts[name].to(local.device)))
-        amax.requantize_(quantized, judged=True)
+        requantize.requantize_(quantized, judged=True)
         for name, values in kept.items():
             components.storage_of(params[name]).high_precision = values
         load.mends = not load.is_mixed or covers_buffers(model, state_dict.keys())
@@ -73,7 +73,7 @@ def _fitting(
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():
         local = components.quantized_local(params[name])
-        told = "" if local is None else amax.non_finite(part, local.quantized_storage.shard.origin)
+        told = "" if local is None else requantize.non_finite(part, local.quantized_storage.shard.origin)
         if told:
             raise CheckpointError(f"load_high_precision: {name}: {told}; codes saturate, which would hide it")
     return others, parts

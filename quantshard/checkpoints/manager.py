@@ -25,18 +25,18 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.amax import world
-from quantshard.checkpoints.disk import commit, manifest, agreement as ranks
-from quantshard.checkpoints.untrusted import extras
-from quantshard.checkpoints import save_load as io, rank_state
+from quantshard.checkpoints import rank_state, save_load
+from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
-from quantshard.checkpoints.partial_load import loading
-from quantshard.checkpoints.untrusted.reader import DamagedError
-from quantshard.checkpoints.staging import CopiedStateStager, Stager
 from quantshard.checkpoints.disk.store import Path_, locate, why
+from quantshard.checkpoints.partial_load import loading
+from quantshard.checkpoints.staging import CopiedStateStager, Stager
+from quantshard.checkpoints.untrusted import extras
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.untrusted.reader import DamagedError
+from quantshard.collectives.process_groups import world
 from quantshard.errors import CheckpointError, ConfigurationError
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -138,7 +138,7 @@ class Manager:
         self._left_behind: set[int] = set()  # later steps than the restored one, which are saved anew
         self._damaged: set[int] = set()  # of the checksums that `restore` has compared
         if not read_only:
-            ranks.from_rank0(self._own)
+            agreement.from_rank0(self._own)
         self._read_only = read_only
         self._group: Any = dist.new_group(backend="gloo") if async_ and world() is not None else None
         self._stager = Stager(shared=async_ == "process") if async_ else None
@@ -149,7 +149,7 @@ class Manager:
             self._owner = Ownership(self._store, self._folder)
         except OSError as error:
             raise CheckpointError(
-                f"{self.directory} cannot be made or locked: {ranks.words(error)}; see that this "
+                f"{self.directory} cannot be made or locked: {agreement.words(error)}; see that this "
                 "process may write there"
             ) from error
 
@@ -200,17 +200,17 @@ class Manager:
                 call in any mode, on every rank.
         """
         began = time.perf_counter()
-        ranks.alike(lambda: self._check_save(step))
+        agreement.alike(lambda: self._check_save(step))
         self.wait()
-        state = io.checkpoint_state(model, optimizer, extra)
-        state[rank_state.RANKS] = ranks.alike(lambda: rank_state.entries(self.state))
-        target = ranks.from_rank0(lambda: self._prepare(step))
-        writer = CommitWriter(target, {**io.facts_of(model, extra or {}), "step": step})
+        state = save_load.checkpoint_state(model, optimizer, extra)
+        state[rank_state.RANKS] = agreement.alike(lambda: rank_state.entries(self.state))
+        target = agreement.from_rank0(lambda: self._prepare(step))
+        writer = CommitWriter(target, {**save_load.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
         if self.async_ is None:
             with commit.abandoned_if_it_fails(target):
-                io.write_checkpoint(state, writer)
-            ranks.from_rank0(lambda: self._retire(step))
+                save_load.write_checkpoint(state, writer)
+            agreement.from_rank0(lambda: self._retire(step))
             return replace(report, held_seconds=time.perf_counter() - began)
         future = self._start(state, writer)
         now = time.perf_counter()
@@ -242,9 +242,9 @@ class Manager:
         """Copy the state, and begin to write the copy."""
         assert self._stager is not None
         stager = self._stager
-        copy = ranks.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
+        copy = agreement.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
         if self._thread is not None:
-            return self._thread.submit(io.write_checkpoint, copy, writer, self._group)
+            return self._thread.submit(save_load.write_checkpoint, copy, writer, self._group)
         wait_for(Manager._by_process)
         saving = dcp.async_save(
             copy,
@@ -271,8 +271,8 @@ class Manager:
         self._pending = None  # only now: whoever interrupts the waiting closes what is still being written
         path, step = pending.report.path, pending.report.step
         with commit.abandoned_if_it_fails(pending.target):
-            ranks.raise_alike(None if error is None else commit.said_of(path, error))
-        ranks.from_rank0(lambda: self._retire(step))
+            agreement.raise_alike(None if error is None else commit.said_of(path, error))
+        agreement.from_rank0(lambda: self._retire(step))
         ended = pending.ended or time.perf_counter()  # it is done just now, and is yet to say so
         return replace(pending.report, background_seconds=ended - pending.began)
 
@@ -330,7 +330,7 @@ class Manager:
                 recipe or optimizer; the same on every rank.
         """
         self.wait()
-        steps = ranks.from_rank0(self.steps)
+        steps = agreement.from_rank0(self.steps)
         if step is not None and step not in steps:
             raise CheckpointError(
                 f"{self.path(step)} is not a complete checkpoint; there are those of {steps or 'none'}"
@@ -345,10 +345,10 @@ class Manager:
                         self._left_behind = {other for other in steps if other > candidate}
                         return replace(restored, skipped=tuple(wrong))
                     except DamagedError as error:  # or a rank is gone, which asking all of them shows
-                        problem = ranks.gathered(str(error))[0]
+                        problem = agreement.gathered(str(error))[0]
             wrong[candidate] = problem
             self._damaged.add(candidate)
-            if step is None and ranks.rank() == 0:
+            if step is None and agreement.rank() == 0:
                 warnings.warn(f"the checkpoint of step {candidate} is skipped: {problem}", stacklevel=2)
         if not wrong:
             return None
@@ -360,13 +360,13 @@ class Manager:
 
     def _verify(self, step: int) -> str | None:
         """The first thing that is wrong with a checkpoint, on any rank; each reads a part of the files."""
-        found = ranks.gathered(ranks.alike(lambda: next(iter(self._problems(step, contents=True)), None)))
+        found = agreement.gathered(agreement.alike(lambda: next(iter(self._problems(step, contents=True)), None)))
         return next((problem for problem in found if problem is not None), None)
 
     def _problems(self, step: int, contents: bool) -> list[str]:
         """What is wrong with this rank's part of a checkpoint's files; without `contents`, with the length of any."""
         path = self.path(step)
-        part = slice(ranks.rank(), None, ranks.rank_count()) if contents else slice(None)
+        part = slice(agreement.rank(), None, agreement.rank_count()) if contents else slice(None)
         try:
             described = manifest.read_manifest(path)
             if described is None:  # nothing else is known of it
@@ -383,15 +383,17 @@ class Manager:
     ) -> Restored:
         path = self.path(step)
         with loading(f"the restoring of {path}", model, optimizer) as load:
-            extra, requantized = io.load_and_tell(path, model, optimizer, requantize, lossy, verify=False)  # it is
+            extra, requantized = save_load.load_and_tell(
+                path, model, optimizer, requantize, lossy, verify=False
+            )  # it is
             load.writes = True
-            left = ranks.alike(lambda: self._load_own(path))
+            left = agreement.alike(lambda: self._load_own(path))
         return Restored(step, path, extra, tuple(left), requantized=requantized)
 
     def _load_own(self, path: str) -> list[str]:
         """Load what this rank has for itself; the names that were left alone."""
         metadata = read_metadata(path)
-        values = io.read_tensors(path, metadata, rank_state.wanted_keys(metadata.state_dict_metadata))
+        values = save_load.read_tensors(path, metadata, rank_state.wanted_keys(metadata.state_dict_metadata))
         return rank_state.load_rank_state(self.state, values, rank_state.writers(metadata.state_dict_metadata))
 
     # The end ---------------------------------------------------------------------------------------------------------

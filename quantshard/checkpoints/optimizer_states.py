@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard.tensor import components
 from quantshard import limits, private_torch
 from quantshard.errors import ConfigurationError
+from quantshard.tensor import components
 
 STATES = "optimizer.state."
 """What the keys of states begin with: this, the parameter's number, and the state's own name."""

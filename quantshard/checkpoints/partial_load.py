@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quantshard.tensor import components
 from quantshard.checkpoints.disk.store import why
 from quantshard.errors import CheckpointError
+from quantshard.tensor import components
 
 _MARK = "_quantshard_partial_load"
 """Attribute of a module or an optimizer: which load failed, and why. A copy has it too."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from quantshard.checkpoints.untrusted import entries as entries_
-from quantshard.checkpoints.disk import agreement as ranks
-from quantshard.checkpoints.untrusted.reader import decoded
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import why
+from quantshard.checkpoints.untrusted import entries as entries_
+from quantshard.checkpoints.untrusted.reader import decoded
 from quantshard.errors import CheckpointError, ConfigurationError
 
 RANKS = "ranks"
@@ -71,7 +71,7 @@ def entries(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
     Raises:
         ConfigurationError: a state needs code to be read.
     """
-    return {str(ranks.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
+    return {str(agreement.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
 
 
 def writers(stored: Iterable[str]) -> int:
@@ -82,8 +82,8 @@ def writers(stored: Iterable[str]) -> int:
 def wanted_keys(stored: Iterable[str]) -> list[str]:
     """Of the keys of a checkpoint, those that this rank needs: its own, or, if as many ranks did not write it, all."""
     found = _by_rank(stored)
-    if len(found) == ranks.rank_count():
-        return list(found.get(str(ranks.rank()), {}).values())
+    if len(found) == agreement.rank_count():
+        return list(found.get(str(agreement.rank()), {}).values())
     return [key for keys in found.values() for key in keys.values()]
 
 
@@ -101,7 +101,7 @@ def load_rank_state(objects: Mapping[str, Stateful], values: Mapping[str, Tensor
             what = f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
             raise CheckpointError(f"{key} is {what}, not the bytes of a state; choose another checkpoint")
     found, left = _by_rank(values), []
-    nobodys = {RANDOM} if written_by == 1 and ranks.rank_count() > 1 else set()
+    nobodys = {RANDOM} if written_by == 1 and agreement.rank_count() > 1 else set()
     for name, value in objects.items():
         held = [keys[name] for keys in found.values() if name in keys and name not in nobodys]
         if not held or not all(torch.equal(values[held[0]], values[key]) for key in held):

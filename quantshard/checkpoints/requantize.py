@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import amax, numerics, private_torch
-from quantshard.tensor import components
-from quantshard.tensor import storage as storages
-from quantshard.checkpoints.disk import agreement as ranks
+from quantshard import numerics, private_torch
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
 from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
+from quantshard.tensor import components, requantize
+from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 BATCH_ELEMENTS = 1 << 26
@@ -181,7 +181,7 @@ def write_weights(
         finish = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
         values = [done() for done in finish]
-        ranks.alike(partial(_check_finite, path, batch, values))
+        agreement.alike(partial(_check_finite, path, batch, values))
         quantized = []
         for change, value in zip(batch, values, strict=True):
             if not change.requantizes:
@@ -193,7 +193,7 @@ def write_weights(
             if AMAX_HISTORY in local.quantized_storage.state:
                 local.quantized_storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
             quantized.append((change.param, value))
-        amax.requantize_(quantized, judged=True)
+        requantize.requantize_(quantized, judged=True)
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
 
 
@@ -203,7 +203,7 @@ def _check_finite(path: Path_, batch: list[ParameterConversion], values: list[Te
         told = (
             ""
             if local is None or not change.requantizes
-            else amax.non_finite(value, local.quantized_storage.shard.origin)
+            else requantize.non_finite(value, local.quantized_storage.shard.origin)
         )
         if told:
             raise CheckpointError(

@@ -19,21 +19,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, limits, numerics, private_torch
-from quantshard.tensor import components
-from quantshard.checkpoints.untrusted import checksums, extras
-from quantshard.checkpoints.disk import commit, manifest, agreement as ranks
+from quantshard import limits, numerics, private_torch
 from quantshard.checkpoints import fit, optimizer_states
 from quantshard.checkpoints import requantize as requantization
+from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter
-from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.disk.manifest import Manifest
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.partial_load import loading
-from quantshard.checkpoints.untrusted.reader import DamagedError, files_of, read_into
-from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.partial_load import loading
+from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
+from quantshard.checkpoints.untrusted import checksums, extras
+from quantshard.checkpoints.untrusted.extras import EXTRA
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.untrusted.reader import DamagedError, files_of, read_into
+from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, UnsupportedOperationError
+from quantshard.tensor import components
 
 
 def save(
@@ -75,8 +76,12 @@ def checkpoint_state(
     """
     _check_numbers(model)
     components.check_offsets(model.named_parameters())
-    state = {"model": ranks.alike(model.state_dict), EXTRA: extras.checked_extra(extra)}
-    return state if optimizer is None else state | {"optimizer": ranks.alike(lambda: optimizer_states.saved(optimizer))}
+    state = {"model": agreement.alike(model.state_dict), EXTRA: extras.checked_extra(extra)}
+    return (
+        state
+        if optimizer is None
+        else state | {"optimizer": agreement.alike(lambda: optimizer_states.saved(optimizer))}
+    )
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
         CheckpointError: the same on every rank.
         KeyboardInterrupt, SystemExit: it was this rank that was interrupted; the others raise a CheckpointError.
     """
-    alone = amax.world() is None
+    alone = process_groups.world() is None
     try:
         private_torch.save_checkpoint(
             state,
@@ -110,7 +115,7 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
         )
     except (CheckpointException, OSError, RuntimeError) as error:  # the last where a rank is gone
         if isinstance(error, CheckpointException):
-            ranks.raise_interrupt(error, 0 if alone else dist.get_rank(group))
+            agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
         raise CheckpointError(commit.said_of(writer.target.path, error)) from error
 
 
@@ -160,18 +165,18 @@ def load_and_tell(
     with loading(f"the load of {path}", model, optimizer) as load:
         _check_numbers(model)
         components.check_offsets(model.named_parameters())
-        metadata, described = ranks.alike(lambda: _metadata(path))
+        metadata, described = agreement.alike(lambda: _metadata(path))
         if described is None:
             checksums.warn_of_none(path, metadata, stacklevel=3)
-        state = ranks.alike(lambda: _state_to_load(metadata, model, optimizer))
-        formats = ranks.alike(lambda: _formats(path, metadata, state["model"]))
+        state = agreement.alike(lambda: _state_to_load(metadata, model, optimizer))
+        formats = agreement.alike(lambda: _formats(path, metadata, state["model"]))
         formats |= _of_other_scales(path, metadata, model, formats)
-        plan = ranks.alike(
+        plan = agreement.alike(
             lambda: _planned(path, metadata, state, formats, model, optimizer, lossy if requantize else None)
         )
         if verify:
-            checksums.check_files(path, described, ranks.alike(lambda: _files(plan)))
-        objects = {} if optimizer is None else ranks.alike(lambda: _settings(path, plan, optimizer))
+            checksums.check_files(path, described, agreement.alike(lambda: _files(plan)))
+        objects = {} if optimizer is None else agreement.alike(lambda: _settings(path, plan, optimizer))
         reading = {key: value for key, value in plan.reading.items() if key not in objects}
         load.writes = True
         left_out = read_into(path, plan.metadata, reading)
@@ -180,8 +185,8 @@ def load_and_tell(
             if value is not plan.reading[key]:  # else it was read in place
                 _put(plan.state, plan.places[key], value)
         masters = list(requantization.write_weights(path, plan.metadata, plan.changes))
-        ranks.alike(lambda: _load_states(path, plan.state, model, optimizer, masters))
-    if left_out and ranks.rank() == 0:
+        agreement.alike(lambda: _load_states(path, plan.state, model, optimizer, masters))
+    if left_out and agreement.rank() == 0:
         warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
     extra = {key: value for key, value in extra.items() if f"{EXTRA}.{key}" not in left_out}
     return extra, requantization.tell(path, plan.changes)
@@ -350,7 +355,7 @@ def _objects(path: Path_, metadata: Metadata, keys: Sequence[str]) -> dict[str, 
 
 def _check_numbers(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if amax.spread_axis(module) is not None:
+        if process_groups.spread_axis(module) is not None:
             raise UnsupportedOperationError(limits.refusal("numbered states", name or type(module).__name__))
 
 
@@ -395,11 +400,11 @@ def _of_other_scales(
         if len({*formats.get(name, ("there", "here"))}) == 1
     }
     float32 = [key for key in wanted if key in stored and _dtype(stored[key]) == torch.float32]
-    every = sorted({key for keys in ranks.gathered(float32) for key in keys})
-    mine = every[ranks.rank() :: ranks.rank_count()]
-    read = ranks.alike(lambda: read_tensors(path, metadata, mine))
+    every = sorted({key for keys in agreement.gathered(float32) for key in keys})
+    mine = every[agreement.rank() :: agreement.rank_count()]
+    read = agreement.alike(lambda: read_tensors(path, metadata, mine))
     others = [key for key, scale in read.items() if not numerics.are_powers_of_two(scale)]
-    found = [wanted[key] for keys in ranks.gathered(others) for key in keys if key in wanted]
+    found = [wanted[key] for keys in agreement.gathered(others) for key in keys if key in wanted]
     return {name: (cell.tag, str(cell)) for name, cell in found}
 
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quantshard import amax, private_torch
-from quantshard.tensor import components
-from quantshard.checkpoints.disk import agreement as ranks
+from quantshard import private_torch
+from quantshard.checkpoints.disk import agreement
+from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 _MASTER = "master_param"
@@ -51,10 +52,10 @@ def high_precision_state_dict(
             of experts that are spread over ranks. The same on every rank.
         CheckpointError: a parameter is on the meta device, or a load into the model has failed half way.
     """
-    live, params = ranks.alike(lambda: _checked(model, optimizer, dtype, full))
+    live, params = agreement.alike(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
     left_out = _entries_of_weights(params, live.keys()) - buffers
-    is_here = not (full and cpu_offload) or ranks.rank() == 0
+    is_here = not (full and cpu_offload) or agreement.rank() == 0
     found: dict[str, Any] = {}
     made: dict[int, Tensor] = {}
     for key, value in live.items():
@@ -86,7 +87,7 @@ def _checked(
             "model.state_dict()"
         )
     for name, module in model.named_modules():
-        if full and amax.spread_axis(module) is not None:
+        if full and process_groups.spread_axis(module) is not None:
             raise ConfigurationError(
                 f"high_precision_state_dict(full=True): the experts of {name or type(module).__name__} are spread over "
                 "ranks, of which none has all names; take full=False, which gives each rank its own"

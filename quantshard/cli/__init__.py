@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from quantshard.cli import train as commands, convert, demo, diff, doctor, exchange, inspect, verify
-from quantshard.trainer import launch
-from quantshard.terminal.screen import complain, prepare_output, say
+from quantshard.cli import convert, demo, diff, doctor, exchange, inspect, train, verify
 from quantshard.errors import QuantshardError
+from quantshard.terminal.screen import complain, prepare_output, say
+from quantshard.trainer import launch
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
-    *(module.register for module in (commands, demo, diff, inspect, verify, exchange, convert, doctor)),
+    *(module.register for module in (train, demo, diff, inspect, verify, exchange, convert, doctor)),
 )
 """What adds commands to the command line."""
 

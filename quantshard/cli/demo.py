@@ -37,14 +37,14 @@ from rich import box
 from rich.table import Table
 
 from quantshard import checkpoints, recipe
-from quantshard.terminal import outputs
-from quantshard.trainer.config import TABLES, TrainSettings, from_mapping, read_settings_file
-from quantshard.trainer.model import LanguageModel
-from quantshard.trainer.run_dir import RunDir
-from quantshard.terminal.screen import Screen, say
-from quantshard.trainer.loop import make_optimizer
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.observe.table import GATHERED, WEIGHTS
+from quantshard.terminal import outputs
+from quantshard.terminal.screen import Screen, say
+from quantshard.trainer.config import TABLES, TrainSettings, from_mapping, read_settings_file
+from quantshard.trainer.loop import make_optimizer
+from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.run_dir import RunDir
 
 SETTINGS: dict[str, Any] = {
     "hidden": 128,

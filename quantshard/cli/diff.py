@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from quantshard.checkpoints.inspect.compare import Comparison, compare
-from quantshard.terminal.screen import complain, say
 from quantshard.errors import CheckpointError
+from quantshard.terminal.screen import complain, say
 
 UNEQUAL, UNREADABLE = 1, 2
 """Exit codes, as those of the diff that compares texts."""

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.status import Status
 
-from quantshard.terminal import outputs
-from quantshard.terminal.screen import Screen, say
 from quantshard.doctor import Result, Watch, diagnose
 from quantshard.errors import ConfigurationError
+from quantshard.terminal import outputs
+from quantshard.terminal.screen import Screen, say
 
 WRONG = 1
 """Exit code where anything is wrong."""

@@ -11,12 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from quantshard import checkpoints, layouts, recipe
-from quantshard.tensor import components
 from quantshard.checkpoints.disk.store import is_taken, local
-from quantshard.trainer.config import TrainSettings, from_mapping, read_settings_file
-from quantshard.trainer.data import VOCABULARY
-from quantshard.trainer.model import LanguageModel
-from quantshard.terminal.screen import say
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader, shown
 from quantshard.layouts import LLAMA, Names, names
@@ -25,6 +20,11 @@ from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.recipe import Recipe
+from quantshard.tensor import components
+from quantshard.terminal.screen import say
+from quantshard.trainer.config import TrainSettings, from_mapping, read_settings_file
+from quantshard.trainer.data import VOCABULARY
+from quantshard.trainer.model import LanguageModel
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _EPSILON, _ROTARY_BASE = 1e-5, 10000.0

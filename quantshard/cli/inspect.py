@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from quantshard.checkpoints.inspect.inspection import Inspection, TensorSummary
-from quantshard.terminal.screen import Screen, say
 from quantshard.errors import printable
 from quantshard.layouts.inspection import inspect_files as inspect_path
 from quantshard.observe.table import FittedTable, human_bytes
+from quantshard.terminal.screen import Screen, say
 
 
 def register(app: typer.Typer) -> None:

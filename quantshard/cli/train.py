@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import typer
 
+from quantshard.errors import ConfigurationError
 from quantshard.trainer import launch, worker
 from quantshard.trainer.config import TYPES, merge, setting_fields
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.worker import WorkerJob
-from quantshard.errors import ConfigurationError
 
 _ANNOTATIONS: dict[type, Any] = {
     tuple: list[str] | None, str: str | None, int: int | None, float: float | None

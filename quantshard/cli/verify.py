@@ -10,8 +10,8 @@ import typer
 
 from quantshard.checkpoints.inspect.verify import Verification
 from quantshard.checkpoints.inspect.verify import verify as verify_checkpoint
-from quantshard.terminal.screen import say
 from quantshard.observe.table import human_bytes
+from quantshard.terminal.screen import say
 
 WRONG = 1
 """Exit code where anything is wrong."""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from quantshard.tensor import components
 from quantshard import limits, private_torch, sharding
-from quantshard.tensor import storage as storages
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.recipe import Cell
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor import components
+from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from quantshard.collectives.process_groups import Group
 from quantshard.distributed import distribute
-from quantshard.amax import Group
-from quantshard.errors import ConfigurationError
 from quantshard.distributed import tensor_parallel as parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.errors import ConfigurationError
 
 AXIS = "tp"
 """Name of the mesh axis that is made from a process group."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax
-from quantshard.tensor import components
+from quantshard.collectives import flat_max, process_groups
 from quantshard.errors import ConfigurationError
+from quantshard.tensor import components
 
 
 def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
@@ -32,11 +32,13 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
         RankMismatchError: on every rank, naming the first tensor that differs.
         ConfigurationError: the model is sharded, or on the meta device.
     """
-    group = process_group or amax.world()
+    group = process_group or process_groups.world()
     live = _live_tensors(model)
     _check_same_model(model, live, group)
     digests = {name: _digest([_bytes(tensor)]) for name, tensor in live.items()}
-    amax.check_equal_on_ranks(digests, group, "the hash", f"{amax.SEED_ALIKE}, or call quantshard.broadcast_(model)")
+    flat_max.check_equal_on_ranks(
+        digests, group, "the hash", f"{flat_max.SEED_ALIKE}, or call quantshard.broadcast_(model)"
+    )
 
 
 @torch.no_grad()
@@ -54,13 +56,13 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
         RankMismatchError: on every rank, if ranks built different models.
         ConfigurationError: the model is sharded, or on the meta device.
     """
-    group = process_group or amax.world()
+    group = process_group or process_groups.world()
     live = _live_tensors(model)
     _check_same_model(model, live, group)
     if group is None:
         return
     for tensor in live.values():
-        sent = tensor.detach().to(amax.collective_device(group)).contiguous()
+        sent = tensor.detach().to(process_groups.collective_device(group)).contiguous()
         dist.broadcast(sent.reshape(-1).view(torch.uint8), src, group=group)
         tensor.copy_(sent)
     for param in model.parameters():
@@ -94,7 +96,7 @@ def _check_same_model(model: nn.Module, live: dict[str, Tensor], group: dist.Pro
         f"{components.storage_of(p).cell};" for p in model.parameters() if components.quantized_local(p) is not None
     ]
     digest = _digest(text.encode() for text in described)
-    amax.check_equal_on_ranks(
+    flat_max.check_equal_on_ranks(
         {type(model).__name__: digest}, group, "the structure", "build the same model on all ranks"
     )
 

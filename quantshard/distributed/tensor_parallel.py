@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import amax, numerics, private_torch
-from quantshard.tensor import storage as storages
-from quantshard.amax import Group, Groups
+from quantshard import numerics, private_torch
+from quantshard.collectives import flat_max
+from quantshard.collectives.process_groups import Group, Groups
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.operands import OperandSplit
+from quantshard.tensor import storage as storages
 
 _SEED_GROUP_ALIKE = (
     "bring torch's CPU generator into one state on the ranks of a tensor-parallel group (torch.manual_seed)"
@@ -205,7 +206,7 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     if tp.size == 1:
         return torch.nn.functional.dropout(x, p)
     key = storages.random_key()
-    amax.check_equal_on_ranks({"dropout": key}, tp.group, "the random key", _SEED_GROUP_ALIKE)
+    flat_max.check_equal_on_ranks({"dropout": key}, tp.group, "the random key", _SEED_GROUP_ALIKE)
     values = x.reshape(-1, x.shape[-1])
     shape = (values.shape[0], values.shape[1])
     whole, origin = shape, (0, 0)

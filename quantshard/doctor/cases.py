@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.gemm import producers as sources
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
-from quantshard.kernels.quantize import amax, dequantize, scales, transpose
+from quantshard.gemm import producers
 from quantshard.kernels.fused import rounded_sum
+from quantshard.kernels.quantize import amax, dequantize, scales, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
 from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
 from quantshard.numerics import RandomBits
@@ -67,7 +67,7 @@ def expected_quantization(
         known = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, scaling, x.dtype)[copy.scale.name]
     request = QuantizeRequest(
         copy, scaling, multipliers=known, second_amax=parts.get("amax"), words=words, transposed=transposed,
-        by_columns=sources.read_by_columns(copy),
+        by_columns=producers.read_by_columns(copy),
     )  # fmt: skip
 
     def is_right(target: QuantizedOutput | None) -> bool:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard.gemm import backend
 from quantshard import kernels, numerics, recipe
-from quantshard.gemm.backend import ScaledProduct
 from quantshard.doctor import gemms
 from quantshard.doctor.results import Result, UnavailableError, Watch, outcome_of, watched
 from quantshard.formats import ALL, FORMATS, Copy, Format, Scaling
+from quantshard.gemm import backend
+from quantshard.gemm.backend import ScaledProduct
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
 
 if kernels.USABLE:

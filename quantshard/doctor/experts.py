@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quantshard.gemm import backend, operands
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 from quantshard import recipe as recipes
 from quantshard.doctor.cases import same_bits
+from quantshard.gemm import backend, operands
 from quantshard.kernels.experts import grouped_matmul
 from quantshard.kernels.experts.grouped import ExpertSegments
 from quantshard.kernels.experts.grouped_matmul import EncodedRows
+from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.grouped import ExpertsLayer
 from quantshard.modules.gemms.linear_operands import cells
-from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.recipe import TensorRole
-from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.storage import QuantizedStorage
 
 Shape = tuple[int, int]
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -79,7 +79,7 @@ def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
     first, second = cells(layer.call.recipe, role)
     assert first is not None and second is not None
     past = torch.full((), PAST, dtype=torch.float32, device=values.device) if first.scaling.history else None
-    with compute.kernels_only_on():
+    with kernel_dispatch.kernels_only_on():
         return [
             (operands.quantize_operand(part, first, amax=past), operands.quantize_operand(part.t(), second, amax=past))
             for part in values.split(list(layer.counts))

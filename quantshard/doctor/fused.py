@@ -1,8 +1,8 @@
 """The kernels that compute what they quantize: normalizations, activations and rotary embeddings, in both directions.
 
 Each function runs one on random values and returns whether it is right. Results are compared with float64 within the
-bounds that the heads of `kernels/norm.py` and `kernels/activation.py` derive, codes with what the oracle makes of these
-results, and rotations with the oracle's, bit for bit.
+bounds that the heads of `kernels/fused/norm.py` and `kernels/fused/activation.py` derive, codes with what the oracle
+makes of these results, and rotations with the oracle's, bit for bit.
 
 Imported only where `kernels.USABLE`.
 """
@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 from quantshard.doctor.cases import expected_quantization
 from quantshard.formats import Format
 from quantshard.kernels.fused import activation as ka
@@ -65,7 +65,7 @@ def _wanted(high: Tensor, fmt: Format) -> tuple[EpilogueRequest, Callable[[Targe
 
 
 class NormReference:
-    """A normalization of rows in float64, and how far a kernel may be from it: names as in `kernels/norm.py`."""
+    """A normalization of rows in float64, and how far a kernel may be from it: names as in `kernels/fused/norm.py`."""
 
     def __init__(self, x: Tensor, p: kn.NormParameters, centered: bool) -> None:
         z, self.centered = x.double(), centered
@@ -131,7 +131,7 @@ def _parameters(size: int, device: torch.device, centered: bool) -> kn.NormParam
 
 
 def _exact(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """act(x), act'(x), and the factors of the bounds of `kernels/activation.py`: |z|, and (1 + |z|) s(z)."""
+    """act(x), act'(x), and the factors of the bounds of `kernels/fused/activation.py`: |z|, and (1 + |z|) s(z)."""
     if kind in ("relu", "srelu"):
         h = x.clamp(min=0)
         value, slope = (h, (x > 0).double()) if kind == "relu" else (h * h, 2 * h)
@@ -202,7 +202,7 @@ def rotary(shape: Shape, device: torch.device, interleaved: bool) -> bool:
     heads, features = (shape[1] // 128, 128) if shape[1] % 128 == 0 else (3, 2 * (shape[1] // 12))
     t, dy = (values((shape[0], 2, heads, features), device, seed) for seed in range(2))
     angles = RotaryPositionEmbedding(features, interleaved=interleaved)(shape[0], device=device)
-    with compute.kernels_only_on():
+    with kernel_dispatch.kernels_only_on():
         leaf = t.clone().requires_grad_()
         want = apply_rotary_pos_emb(leaf, angles, interleaved=interleaved)
         (wanted_gradient,) = torch.autograd.grad(want, leaf, dy)

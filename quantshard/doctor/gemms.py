@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantshard.gemm import backend, operands
-from quantshard import kernel_dispatch as compute, numerics
+from quantshard import kernel_dispatch, numerics
 from quantshard.formats import FORMATS, Copy, Format
+from quantshard.gemm import backend, operands
 from quantshard.recipe import Cell
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -57,7 +57,7 @@ def is_right_product(sizes: Sizes, device: torch.device, left: Format, right: Fo
     """
     if max(sizes) > max(SIZES):
         return _product(sizes, device, left, right, lambda a, b: (a, b))
-    with compute.kernels_only_on():
+    with kernel_dispatch.kernels_only_on():
         return _product(sizes, device, left, right, lambda a, b: (with_column_scales(a), b)) and _product(
             sizes, device, left, right, lambda a, b: (a, with_column_scales(b))
         )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard.gemm import backend
 from quantshard.formats import ALL
+from quantshard.gemm import backend
 
 CHECKED_ROWS = 128
 """Rows of a product that are compared with what they must be."""

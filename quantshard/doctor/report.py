@@ -21,11 +21,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from quantshard.gemm import backend
 from quantshard import kernels, recipe
 from quantshard.doctor import checks, probes
 from quantshard.doctor.results import NOT_HERE, OK, WRONG, Result, Watch
 from quantshard.formats import FORMATS, Copy
+from quantshard.gemm import backend
 from quantshard.observe.table import human_bytes
 from quantshard.recipe import Cell
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard import amax, kernel_dispatch as compute, numerics
+from quantshard import kernel_dispatch, numerics
 from quantshard import recipe as recipes
+from quantshard.collectives import delayed_scaling
 from quantshard.doctor.cases import same_bits
 from quantshard.kernels.optimizer import multi_tensor
 from quantshard.optimizers import FusedAdam
@@ -56,7 +57,7 @@ def has_oracles_bits(recipe: str, shapes: Sequence[Shape], device: str, **option
     found = []
     for types in ((device,), ()):
         params, optimizer = fused_adam(recipe, shapes, device, **options)
-        with compute.kernels_only_on(*types):
+        with kernel_dispatch.kernels_only_on(*types):
             optimizer.step()
             optimizer.step()
         states = chain.from_iterable(state.values() for state in optimizer.state.values())
@@ -77,10 +78,10 @@ def histories(shape: Shape, device: torch.device) -> bool:
     for at, odd in enumerate((0.0, float("inf"), float("nan"))):
         amaxes[at::7] = odd
     expected = [history.clone() for history in kept]
-    with compute.kernels_only_on():
-        amax.record_amaxes_(expected, amaxes)
-    with compute.kernels_only_on(device.type):
-        amax.record_amaxes_(kept, amaxes)
+    with kernel_dispatch.kernels_only_on():
+        delayed_scaling.record_amaxes_(expected, amaxes)
+    with kernel_dispatch.kernels_only_on(device.type):
+        delayed_scaling.record_amaxes_(kept, amaxes)
     return all(same_bits(one, other) for one, other in zip(kept, expected, strict=True))
 
 
@@ -89,7 +90,7 @@ def too_large(shape: Shape, device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(shape, dtype=torch.float32, generator=generator).to(dtype).to(device)
-        for dtype in compute.KERNEL_DTYPES
+        for dtype in kernel_dispatch.KERNEL_DTYPES
         for _ in range(3)
     ]
     for tensor, odd in zip(tensors, (2e4, float("nan"), 1.0, float("inf"), 1.0, -2e4, 1.0, 2e4, 1.0), strict=True):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
 from quantshard.gemm.operands import Operand
 from quantshard.recipe import Cell, Recipe, TensorRole
@@ -280,7 +280,7 @@ def _rows(operand: QuantizedStorage, as_stored: bool) -> ScaledOperand:
 
 
 def _transposed(rows: ScaledOperand) -> ScaledOperand:
-    codes = compute.transpose_codes(rows.codes, rows.copy.codes.encoding, rows.shape[1])
+    codes = kernel_dispatch.transpose_codes(rows.codes, rows.copy.codes.encoding, rows.shape[1])
     return rows._replace(codes=codes, grid=rows.grid.t(), shape=rows.shape[::-1], block=rows.block[::-1])
 
 
@@ -436,7 +436,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         return () if stored is None else ("dequantized",)
     cell = stored.cell if stored is not None else recipe.weight if recipe is not None else None
     taken = ["emulated"] if gemm_path(cell, device)[0] == "emulated" else []
-    if cell is not None and compute.lacks_kernels(device):
+    if cell is not None and kernel_dispatch.lacks_kernels(device):
         taken.append("no kernels")
     if stored is None:
         return (*taken, "quantized each forward") if cell is not None else ()

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import kernel_dispatch as compute, numerics, private_torch, sharding
-from quantshard.tensor import storage as storages
-from quantshard.amax import FlatMax, Group
-from quantshard.kernel_dispatch import RandomWords
+from quantshard import kernel_dispatch, numerics, private_torch, sharding
+from quantshard.collectives.flat_max import FlatMax
+from quantshard.collectives.process_groups import Group
 from quantshard.errors import ConfigurationError
+from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
+from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import QuantizedStorage, scale_names
 
 Operand = Tensor | QuantizedStorage
@@ -100,7 +101,7 @@ def quantize_operand(
         values = numerics.hadamard16(values)
     storage = storages.empty(cell, shard, values.device)
     alone = amax is None and not any(shard.shares_blocks(part) for part in cell.format.components)
-    if alone and shard.cut is None and compute.sees_blocks(values, cell.format, words):
+    if alone and shard.cut is None and kernel_dispatch.sees_blocks(values, cell.format, words):
         assert not isinstance(words, Tensor)
         storage.write_whole(values, words)
     else:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch as compute, sharding
+from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
 from quantshard.kernels.fused import activation as activation_kernels
-from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.fused import norm as norm_kernels
+from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
+from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
 from quantshard.kernels.quantize import scales as scale_kernels
-from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
 from quantshard.numerics import Pair, RandomBits
 from quantshard.recipe import Cell
@@ -145,7 +145,7 @@ def zero(device: torch.device) -> Tensor:
 
 @dataclass
 class ReductionOutputs:
-    """What is wanted of the values besides codes; see `results.Outputs`."""
+    """What is wanted of the values besides codes; see `epilogue.EpilogueRequest`."""
 
     amax: Tensor | None = None
     sums: Tensor | None = None
@@ -180,7 +180,7 @@ class QuantizeSpec:
 
 def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
     """True if kernels quantize whole matrices of this dtype by these cells."""
-    if dtype not in compute.KERNEL_DTYPES:
+    if dtype not in kernel_dispatch.KERNEL_DTYPES:
         return False
     formats = [cell.format for cell in cells if cell is not None]
     return all(len(f.copies) == 1 and f.copies[Copy.ROWWISE].codes.encoding.bits <= 8 for f in formats)

@@ -3,9 +3,9 @@
 Each reproduces its oracle in `numerics`, bit for bit where values are quantized. They are compiled without fusion of
 multiplications into additions, and divide and take roots with correct rounding, for the oracle does.
 
-Only `backend` decides whether a kernel runs. This file imports no Triton; the others do, and are imported only where
-`USABLE`: with a torch that was built for a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which runs the
-kernels on the CPU, slowly, for tests.
+Only `kernel_dispatch` decides whether a kernel runs. This file imports no Triton; the others do, and are imported only
+where `USABLE`: with a torch that was built for a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which runs
+the kernels on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quantshard import foreign
-from quantshard.checkpoints.untrusted.entries import is_shape
 from quantshard.checkpoints.disk.store import is_inside, why
+from quantshard.checkpoints.untrusted.entries import is_shape
 from quantshard.errors import CheckpointError
 from quantshard.foreign import LIMITS
 

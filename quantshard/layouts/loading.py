@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from quantshard import amax, numerics, private_torch
-from quantshard.tensor import components
-from quantshard.checkpoints.disk import agreement as ranks
-from quantshard.checkpoints.partial_load import covers_buffers, loading
+from quantshard import numerics, private_torch
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import local
+from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Role
 from quantshard.layouts import conversion, files, table
@@ -31,6 +30,7 @@ from quantshard.layouts.names import LLAMA, Names
 from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of, is_tied
 from quantshard.sharding import ceil_div
+from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
@@ -99,7 +99,7 @@ def load(
         if isinstance(module, FSDPModule):
             module.reshard()  # else a forward without backward may have left the gathered copies in place
     with loading(f"the load of {path}", model) as load:
-        loader = ranks.alike(lambda: _LayoutLoader(local(path, "safetensors files"), model, names, config))
+        loader = agreement.alike(lambda: _LayoutLoader(local(path, "safetensors files"), model, names, config))
         loader.judge(lossy)
         load.writes = True
         loader.write()
@@ -209,7 +209,7 @@ class _LayoutLoader:
         Raises:
             CheckpointError: there is such a weight, and `lossy` is not given.
         """
-        reasons = ranks.alike(lambda: {item.name: self._why_not(item) for item in self.items})
+        reasons = agreement.alike(lambda: {item.name: self._why_not(item) for item in self.items})
         self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
         for name, why in list(self.report.requantized.items())[:1]:
             if not lossy:
@@ -274,7 +274,7 @@ class _LayoutLoader:
     def write(self) -> None:
         """Copy, and quantize in batches; a collective call."""
         batch: list[_ParameterSlices] = []
-        for item in ranks.alike(self._copy_what_may_be):
+        for item in agreement.alike(self._copy_what_may_be):
             if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
                 self._quantize(batch)
                 batch = []
@@ -358,7 +358,7 @@ class _LayoutLoader:
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
         """Those of a weight that is to be quantized."""
         values = self._values(item)
-        told = amax.non_finite(values, components.storage_of(item.param).shard.origin)
+        told = requantize.non_finite(values, components.storage_of(item.param).shard.origin)
         if told:
             raise CheckpointError(f"{item.name}: {told}; codes saturate, which would hide it")
         return values
@@ -373,7 +373,7 @@ class _LayoutLoader:
         local.copy_(values.reshape(local.shape))
 
     def _quantize(self, batch: Sequence[_ParameterSlices]) -> None:
-        values = ranks.alike(lambda: [self._finite_values(item) for item in batch])
+        values = agreement.alike(lambda: [self._finite_values(item) for item in batch])
         kept: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
@@ -384,7 +384,7 @@ class _LayoutLoader:
             if item.name not in self.report.requantized:
                 self.report.quantized.append(item.name)
         pairs = zip(batch, values, strict=True)
-        amax.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs], judged=True)
+        requantize.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs], judged=True)
         for storage, value in kept:
             storage.high_precision = value
 
@@ -403,4 +403,4 @@ def _float(noted: str | None) -> float | None:
 
 def _united(found: dict[str, str]) -> dict[str, str]:
     """What any rank found, in one order on all of them."""
-    return {name: why for one in reversed(ranks.gathered(found)) for name, why in one.items()}
+    return {name: why for one in reversed(agreement.gathered(found)) for name, why in one.items()}

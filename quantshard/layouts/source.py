@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from quantshard.tensor import components
 from quantshard import numerics, sharding
-from quantshard.checkpoints.untrusted.reader import decoded
 from quantshard.checkpoints.untrusted.entry_reader import CheckpointReader
-from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
+from quantshard.checkpoints.untrusted.reader import decoded
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Role
 from quantshard.layouts.table import cell_of_tag
 from quantshard.numerics import join_bfloat16
 from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS
+from quantshard.tensor import components
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 MODEL, OPTIMIZER = "model.", "optimizer."

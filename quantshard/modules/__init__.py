@@ -1,15 +1,15 @@
 """Modules: drop-in layers whose weights may be low-precision numbers."""
 
+from quantshard.distributed.experts import Dispatch, dispatch_tokens
 from quantshard.modules.attention import DotProductAttention, MultiheadAttention
 from quantshard.modules.capture import capturable_
 from quantshard.modules.contexts.context import autocast, quantized_model_init
-from quantshard.distributed.experts import Dispatch, dispatch_tokens
+from quantshard.modules.contexts.recompute import checkpoint
 from quantshard.modules.grouped_linear import GroupedLinear
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.linear import Linear
 from quantshard.modules.norm import LayerNorm, RMSNorm
-from quantshard.modules.contexts.recompute import checkpoint
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from quantshard.modules.transformer_layer import TransformerLayer
 

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from quantshard.amax import Group
+from quantshard.collectives.process_groups import Group
+from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import attention_backends, rotary
-from quantshard.modules.base import inputs
-from quantshard.modules.contexts import unsupported
 from quantshard.modules.attention_backends import AUTO, BACKENDS
-from quantshard.modules.base.module import InitMethod
+from quantshard.modules.base import inputs
 from quantshard.modules.base.composite import CompositeModule, child_name
+from quantshard.modules.base.module import InitMethod
+from quantshard.modules.contexts import unsupported
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
-from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.modules.rotary import RotaryEmbedding
 
 QKV_FORMATS = ("sbhd", "bshd")
@@ -86,8 +86,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         layer_number: shown in printed tables.
         attention_type: only "self"; queries and keys may nevertheless differ in length.
         softmax_scale: default 1 / sqrt(kv_channels).
-        attention_backend: "auto", "flash", "cudnn", "efficient" or "math": which implementation of PyTorch's runs, see
-            `attention_backends`. TransformerEngine has no such argument.
+        attention_backend: "auto", "flash", "cudnn", "efficient" or "math": see `attention_backends`. Ours alone.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.
     """
@@ -295,8 +294,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads: qkv by columns, `proj` by rows. With one fused weight
             its rows must be interleaved by group, as they are by default.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `meshes.TensorParallelConfig`.
+        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: see `TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_backend: see `DotProductAttention`.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from quantshard.tensor import components
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS
 
 

@@ -18,25 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch as compute, kernels, limits, private_torch
+from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.gemms import compiled, functional, operators
-from quantshard.modules.contexts import context
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.contexts import context
+from quantshard.modules.gemms import compiled, functional, operators
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
 from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, WgradOperand, cells
-from quantshard.modules.norm import Normalization, NormConfig, parameters_of
 from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
+from quantshard.modules.norm import Normalization, NormConfig, parameters_of
 from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
-    from quantshard.gemm import producers as sources
-    from quantshard.kernels.fused import activation as activation_kernels
-    from quantshard.kernels.fused import norm as norm_kernels
-    from quantshard.kernels.fused import epilogue as results
+    from quantshard.gemm import producers
     from quantshard.gemm.producers import ActivationProducer, NormProducer, QuantizeSpec, TensorProducer
+    from quantshard.kernels.fused import activation as activation_kernels
+    from quantshard.kernels.fused import epilogue
+    from quantshard.kernels.fused import norm as norm_kernels
 
 
 class NormInput(NamedTuple):
@@ -67,7 +67,9 @@ def front(
 def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
     """True if `norm_linear` and `mlp` work on these."""
     x, residual, weight, bias, _ = front
-    has_kernels = compute.has_float_kernels if isinstance(layers[0], PreparedLinear) else compute.kernels_read
+    has_kernels = (
+        kernel_dispatch.has_float_kernels if isinstance(layers[0], PreparedLinear) else kernel_dispatch.kernels_read
+    )
     if not has_kernels(x, residual, weight, bias):
         return False
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -84,7 +86,7 @@ def _fits(layer: PreparedLinear | TracedLinear, dtype: torch.dtype) -> bool:
 
 def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
     roles = (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
-    return bool(recipe.table) and all(sources.covers(dtype, *cells(recipe, role)) for role in roles)
+    return bool(recipe.table) and all(producers.covers(dtype, *cells(recipe, role)) for role in roles)
 
 
 @private_torch.constant_in_graphs
@@ -185,14 +187,14 @@ class NormBackward(NamedTuple):
     def of(front: NormInput) -> NormBackward:
         """With z of the shape of x: x itself if there is no residual."""
         x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
-        other = None if residual is None else results.matrix(private_torch.plain(residual))
-        statistics, total = norm_kernels.norm_statistics(results.matrix(x), rule.eps, rule.centered, residual=other)
+        other = None if residual is None else epilogue.matrix(private_torch.plain(residual))
+        statistics, total = norm_kernels.norm_statistics(epilogue.matrix(x), rule.eps, rule.centered, residual=other)
         return NormBackward(x if residual is None else total.view(x.shape), front.weight, front.bias, *statistics)
 
     def normalized(self, rule: NormConfig) -> NormProducer:
         """The normalized rows as a source."""
         parameters = parameters_of(self.weight, self.bias, rule)
-        return NormProducer(results.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean), parameters)
+        return NormProducer(epilogue.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean), parameters)
 
     def again(self, layer: LinearBackward, rule: NormConfig, needed: LinearGradMask) -> WgradOperand | None:
         """What wgrad of a layer reads of them, if backward is to make it."""
@@ -205,9 +207,9 @@ class NormBackward(NamedTuple):
         if dy is None:
             return of_total if needs[0] else None, None, None
         dz, dweight, dbias = norm_kernels.norm_backward(
-            results.matrix(dy), results.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean),
+            epilogue.matrix(dy), epilogue.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean),
             parameters_of(self.weight, self.bias, rule),
-            residual_gradient=None if of_total is None else results.matrix(private_torch.plain(of_total)),
+            residual_gradient=None if of_total is None else epilogue.matrix(private_torch.plain(of_total)),
             for_parameters=needs[1] or needs[2],
         )  # fmt: skip
         return (
@@ -303,7 +305,7 @@ def _run_mlp(
     entered = NormBackward.of(front)
     source = entered.normalized(front.normalization.rule)
     inner, kept1 = functional.forward_gemms(source, front.x.shape, *fc1, keeps[0])
-    between = ActivationInputs(*[results.matrix(each) for each in inner])
+    between = ActivationInputs(*[epilogue.matrix(each) for each in inner])
     (out,), kept2 = functional.forward_gemms(between.activated(activation), inner[0].shape, *fc2, keeps[1])
     return out, entered, between, [kept1, kept2]
 
@@ -401,10 +403,10 @@ def _through_activation(
         )
         for part in range(parts)
     ]
-    rows, device = results.matrix(dh), gate.device
+    rows, device = epilogue.matrix(dh), gate.device
     if any(each.reads_values for each in asked):
-        given = [TensorProducer(torch.empty_like(gate), sources.zero(device).view(1, 1)) for _ in asked]
-        wanted = [results.EpilogueRequest(high=each.values, amax=each.amax) for each in given]
+        given = [TensorProducer(torch.empty_like(gate), producers.zero(device).view(1, 1)) for _ in asked]
+        wanted = [epilogue.EpilogueRequest(high=each.values, amax=each.amax) for each in given]
         _activation_backward(rows, gate, up, activation, wanted)
         return [each.of(values) for each, values in zip(asked, given, strict=True)]
     ready = [each.both(gate.shape[1], device).prepared(TensorProducer(gate)) for each in asked]  # of the shape of gate
@@ -413,8 +415,8 @@ def _through_activation(
 
 
 def _activation_backward(
-    dh: Tensor, gate: Tensor, up: Tensor | None, activation: str, wanted: Sequence[results.EpilogueRequest]
-) -> tuple[results.Targets, results.Targets]:
+    dh: Tensor, gate: Tensor, up: Tensor | None, activation: str, wanted: Sequence[epilogue.EpilogueRequest]
+) -> tuple[epilogue.Targets, epilogue.Targets]:
     of_up = wanted[1] if up is not None else None
     return activation_kernels.activate_backward_and_quantize(dh, gate, activation, up, wanted[0], of_up)
 

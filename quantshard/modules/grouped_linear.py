@@ -13,17 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, kernel_dispatch as compute, private_torch
-from quantshard.gemm import backend
-from quantshard.tensor import storage as storages
-from quantshard.errors import ConfigurationError
+from quantshard import kernel_dispatch, private_torch
+from quantshard.collectives import process_groups
 from quantshard.distributed import experts
-from quantshard.modules.gemms import functional, grouped
-from quantshard.modules.contexts import recompute, unsupported
-from quantshard.modules.base.module import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
-from quantshard.modules.gemms.linear_operands import LinearState
 from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.errors import ConfigurationError
+from quantshard.gemm import backend
+from quantshard.modules.base.module import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
+from quantshard.modules.contexts import recompute, unsupported
+from quantshard.modules.gemms import functional, grouped
+from quantshard.modules.gemms.linear_operands import LinearState
 from quantshard.recipe import Recipe, TensorRole
+from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 ROLES: Final = {INPUT_HISTORY: TensorRole.INPUT, GRAD_OUTPUT_HISTORY: TensorRole.GRAD_OUTPUT}
@@ -53,7 +54,7 @@ class GroupedLinear(QuantizedModule):
         params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         parallel_mode: how tensor parallelism cuts each weight: "column" (out_features; the output stays cut) or "row"
             (in_features; the input is cut). All ranks of the group have the same tokens.
-        tp_group, tp_size, tp_mesh, weight_mesh: tensor parallelism, see `meshes.TensorParallelConfig`.
+        tp_group, tp_size, tp_mesh, weight_mesh: tensor parallelism, see `module_meshes.TensorParallelConfig`.
         ep_mesh: the axis of a mesh that the experts are spread over, e.g. `mesh["ep"]`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
@@ -106,7 +107,7 @@ class GroupedLinear(QuantizedModule):
         whose mesh tells them."""
         if (spread := self._spread_axis) is not None:
             for param in self.parameters(recurse=False):
-                amax.spread_over(param, spread.get_group())
+                process_groups.spread_over(param, spread.get_group())
 
     @property
     def _spread_axis(self) -> DeviceMesh | None:
@@ -182,7 +183,7 @@ class GroupedLinear(QuantizedModule):
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
-        if recipe is None or not recipe.table or len(self._layers) == 1 or not compute.kernels_on(device):
+        if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
         return ("one by one",) if backend.block_together(recipe) is None else ()
 
@@ -190,10 +191,12 @@ class GroupedLinear(QuantizedModule):
         """What is compiled or captured goes one by one: a graph would have to keep the table of rows."""
         if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
             return False
-        if tokens.shape[1] != self.in_features or not compute.has_float_kernels(tokens):
+        if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        return backend.is_faster_together(tokens.shape[0], len(self._layers), shape) and not compute.is_capturing()
+        return (
+            backend.is_faster_together(tokens.shape[0], len(self._layers), shape) and not kernel_dispatch.is_capturing()
+        )
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, list[Tensor]]:
         """The amax histories of all experts that the recipe needs."""

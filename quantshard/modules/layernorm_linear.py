@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
-from quantshard.modules.contexts import unsupported
 from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
-from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.modules.contexts import unsupported
 from quantshard.modules.norm import Normalization
 
 
@@ -39,7 +39,7 @@ class LayerNormLinear(QuantizedModule):
         parameters_split, separate_outputs: see `Linear`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `meshes.TensorParallelConfig`.
+            `module_meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         name: shown in printed tables and messages.
         **others: TransformerEngine's other arguments; see `unsupported`.

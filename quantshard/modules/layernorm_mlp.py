@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from quantshard import kernel_dispatch as compute, kernels, private_torch
+from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
 from quantshard.modules.base import inputs
-from quantshard.modules.contexts import unsupported
 from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.contexts import unsupported
 from quantshard.modules.gemms.functional import RecomputedInput
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.modules.norm import Normalization
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as activation_kernel
-    from quantshard.kernels.fused import epilogue as results
+    from quantshard.kernels.fused import epilogue
 
 _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
 
@@ -67,7 +67,7 @@ def is_gated(activation: str) -> bool:
 def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     """Apply one of `ACTIVATIONS` to x [...], of its dtype; if it is gated multiply by `up`, of the same shape."""
     alike = up is None or (up.shape == x.shape and up.dtype == x.dtype)
-    if alike and compute.has_float_kernels(x, up):
+    if alike and kernel_dispatch.has_float_kernels(x, up):
         out = _KernelActivation.apply(x, up, activation)
     else:
         out = _OracleActivation.apply(x, up, _curve(activation))
@@ -107,8 +107,8 @@ class _KernelActivation(torch.autograd.Function):
         ctx.save_for_backward(x, up)
         ctx.activation = activation
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        gate, other = results.matrix(x), None if up is None else results.matrix(up)
-        outputs = results.EpilogueRequest(high=results.matrix(out))
+        gate, other = epilogue.matrix(x), None if up is None else epilogue.matrix(up)
+        outputs = epilogue.EpilogueRequest(high=epilogue.matrix(out))
         activation_kernel.activate_and_quantize(gate, activation, other, outputs)
         return out
 
@@ -118,10 +118,10 @@ class _KernelActivation(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: kernels have no derivative
             return *_gradients(grads[0], x, up, _curve(ctx.activation)), None
         dy = private_torch.plain(grads[0])
-        dh, gate, other = results.matrix(dy), results.matrix(x), None if up is None else results.matrix(up)
+        dh, gate, other = epilogue.matrix(dy), epilogue.matrix(x), None if up is None else epilogue.matrix(up)
         dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        into_x, into_up = results.EpilogueRequest(high=dx), None if dup is None else results.EpilogueRequest(high=dup)
+        into_x, into_up = epilogue.EpilogueRequest(high=dx), None if dup is None else epilogue.EpilogueRequest(high=dup)
         activation_kernel.activate_backward_and_quantize(dh, gate, ctx.activation, other, into_x, into_up)
         return dx.view(x.shape), None if dup is None else dup.view(x.shape), None
 
@@ -151,7 +151,7 @@ class LayerNormMLP(QuantizedModule):
         return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
         set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `meshes.TensorParallelConfig`.
+            `module_meshes.TensorParallelConfig`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
             it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard.modules.contexts import unsupported
-from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
 from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.modules.contexts import unsupported
 
 
 class Linear(QuantizedModule):
@@ -33,7 +33,7 @@ class Linear(QuantizedModule):
         parallel_mode: how tensor parallelism cuts the weight: "column" (out_features; the output stays cut) or "row"
             (in_features; the input is cut).
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `meshes.TensorParallelConfig`.
+            `module_meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: shown in printed tables and messages.

@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import kernel_dispatch as compute, kernels, private_torch
-from quantshard.amax import world
+from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard.collectives.process_groups import world
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.distributed.module_meshes import TensorParallelConfig
 
 if kernels.USABLE:
+    from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernel
-    from quantshard.kernels.fused import epilogue as results
 
 KINDS = ("LayerNorm", "RMSNorm")
 
@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = 
 
 
 def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig) -> Tensor:
-    if compute.has_float_kernels(x, weight, bias):
+    if kernel_dispatch.has_float_kernels(x, weight, bias):
         out, _ = _KernelNorm.apply(x, None, weight, bias, rule)
     else:
         out = _OracleNorm.apply(x, weight, bias, *rule)
@@ -66,7 +66,7 @@ def _add_and_normalize(
 ) -> tuple[Tensor, Tensor]:
     """The normalized sum, and the sum."""
     alike = x.shape == residual.shape and x.dtype == residual.dtype
-    if alike and compute.has_float_kernels(x, residual, weight, bias):
+    if alike and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
         out, total = _KernelNorm.apply(x, residual, weight, bias, rule)
         return out, total
     total = residual + x
@@ -149,11 +149,11 @@ class _KernelNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         x = private_torch.plain(x)
-        rows = results.matrix(x)
-        other = None if residual is None else results.matrix(private_torch.plain(residual))
+        rows = epilogue.matrix(x)
+        other = None if residual is None else epilogue.matrix(private_torch.plain(residual))
         statistics, total = norm_kernel.norm_statistics(rows, rule.eps, rule.centered, residual=other)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        outputs = results.EpilogueRequest(high=results.matrix(out))
+        outputs = epilogue.EpilogueRequest(high=epilogue.matrix(out))
         norm_kernel.normalize_and_quantize(total, statistics, parameters_of(weight, bias, rule), outputs)
         total = x if residual is None else total.view(x.shape)
         ctx.save_for_backward(total, weight, bias, *statistics)
@@ -173,11 +173,11 @@ class _KernelNorm(torch.autograd.Function):
             dx = dx if dx is None or of_sum is None else dx + of_sum
         else:
             dx, dweight, dbias = norm_kernel.norm_backward(
-                results.matrix(private_torch.plain(dy)),
-                results.matrix(z),
+                epilogue.matrix(private_torch.plain(dy)),
+                epilogue.matrix(z),
                 norm_kernel.NormStatistics(*statistics),
                 parameters_of(weight, bias, ctx.rule),
-                residual_gradient=None if of_sum is None else results.matrix(private_torch.plain(of_sum)),
+                residual_gradient=None if of_sum is None else epilogue.matrix(private_torch.plain(of_sum)),
                 for_parameters=needed.weight or needed.bias,
             )
             dx = dx.view(z.shape)
@@ -299,8 +299,8 @@ class LayerNorm(_NormModule):
         hidden_size: TransformerEngine's old name for `normalized_shape`.
         sequence_parallel: the input's rows (dim 0) are spread over the ranks of tensor parallelism, so that the
             gradients of the parameters are summed over them.
-        tp_group, tp_size, tp_mesh, weight_mesh: see `meshes.TensorParallelConfig`; the parameters are whole on every
-            rank.
+        tp_group, tp_size, tp_mesh, weight_mesh: see `module_meshes.TensorParallelConfig`; the parameters are whole on
+            every rank.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
     """
 

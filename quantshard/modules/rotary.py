@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from quantshard import kernel_dispatch as compute, kernels
+from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts import unsupported
 
@@ -172,7 +172,7 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
 def _has_kernel(t: Tensor, table: RotaryTable) -> bool:
     """Kernels take angles for constants, one for each position and feature; they run as operators, so in graphs too."""
     by_position = table.cos.numel() == max(table.cos.shape[:2]) * table.cos.shape[-1]
-    return by_position and compute.kernels_read(t) and not table.cos.requires_grad
+    return by_position and kernel_dispatch.kernels_read(t) and not table.cos.requires_grad
 
 
 def _rotate(t: Tensor, table: RotaryTable, layout: HeadLayout) -> Tensor:

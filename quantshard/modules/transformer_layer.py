@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
+from quantshard.distributed import tensor_parallel
 from quantshard.errors import ConfigurationError
-from quantshard.modules.base import inputs
-from quantshard.distributed import tensor_parallel as parallel
-from quantshard.modules.contexts import unsupported
 from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
 from quantshard.modules.attention_backends import AUTO
-from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base import inputs
 from quantshard.modules.base.composite import CompositeModule, child_name
+from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.contexts import unsupported
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
 
@@ -58,7 +58,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads, and the features of the MLP.
         tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `meshes.TensorParallelConfig`.
+            `module_meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_backend: see `DotProductAttention`.
@@ -188,8 +188,8 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         # asked of the first that is cut: another module may be in the place of each
         ours = (module for module in self.modules() if isinstance(module, QuantizedModule))
         cut = next((module for module in ours if module.tp_mesh is not None), None)
-        tp = parallel.NONE if cut is None else cut.tensor_parallel(None)
-        return parallel.dropout(block, self.hidden_dropout, tp)
+        tp = tensor_parallel.NONE if cut is None else cut.tensor_parallel(None)
+        return tensor_parallel.dropout(block, self.hidden_dropout, tp)
 
     def extra_repr(self) -> str:
         number = f"layer_number={self.layer_number}, " if self.layer_number is not None else ""

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quantshard.gemm import backend
-from quantshard.tensor import components
 from quantshard import private_torch
 from quantshard import recipe as recipes
 from quantshard.errors import FallbackError
 from quantshard.formats import Role
+from quantshard.gemm import backend
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.table import Report, Row
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
+from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 
 _SCALE_SUFFIX = "_scale_inv"

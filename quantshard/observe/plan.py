@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard.tensor import components
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
 from quantshard.observe import costs
@@ -24,6 +23,7 @@ from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, g
 from quantshard.observe.table import Report, Row
 from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
+from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 
 TP = "tp"

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quantshard import amax, private_torch
+from quantshard import private_torch
+from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import guards
 
@@ -80,19 +81,19 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
     experts."""
     seen = set()
     for prefix, module in model.named_modules():
-        axis = amax.spread_axis(module)
+        axis = process_groups.spread_axis(module)
         spread = () if axis is None else (axis.get_group(),)
         for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:
                 seen.add(param)
-                yield name, param, amax.united([amax.sharding_group(param), spread])
+                yield name, param, process_groups.united([process_groups.sharding_group(param), spread])
 
 
 def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: float, device: torch.device) -> Tensor:
     """The norm of all elements behind local norms, of all ranks of the groups together; one collective for each."""
     found = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [_zero(device)]), p)
     for group in groups:
-        powers = (found if math.isinf(p) else found**p).to(amax.collective_device(group))
+        powers = (found if math.isinf(p) else found**p).to(process_groups.collective_device(group))
         dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
         found = (powers if math.isinf(p) else powers ** (1 / p)).to(device)
     return found

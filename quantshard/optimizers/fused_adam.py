@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard.tensor import components
 from quantshard import private_torch
-from quantshard.amax import FlatMax
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading, parameter_registry as members, capturable as on_device, options
 from quantshard.numerics.adam import Hyperparameters
+from quantshard.optimizers import capturable as on_device
+from quantshard.optimizers import guards, loading, options, parameter_registry
 from quantshard.optimizers.capturable import COUNTERS
 from quantshard.optimizers.kernel_step import KernelStep
 from quantshard.optimizers.state import (
@@ -35,6 +35,7 @@ from quantshard.optimizers.state import (
     make_weight,
 )
 from quantshard.optimizers.step import ParameterStep, rounded_roles
+from quantshard.tensor import components
 
 SEED = "rounding_seed"
 
@@ -137,8 +138,8 @@ class FusedAdam(torch.optim.Optimizer):
             "adam_w_mode": adam_w_mode,
             **dict.fromkeys(COUNTERS, 0),
         }
-        self._members, self._kept = members.ParameterRegistry("FusedAdam"), ""
-        super().__init__(members.checked_params("FusedAdam", params), defaults)
+        self._members, self._kept = parameter_registry.ParameterRegistry("FusedAdam"), ""
+        super().__init__(parameter_registry.checked_params("FusedAdam", params), defaults)
         if capturable:
             self.register_state_dict_post_hook(on_device.make_numbers)  # the first, so that others see what is returned
         self._kernels = KernelStep()
@@ -161,7 +162,7 @@ class FusedAdam(torch.optim.Optimizer):
         is_built = hasattr(self, "_states")  # else it is the base class's constructor that calls
         if is_built:
             self._follow()
-        group = members.checked_group("FusedAdam", len(self.param_groups), param_group)
+        group = parameter_registry.checked_group("FusedAdam", len(self.param_groups), param_group)
         options.check_adam("FusedAdam", {**self.defaults, **group}, self._bounds_ratio)
         super().add_param_group(group)
         if is_built:
@@ -204,7 +205,7 @@ class FusedAdam(torch.optim.Optimizer):
             if swap.new.requires_grad:
                 self._initialize(swap.new)
         for name in ("_states", "_weights", "_names", "_streams"):
-            setattr(self, name, members.reordered(getattr(self, name), self.param_groups))
+            setattr(self, name, parameter_registry.reordered(getattr(self, name), self.param_groups))
         self._check_parameters()
 
     def _adopt(self, group: dict[str, Any]) -> None:
@@ -319,7 +320,7 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             guards.check_alike(param, unscaled_state, name, state_name)
         assign(held, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
-        self._kept = members.VALUES
+        self._kept = parameter_registry.VALUES
 
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
         self._follow()
@@ -362,7 +363,7 @@ class FusedAdam(torch.optim.Optimizer):
         """
         self._follow()
         if loading.load_optimizer_state(self, state_dict, self._names, loading.fused_adam_options):
-            self._kept = members.VALUES
+            self._kept = parameter_registry.VALUES
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ class FusedAdam(torch.optim.Optimizer):
             return loss
         self._kernels.finished()
         if any(item.grad is not None for item in work):
-            self._kept = members.UPDATES
+            self._kept = parameter_registry.UPDATES
         for item in work:
             self._versions[item.param] = guards.weight_version(item.param)
         return loss

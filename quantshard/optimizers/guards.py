@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, kernel_dispatch as compute, limits, numerics, private_torch
-from quantshard.tensor import components
-from quantshard.amax import FlatMax, Groups
+from quantshard import kernel_dispatch, limits, numerics, private_torch
+from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives.flat_max import FlatMax
+from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
+from quantshard.tensor import components
 from quantshard.tensor.storage import KEY, SEED_STREAM
 
 LARGEST_GRADIENT = 1e19
@@ -52,10 +54,10 @@ def largest_over_ranks(value: int, params: Iterable[Tensor]) -> int:
     A collective call in that case.
     """
     params = list(params)
-    groups = dict.fromkeys(map(amax.stepping_group, params))
+    groups = dict.fromkeys(map(process_groups.stepping_group, params))
     found = torch.tensor([value], dtype=torch.int64)
-    for group in amax.united(groups) if len(groups) > 1 or any(map(amax.is_spread, params)) else ():
-        found = found.to(amax.collective_device(group))
+    for group in process_groups.united(groups) if len(groups) > 1 or any(map(process_groups.is_spread, params)) else ():
+        found = found.to(process_groups.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return int(found)
 
@@ -130,7 +132,7 @@ def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Ten
                 "apart; wrap the modules that share it as one group, fully_shard([a, b]), or their parent alone"
             )
     for group, checked in keys.items():
-        amax.check_equal_on_ranks(checked, group, "the random key")
+        flat_max.check_equal_on_ranks(checked, group, "the random key")
 
 
 def kind(value: Any) -> str:
@@ -202,9 +204,9 @@ class GradientFlags:
         self._has_none = all(grad is None for grad in grads)
         members: dict[Groups, list[int]] = {}
         for at, param in enumerate(params):
-            members.setdefault(amax.sharding_group(param), []).append(at)
-        self._ranks = amax.united(dict.fromkeys(map(amax.stepping_group, params)))
-        self._spread = any(map(amax.is_spread, params))
+            members.setdefault(process_groups.sharding_group(param), []).append(at)
+        self._ranks = process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params)))
+        self._spread = any(map(process_groups.is_spread, params))
         self._names = [names[at] for chosen in members.values() for at in chosen]
         self._parts: list[Tensor] = []
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
@@ -359,7 +361,7 @@ def _flags_of(
                 for at, (param, grad) in enumerate(zip(params, grads, strict=True))
                 if grad is not None and _is_wide(param) is wide
             }
-            found = compute.exceeding(list(chosen.values()), largest).to(device).unbind() if chosen else ()
+            found = kernel_dispatch.exceeding(list(chosen.values()), largest).to(device).unbind() if chosen else ()
             for at, value in zip(chosen, found, strict=True):
                 columns[at] = value
         exceeding = torch.stack(columns)

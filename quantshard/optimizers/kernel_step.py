@@ -18,21 +18,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantshard.tensor import components
-from quantshard import kernel_dispatch as compute, kernels, numerics, private_torch
-from quantshard.tensor import storage as storages
-from quantshard.amax import FlatMax, Groups
+from quantshard import kernel_dispatch, kernels, numerics, private_torch
+from quantshard.collectives.flat_max import FlatMax
+from quantshard.collectives.process_groups import Groups
 from quantshard.formats import Copy
 from quantshard.numerics.adam import Hyperparameters
 from quantshard.optimizers.guards import LARGEST_GRADIENT
 from quantshard.optimizers.rounding import TensorRegion
 from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
 from quantshard.optimizers.step import ParameterStep
+from quantshard.tensor import components
+from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer import parameters as adam_parameters
-    from quantshard.kernels.optimizer.parameters import AdamParameter, MasterRemainder, MatrixRegion, PlainTensor, ScaledTensor
+    from quantshard.kernels.optimizer.parameters import (
+        AdamParameter,
+        MasterRemainder,
+        MatrixRegion,
+        PlainTensor,
+        ScaledTensor,
+    )
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, AdamLaunchPlan
 
 
@@ -65,7 +72,7 @@ class KernelStep:
             UnsupportedOperationError: the step is captured in a CUDA graph, and there is no plan for it yet.
         """
         self._work = ()
-        if not any(compute.has_kernels(private_torch.local_tensor(item.param)) for item in work):
+        if not any(kernel_dispatch.has_kernels(private_torch.local_tensor(item.param)) for item in work):
             return False
         signature = _signature(work)
         if signature != self._signature:
@@ -90,7 +97,7 @@ class KernelStep:
         found: dict[torch.device, list[tuple[int, AdamParameter]]] = {}
         for place, item in enumerate(work):
             local = private_torch.local_tensor(item.param)
-            parameter = _parameter(item) if compute.has_kernels(local) else None
+            parameter = _parameter(item) if kernel_dispatch.has_kernels(local) else None
             if parameter is not None:
                 found.setdefault(local.device, []).append((place, parameter))
         planned = []

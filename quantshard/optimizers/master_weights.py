@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import amax, kernel_dispatch as compute, private_torch
-from quantshard.tensor import components
-from quantshard.amax import FlatMax
+from quantshard import kernel_dispatch, private_torch
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.optimizers import guards, loading, parameter_registry as members, options, rounding
+from quantshard.optimizers import guards, loading, options, parameter_registry, rounding
 from quantshard.optimizers.state import PLAIN_DTYPES
+from quantshard.tensor import components, requantize
 
 MASTER, UPDATES = "master_param", "updates"
 OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
@@ -76,9 +76,9 @@ class MasterWeights(torch.optim.Optimizer):
                 f"MasterWeights({type(optimizer_class).__name__} object): give the class, which is built over the "
                 f"masters, and its options: MasterWeights(torch.optim.{type(optimizer_class).__name__}, params, lr=...)"
             )
-        self._members, self._is_assigned = members.ParameterRegistry("MasterWeights"), False
+        self._members, self._is_assigned = parameter_registry.ParameterRegistry("MasterWeights"), False
         super().__init__(
-            members.checked_params("MasterWeights", params), {}
+            parameter_registry.checked_params("MasterWeights", params), {}
         )  # the inner optimizer fills in its defaults
         self._make = lambda groups: optimizer_class(groups, **settings)
         self._max_skipped_in_a_row = max_skipped_in_a_row
@@ -105,7 +105,7 @@ class MasterWeights(torch.optim.Optimizer):
         is_built = hasattr(self, "_inner")  # else it is the base class's constructor that calls
         if is_built:
             self._follow()
-        group = members.checked_group("MasterWeights", len(self.param_groups), param_group)
+        group = parameter_registry.checked_group("MasterWeights", len(self.param_groups), param_group)
         super().add_param_group(group)
         if is_built:
             group = self.param_groups.pop()
@@ -145,13 +145,13 @@ class MasterWeights(torch.optim.Optimizer):
             if swap.new.requires_grad:
                 self.initialize_state(swap.new)
         for name in ("_masters", "_names"):
-            setattr(self, name, members.reordered(getattr(self, name), self.param_groups))
+            setattr(self, name, parameter_registry.reordered(getattr(self, name), self.param_groups))
         self._check_parameters()
 
     def _kept(self) -> str:
         """What the states hold that new ones would not."""
         updates = max((int(self.state[param][UPDATES]) for param in self._masters if param in self.state), default=0)
-        return members.UPDATES if updates > 0 else members.VALUES if self._is_assigned else ""
+        return parameter_registry.UPDATES if updates > 0 else parameter_registry.VALUES if self._is_assigned else ""
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Give a group's parameters names and masters."""
@@ -298,7 +298,7 @@ class MasterWeights(torch.optim.Optimizer):
         if not self._masters:
             return None
         locals_ = [private_torch.local_tensor(master).detach() for master in self._masters.values()]
-        found = compute.exceeding(locals_, torch.finfo(torch.float32).max)
+        found = kernel_dispatch.exceeding(locals_, torch.finfo(torch.float32).max)
         return (found >= guards.NOT_FINITE) * guards.WEIGHT
 
     def state_dict(self) -> dict[str, Any]:
@@ -376,7 +376,7 @@ class MasterWeights(torch.optim.Optimizer):
         written = [param for param in self._updated(self._masters) if self._masters[param] is not param]
         values = {param: private_torch.local_tensor(self._masters[param]) for param in written}
         quantized = ((param, values[param]) for param in written if components.quantized_local(param) is not None)
-        amax.requantize_(quantized, judged=True)
+        requantize.requantize_(quantized, judged=True)
         for param in written:
             if components.quantized_local(param) is None:
                 private_torch.local_tensor(param).copy_(values[param])

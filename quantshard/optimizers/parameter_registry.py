@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quantshard import amax
+from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 
 UPDATES, VALUES = "updates that were made", "values that were loaded or set"
@@ -157,8 +157,8 @@ def _is(one: object, other: object) -> bool:
 def _on_any_rank(flag: bool, params: Iterable[Tensor]) -> bool:
     """Whether it is so on any of the ranks that step these parameters together; a collective call."""
     found = torch.tensor([float(flag)], dtype=torch.float32)
-    for group in amax.united(dict.fromkeys(map(amax.stepping_group, params))):
-        found = found.to(amax.collective_device(group))
+    for group in process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params))):
+        found = found.to(process_groups.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return bool(found)
 

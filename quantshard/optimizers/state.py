@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import amax, numerics, private_torch
-from quantshard.tensor import components
-from quantshard.tensor import storage as storages
-from quantshard.amax import FlatMax, Requantization
+from quantshard import numerics, private_torch
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
 from quantshard.recipe import STATE_CELLS, Cell
+from quantshard.tensor import components, requantize
+from quantshard.tensor import storage as storages
+from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = ROLES = ("exp_avg", "exp_avg_sq", "master_param", "param")
@@ -216,7 +217,7 @@ class QuantizedState(OptimizerState):
 
     @cached_property
     def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
-        return amax.shared_scales(self.owner, self.storage)
+        return requantize.shared_scales(self.owner, self.storage)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         by_name = self.storage.cell.format.by_name

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.amax import FlatMax, Requantization
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers.rounding import StateDraw
 from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
+from quantshard.tensor.requantize import Requantization
 
 
 def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:

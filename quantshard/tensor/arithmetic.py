@@ -25,13 +25,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from quantshard import amax, kernel_dispatch as compute, limits, private_torch
-from quantshard.tensor import storage as storages
-from quantshard.amax import FlatMax, Groups, Requantization
+from quantshard import kernel_dispatch, limits, private_torch
+from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives.flat_max import FlatMax
+from quantshard.collectives.process_groups import Groups
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
+from quantshard.tensor import requantize
+from quantshard.tensor import storage as storages
 from quantshard.tensor.aten_rules import plain_like, rule
-from quantshard.tensor.storage import DRAWS, KEY, QuantizedStorage
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.requantize import Requantization
+from quantshard.tensor.storage import DRAWS, KEY, QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -181,12 +185,12 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
 
     The new values of a whole list are held until the reduction is done: float32, as long as the call lasts.
     """
-    if compute.is_capturing():
+    if kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
     owners = [_owner_of(weight) for weight in weights]
     by_group: dict[Groups, list[int]] = {}
     for index, owner in enumerate(owners):
-        by_group.setdefault(amax.sharding_group(owner), []).append(index)
+        by_group.setdefault(process_groups.sharding_group(owner), []).append(index)
     reduction = FlatMax(padded=True)
     flags = {
         group: _flags([weights[i].quantized_storage for i in members], [results[i] for i in members], operation)
@@ -195,9 +199,11 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     for group, flag in flags.items():
         reduction.add(flag, group)
     non_finite = torch.stack([~torch.isfinite(result).all() for result in results]).float()
-    reduction.add(non_finite, amax.united(by_group))
+    reduction.add(non_finite, process_groups.united(by_group))
     begun = [
-        Requantization(weight.quantized_storage, result, amax.shared_scales(owner, weight.quantized_storage), reduction)
+        Requantization(
+            weight.quantized_storage, result, requantize.shared_scales(owner, weight.quantized_storage), reduction
+        )
         for weight, owner, result in zip(weights, owners, results, strict=True)
     ]
     reduction.reduce()
@@ -212,13 +218,13 @@ def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operatio
     """Float32 [2 + n]: a digest of the operation and the weights, and whether each of n weights changes."""
     identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
     change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
-    return torch.cat([amax.rank_digest(identity, results[0].device), torch.stack(change).float()])
+    return torch.cat([flat_max.rank_digest(identity, results[0].device), torch.stack(change).float()])
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     """Those of the `members` whose values change."""
     highest, complement, *change = flags.tolist()
-    if not amax.was_alike(highest, complement):
+    if not flat_max.was_alike(highest, complement):
         raise RankMismatchError(
             f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most "
             "often a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the "

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quantshard import limits, private_torch
-from quantshard.tensor import storage as storages
 from quantshard.errors import UnsupportedOperationError
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import RULES, Placeholder, QuantizedTensor, Rule, first_quantized
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
 
 aten = torch.ops.aten
 

@@ -25,8 +25,8 @@ from quantshard import limits, numerics, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Copy, Format, Role
 from quantshard.sharding import Shard
-from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
 
 FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
 CHECKPOINT_VERSION = 1

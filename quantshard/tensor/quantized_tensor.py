@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import amax, limits, private_torch, sharding
-from quantshard.tensor import storage as storages
+from quantshard import limits, private_torch, sharding
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import Copy
 from quantshard.recipe import Cell
+from quantshard.tensor import requantize
+from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import QuantizedStorage
 
 Rule = Callable[..., Any]
@@ -99,7 +100,7 @@ class QuantizedTensor(Tensor):
                 f"{tuple(tensor.shape)}"
             )
         if noop_flag is None or not noop_flag.any():
-            amax.requantize_([(self, tensor.to(self.device).reshape(self.quantized_storage.shard.shape))])
+            requantize.requantize_([(self, tensor.to(self.device).reshape(self.quantized_storage.shard.shape))])
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:

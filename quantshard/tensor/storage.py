@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import kernel_dispatch as compute, limits, numerics, private_torch
-from quantshard.kernel_dispatch import RandomWords
+from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Role
+from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard, ceil_div
@@ -178,20 +178,21 @@ class QuantizedStorage:
         touched = {name: grid[self.shard.touched(fmt.by_name[name])] for name, grid in amaxes.items()}
         multipliers = numerics.encode_scales(touched, fmt, scaling, values.dtype)
         for copy in fmt.copies.values():
-            codes = compute.quantize_codes(values, copy, multipliers, self.shard.origin, words)
+            codes = kernel_dispatch.quantize_codes(values, copy, multipliers, self.shard.origin, words)
             self.components[copy.codes.name].copy_(codes)
 
     @torch.no_grad()
     def write_whole(self, values: Tensor, words: RandomBits | None = None) -> None:
-        """`write` by the amaxes of the values themselves, a whole matrix, in one pass: where `compute.sees_blocks`."""
+        """`write` by the amaxes of the values themselves, a whole matrix, in one pass: where
+        `kernel_dispatch.sees_blocks`."""
         self.mark_written()
-        self.components.update(compute.quantize(values, self.cell.format, self.cell.scaling, words))
+        self.components.update(kernel_dispatch.quantize(values, self.cell.format, self.cell.scaling, words))
 
     @torch.no_grad()
     def measure(self, values: Tensor) -> dict[str, Tensor]:
         """Amaxes of `values` over the resident grids, zero in entries that this rectangle does not touch."""
         fmt = self.cell.format
-        found = compute.amaxes(values, fmt, self.shard.origin)
+        found = kernel_dispatch.amaxes(values, fmt, self.shard.origin)
         grids = {}
         for name, grid in found.items():
             component = fmt.by_name[name]
@@ -207,7 +208,7 @@ class QuantizedStorage:
         if not self.has(which):
             return self.with_copy(which).dequantize(which, dtype)
         copy = self.cell.format.copies[which]
-        return compute.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype)
+        return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype)
 
     def with_copy(self, which: Copy) -> QuantizedStorage:
         """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""
@@ -277,7 +278,7 @@ def next_draw(state: dict[str, Tensor]) -> int | Tensor:
     draws = state[DRAWS]
     if not counts_on_host(state):
         number: int | Tensor = draws.view(()).clone()
-    elif compute.is_capturing():
+    elif kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured draws", "stochastic rounding"))
     else:
         number = int(draws)

@@ -17,10 +17,10 @@ import tomli_w
 import torch
 
 from quantshard import foreign, recipe
-from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.schema import SettingType, check_value, read_table
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
+from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.schema import SettingType, check_value, read_table
 
 MOST_BYTES = 32 << 20
 """That a configuration may have; that of a run lists its data, about 150 bytes a file."""

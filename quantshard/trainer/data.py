@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.trainer.schema import shown_value
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
+from quantshard.trainer.schema import shown_value
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257

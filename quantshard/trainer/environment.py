@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from quantshard.modules import attention_backends
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.schema import shown_value
-from quantshard.modules import attention_backends
 
 Environment = dict[str, Any]
 """JSON: strings and booleans by name, and "variables", those of the process's environment."""

@@ -33,8 +33,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-from quantshard.terminal import outputs
 from quantshard.errors import ConfigurationError, LostRankError, QuantshardError
+from quantshard.terminal import outputs
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """What asks a run to finish its step, save and end."""

@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints, recipe
-from quantshard.tensor import components
 from quantshard.checkpoints.requantize import RequantizedWarning
+from quantshard.errors import CheckpointError
+from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import Corpus, Windows, text
 from quantshard.trainer.mesh import TP, SequenceShare
 from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
-from quantshard.errors import CheckpointError
-from quantshard.optimizers import FusedAdam
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quantshard.trainer.schema import shown_value
 from quantshard.errors import ConfigurationError
+from quantshard.trainer.schema import shown_value
 
 TP = "tp"
 """The axis of tensor parallelism."""

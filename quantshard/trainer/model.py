@@ -23,17 +23,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from quantshard.numerics import distributions
 from quantshard import numerics
+from quantshard.distributed import tensor_parallel
+from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.modules import (
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    autocast,
+    quantized_model_init,
+)
+from quantshard.modules.base.module import QuantizedModule, WeightSpec
+from quantshard.numerics import distributions
+from quantshard.recipe import Recipe
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
 from quantshard.trainer.mesh import MeshSpec, split
-from quantshard.modules import LayerNorm, Linear, RMSNorm, RotaryPositionEmbedding, TransformerLayer, autocast, quantized_model_init
-from quantshard.distributed import tensor_parallel as parallel
-from quantshard.modules.base.module import QuantizedModule, WeightSpec
-from quantshard.distributed.module_meshes import TensorParallelConfig
-from quantshard.distributed.tensor_parallel import TensorParallel
-from quantshard.recipe import Recipe
 
 _EMBEDDING_STD = 0.02
 _SAMPLE_STREAM = 1
@@ -122,13 +130,13 @@ class LanguageModel(nn.Module):
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
         if self.sequence_parallel:
-            x = parallel.split_rows(x, self.tp)
+            x = tensor_parallel.split_rows(x, self.tp)
         with autocast(recipe=self.recipe):
             for layer in self.layers:
                 x = layer(x, rotary_pos_emb=angles)
         x = self.norm(x)
         if self.sequence_parallel:
-            x = parallel.join_rows(x, self.tp)
+            x = tensor_parallel.join_rows(x, self.tp)
         logits = F.linear(x, self.embedding.table()) if self.head is None else self.head(x)
         return logits.float()
 

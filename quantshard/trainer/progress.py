@@ -9,9 +9,9 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from quantshard.trainer.config import TrainSettings
-from quantshard.terminal.screen import Screen
 from quantshard.observe.table import Report
+from quantshard.terminal.screen import Screen
+from quantshard.trainer.config import TrainSettings
 
 
 class Progress:

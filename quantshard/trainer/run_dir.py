@@ -26,10 +26,18 @@ from typing import Any
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import local
-from quantshard.terminal import outputs
-from quantshard.trainer.config import MOST_BYTES, TrainSettings, corpus_table, from_mapping, launch_table, read_settings_file, to_toml
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import read_regular
+from quantshard.terminal import outputs
+from quantshard.trainer.config import (
+    MOST_BYTES,
+    TrainSettings,
+    corpus_table,
+    from_mapping,
+    launch_table,
+    read_settings_file,
+    to_toml,
+)
 
 _RECORD_BYTES = 1 << 30
 """That a file of records may have: four million steps."""

@@ -23,16 +23,16 @@ import torch.distributed as dist
 
 from quantshard.checkpoints import Restored
 from quantshard.checkpoints.disk.store import is_taken
-from quantshard.trainer import data, environment, launch
-from quantshard.terminal import screen
-from quantshard.trainer.config import TrainSettings, from_mapping
-from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
 from quantshard.observe.table import Report
+from quantshard.terminal import screen
+from quantshard.trainer import data, environment, launch
+from quantshard.trainer.config import TrainSettings, from_mapping
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
+from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.run_dir import RunDir
 
 _CHANGES = 20
 """Of the environment, that are told."""

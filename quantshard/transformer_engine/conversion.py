@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard import numerics, recipe
+from quantshard.checkpoints import save_load
 from quantshard.checkpoints.disk import commit, manifest
-from quantshard.checkpoints import save_load as io
 from quantshard.checkpoints.disk.commit import CommitWriter
+from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect.contents import TensorGroup
 from quantshard.checkpoints.untrusted.extras import EXTRA
-from quantshard.checkpoints.disk.store import Path_
-from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Scaling
 from quantshard.layouts.conversion import InexactConversionError
 from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX, assign, make_state
 from quantshard.recipe import STATE_CELLS
+from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.transformer_engine.pieces import WeightPiece
 from quantshard.transformer_engine.stored import (
@@ -102,7 +102,7 @@ def convert(
             f"{source}: {len(inexact)} tensors do not go over exactly, the first {name}: {why}; build the model of "
             "--like so that they do, or allow it (lossy=True, --lossy)"
         )
-    io.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
+    save_load.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
     return job.report
 
 

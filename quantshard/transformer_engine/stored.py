@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.inspect.contents import TensorGroup
 from quantshard.checkpoints.untrusted.entries import RecordedCall
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.reader import SafeReader
-from quantshard.checkpoints.disk.store import Path_
 from quantshard.errors import CheckpointError
 from quantshard.layouts.source import are_named
 from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER

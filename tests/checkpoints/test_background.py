@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from quantshard.checkpoints import Manager
-from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam

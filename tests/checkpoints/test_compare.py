@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typer.testing import CliRunner
 
 import quantshard as qs
-from quantshard.checkpoints.inspect import compare as module
 from quantshard.checkpoints import save
+from quantshard.checkpoints.inspect import compare as module
 from quantshard.checkpoints.inspect.compare import Comparison, compare
 from quantshard.cli import diff
 from quantshard.errors import CheckpointError

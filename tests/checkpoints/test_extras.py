@@ -19,9 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from quantshard.checkpoints import Manager, load, save
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.reader import SafeReader
-from quantshard.checkpoints.inspect.verify import verify
 from quantshard.cli.verify import verification_lines
 from quantshard.errors import ConfigurationError, RankMismatchError
 from tests.checkpoints.small import built
@@ -196,8 +196,8 @@ def test_a_damaged_entry_is_damage(tmp_path: Path) -> None:
 
 
 def on_two_ranks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    with mock.patch.object(extras.ranks, "gathered", lambda own: [extras._readable(first)[1], own]):
-        with mock.patch.object(extras.ranks, "alike", lambda find: find()):
+    with mock.patch.object(extras.agreement, "gathered", lambda own: [extras._readable(first)[1], own]):
+        with mock.patch.object(extras.agreement, "alike", lambda find: find()):
             return extras.checked_extra(second)
 
 

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 import quantshard as qs
 from quantshard import checkpoints
 from quantshard.checkpoints import Manager
-from quantshard.checkpoints.untrusted.reader import DamagedError, SafeReader
 from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.untrusted.reader import DamagedError, SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam, MasterWeights

@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantshard import checkpoints
-from quantshard.checkpoints.untrusted import entries, metadata, pickles
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
-from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.untrusted import entries, metadata, pickles
+from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES

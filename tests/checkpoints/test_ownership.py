@@ -23,8 +23,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no flock, no fo
 WORKER = """
 import os, sys, time
 from torch.utils.data import DataLoader, Dataset
-from quantshard.checkpoints import Manager, ownership
-from quantshard.checkpoints.store import LocalStore
+from quantshard.checkpoints import Manager
+from quantshard.checkpoints.disk import ownership
+from quantshard.checkpoints.disk.store import LocalStore
 
 class Slow(Dataset):
     def __len__(self):

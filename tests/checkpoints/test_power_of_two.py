@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import quantshard as qs
 from quantshard import checkpoints, numerics
-from quantshard.tensor import components
 from quantshard.checkpoints import Manager
 from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, bits, build, sha, whole
 from tests.distributed.pool import run_ranks
 from tests.test_tensor import differing

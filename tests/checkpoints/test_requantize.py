@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard import checkpoints, numerics
-from quantshard.tensor import components
 from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS, KEY
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES, Case, bits, mesh_of, optimizer_of

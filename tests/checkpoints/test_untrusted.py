@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from quantshard.checkpoints.untrusted import entries, metadata, pickles
 from quantshard.checkpoints import load
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.untrusted.metadata import read_metadata, uncovered
 from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.untrusted import entries, metadata, pickles
+from quantshard.checkpoints.untrusted.metadata import read_metadata, uncovered
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
 

@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from quantshard.checkpoints.untrusted import entries, pickles
 from quantshard.checkpoints import load
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.untrusted import entries, pickles
 from quantshard.checkpoints.untrusted.metadata import read_metadata, uncovered
 from quantshard.checkpoints.untrusted.reader import SafeReader
-from quantshard.checkpoints.inspect.verify import verify
 from quantshard.errors import CheckpointError
 from quantshard.layouts.inspection import inspect_files
 from tests.checkpoints.small import built, written

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.inspect.verify import verify
-from quantshard.tensor.components import CHECKPOINT_VERSION
+from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.errors import CheckpointError
+from quantshard.tensor.components import CHECKPOINT_VERSION
 from tests.checkpoints.small import built, written
 from tests.checkpoints.test_untrusted import change_object
 from tests.distributed.models import RECIPES

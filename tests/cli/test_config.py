@@ -4,9 +4,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from quantshard.errors import ConfigurationError
 from quantshard.trainer import config
 from quantshard.trainer.config import TrainSettings, from_mapping, merge, read_settings_file, to_toml
-from quantshard.errors import ConfigurationError
 
 
 def test_defaults_are_consistent():

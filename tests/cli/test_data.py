@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantshard.errors import ConfigurationError
 from quantshard.trainer import data
 from quantshard.trainer.data import END_OF_DOCUMENT, Windows, collect, collect_recorded, from_table
-from quantshard.errors import ConfigurationError
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import hardware
-from quantshard.gemm import backend
 from quantshard import cli, kernels
 from quantshard.doctor import checks, gemms, probes, products
 from quantshard.doctor.results import UnavailableError, first_line, outcome_of
 from quantshard.formats import FORMATS
+from quantshard.gemm import backend
 from tests.test_backend import BLACKWELL, HOPPER, stand_in
 
 DOCS = Path(__file__).parents[2] / "docs"

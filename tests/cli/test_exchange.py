@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import quantshard.cli as command_line
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.cli import exchange
-from quantshard.trainer.config import to_toml
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.trainer.config import to_toml
 from tests.layouts import models
 
 

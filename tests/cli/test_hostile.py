@@ -15,12 +15,12 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quantshard.foreign import tomllib
 from quantshard.trainer import config, launch
 from quantshard.trainer.config import KINDS, TrainSettings, from_mapping, to_toml
 from quantshard.trainer.environment import differences
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schema import SettingType
-from quantshard.foreign import tomllib
 from tests.cli.hostile import Started, content, made, resumed, told
 
 FILE = r"run/config\.toml"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from quantshard.trainer import launch
 from quantshard.errors import CheckpointError, LostRankError
+from quantshard.trainer import launch
 
 LOST = "another rank ended, was interrupted or did not come (Connection closed by peer); look at what it said"
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from quantshard.errors import ConfigurationError
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.mesh import MeshSpec
-from quantshard.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(

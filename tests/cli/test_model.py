@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from quantshard import QuantizedTensor, recipe
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import VOCABULARY
-from quantshard.trainer.model import LanguageModel, generate
 from quantshard.trainer.loop import learning_rate, make_optimizer
-from quantshard.modules.base.module import QuantizedModule
+from quantshard.trainer.model import LanguageModel, generate
 
 SMALL = replace(TrainSettings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from quantshard.cli import demo
-from quantshard.trainer import launch, worker
+from quantshard.errors import ConfigurationError
 from quantshard.terminal import outputs
+from quantshard.trainer import launch, worker
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.run_dir import RunDir
-from quantshard.errors import ConfigurationError
 from tests.cli.test_commands import run as command
 
 KEPT = "do not touch\n"

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from quantshard.observe import explain
 from quantshard.terminal import screen
 from quantshard.terminal.screen import Screen
-from quantshard.observe import explain
 from tests.cli.hostile import Started, content, made, told
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ COMMANDS = """
 import io, sys
 from unittest.mock import patch
 from quantshard import cli
-from quantshard.cli import launch
+from quantshard.trainer import launch
 run, text = sys.argv[1:]
 lines = [
     ["--help"], ["train", "--help"], ["resume", run], ["resume", run + "caf\\u00e9 \\u202e\\u2713"],
@@ -97,9 +97,9 @@ for line in lines:
             cli.main()
         except SystemExit as end:
             print("exit code", end.code, flush=True)
-from quantshard.cli.progress import Progress
-from quantshard.cli.config import Settings
-Progress(Settings(), shown=True).note("generated: caf\\u00e9 \\u2713 \\ufffd")
+from quantshard.trainer.progress import Progress
+from quantshard.trainer.config import TrainSettings
+Progress(TrainSettings(), shown=True).note("generated: caf\\u00e9 \\u2713 \\ufffd")
 """
 
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from quantshard import cli
-from quantshard.trainer import launch, worker
-from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.loop import ProcessInfo
 from quantshard.determinism import deterministic
 from quantshard.errors import QuantshardError
+from quantshard.trainer import launch, worker
+from quantshard.trainer.loop import ProcessInfo
+from quantshard.trainer.run_dir import RunDir
 from tests.distributed.pool import run_ranks
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.optim import Optimizer
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard import formats
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Cell, Recipe, TableRecipe, TensorRole
+from quantshard.tensor import components
 
 RECIPES: dict[str, str | Recipe] = {
     "delayed": qs.recipe.DelayedScaling(amax_history_len=4),

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard import numerics, recipe, sharding
-from quantshard.gemm import operands
+from quantshard.distributed import tensor_parallel
+from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
-from quantshard.distributed import tensor_parallel as parallel
-from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
@@ -214,7 +214,7 @@ def rounded_by_group(cell: Cell) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data = mesh.get_local_rank("dp")
     split = OperandSplit(0, mesh.get_group("tp"))
-    base = parallel.stream_base(mesh.get_group("tp"))
+    base = tensor_parallel.stream_base(mesh.get_group("tp"))
     rows = gradient_of(data)
     found = operands.quantize_and_gather(
         rows.chunk(2)[split.rank], cell, split, words=lambda shard: words_of(shard, stream_of(base))
@@ -222,9 +222,9 @@ def rounded_by_group(cell: Cell) -> dict[str, Any]:
     return {
         "data": data,
         "tp": base,
-        "dp": parallel.stream_base(mesh.get_group("dp")),
+        "dp": tensor_parallel.stream_base(mesh.get_group("dp")),
         "index in tp": split.rank,
-        "world": parallel.stream_base(dist.group.WORLD),
+        "world": tensor_parallel.stream_base(dist.group.WORLD),
         "codes": found.components["codes"],
     }
 
@@ -249,14 +249,18 @@ def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device:
 def block(tensors: dict[str, Tensor], w1: Tensor, w2: Tensor, tp: TensorParallel) -> Tensor:
     """A norm's weight, a column-parallel layer, a product, a row-parallel layer with bias, a residual connection."""
     if not tp.sequence_parallel:
-        u = parallel.copy_to_group(tensors["x"] * tensors["gamma"], tp)
+        u = tensor_parallel.copy_to_group(tensors["x"] * tensors["gamma"], tp)
         z = u @ w1.t()
-        return parallel.reduce_from_group((z * z) @ w2.t(), tp) + tensors["bias"] + tensors["x"]
-    x = parallel.split_rows(tensors["x"], tp)
-    u = parallel.gather_rows(x * parallel.all_reduce_gradient(tensors["gamma"], tp), tp)
+        return tensor_parallel.reduce_from_group((z * z) @ w2.t(), tp) + tensors["bias"] + tensors["x"]
+    x = tensor_parallel.split_rows(tensors["x"], tp)
+    u = tensor_parallel.gather_rows(x * tensor_parallel.all_reduce_gradient(tensors["gamma"], tp), tp)
     z = u @ w1.t()
-    y = parallel.scatter_rows((z * z) @ w2.t(), tp) + parallel.all_reduce_gradient(tensors["bias"], tp) + x
-    return parallel.join_rows(y, tp)
+    y = (
+        tensor_parallel.scatter_rows((z * z) @ w2.t(), tp)
+        + tensor_parallel.all_reduce_gradient(tensors["bias"], tp)
+        + x
+    )
+    return tensor_parallel.join_rows(y, tp)
 
 
 def block_gradients(rows: int, sequence_parallel: bool, penalty: bool, device: str, alone: bool) -> dict[str, Tensor]:
@@ -295,13 +299,13 @@ def layers_cut(rows: list[int], device: str = "cpu") -> list[str]:
 
 
 OPERATIONS = {
-    "copy": parallel.copy_to_group,
-    "reduce": parallel.reduce_from_group,
-    "gather_rows": parallel.gather_rows,
-    "scatter_rows": parallel.scatter_rows,
-    "split_rows": parallel.split_rows,
-    "join_rows": parallel.join_rows,
-    "all_reduce_gradient": parallel.all_reduce_gradient,
+    "copy": tensor_parallel.copy_to_group,
+    "reduce": tensor_parallel.reduce_from_group,
+    "gather_rows": tensor_parallel.gather_rows,
+    "scatter_rows": tensor_parallel.scatter_rows,
+    "split_rows": tensor_parallel.split_rows,
+    "join_rows": tensor_parallel.join_rows,
+    "all_reduce_gradient": tensor_parallel.all_reduce_gradient,
 }
 
 
@@ -327,7 +331,7 @@ def refusals(rows: int) -> list[str]:
     """The errors of rows that cannot be divided; no rank waits for another."""
     tp = TensorParallel.of(dist.group.WORLD, sequence_parallel=True)
     said = []
-    for operation in (parallel.scatter_rows, parallel.split_rows):
+    for operation in (tensor_parallel.scatter_rows, tensor_parallel.split_rows):
         try:
             operation(torch.zeros(rows, 4), tp)
         except ConfigurationError as error:

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import quantshard as qs
-from quantshard import amax
+from quantshard.collectives import flat_max, process_groups
 from quantshard.gemm import backend, operands
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
@@ -112,9 +112,9 @@ def amaxes_of_all_ranks(
     """`operands._amaxes`, of the activations of all data-parallel ranks together."""
     if given is not None:
         return {name: given.view(1, 1) for name in operands.scale_names(storage.cell)}
-    found, reduction = storage.measure(values), amax.FlatMax()
+    found, reduction = storage.measure(values), flat_max.FlatMax()
     for grid in found.values():
-        reduction.add(grid, amax.world())
+        reduction.add(grid, process_groups.world())
     reduction.reduce()
     return found
 

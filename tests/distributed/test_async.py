@@ -29,16 +29,16 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from quantshard import private_torch, recipe
 from quantshard.checkpoints import Manager
-from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.loop import make_optimizer
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.trainer.mesh import MeshSpec
 from tests.distributed import durability
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import IMPORTED

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard.tensor import components
 from quantshard.errors import UnsupportedOperationError
+from quantshard.tensor import components
 from tests.distributed.models import Case, bits, build, optimizer_of, set_gradients
 from tests.distributed.pool import run_ranks
 

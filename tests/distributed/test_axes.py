@@ -24,11 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from quantshard import checkpoints, private_torch
-from quantshard.tensor import components
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.formats import Copy
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from quantshard.optimizers.rounding import TensorRegion
+from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.axes import CUTS, MESHES, MORE_MESHES, Axes, build, quantized_layers, whole
 from tests.distributed.models import RECIPES, set_gradients

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from quantshard import checkpoints
-from quantshard.tensor import components
 from quantshard.checkpoints.disk import manifest
 from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, bits, build, optimizer_of, train
 from tests.distributed.pool import run_ranks
 

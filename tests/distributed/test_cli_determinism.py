@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.trainer.run_dir import RunDir
 from quantshard.determinism import VARIABLES
+from quantshard.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import ROOT, SECONDS, SIZES, command, environment, losses
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    shutil.copy(ROOT / "quantshard" / "cli" / "config.py", folder)
+    shutil.copy(ROOT / "quantshard" / "trainer" / "config.py", folder)
     return folder
 
 

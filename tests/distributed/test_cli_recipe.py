@@ -17,11 +17,11 @@ import torch.distributed as dist
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
+from quantshard.trainer import loop
 from quantshard.trainer import model as models
-from quantshard.trainer import loop as train
 from quantshard.trainer.data import from_table
-from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
+from quantshard.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import content, one_line
@@ -90,8 +90,8 @@ def _masterless(optimizer: Any, *args: Any, **options: Any) -> Any:
 def without_masters(folder: str) -> None:
     settings, _, corpus = RunDir(Path(folder)).read_config()
     run, place = RunDir(Path(folder)), ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    plain = functools.partial(_masterless, train.FusedAdam)
-    with mock.patch.object(train, "FusedAdam", plain):
+    plain = functools.partial(_masterless, loop.FusedAdam)
+    with mock.patch.object(loop, "FusedAdam", plain):
         trainer = Trainer(settings, from_table(corpus), run, place, StopFlag())
     with trainer.manager:
         trainer.step(1)

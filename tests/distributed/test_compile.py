@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 from tests.distributed.models import RECIPES, Case, batch, bits, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
 from tests.interpreter import prepared_once
@@ -122,7 +122,7 @@ def compared(ranks: int, backend: str, label: str, recipe: str) -> str:
     with ExitStack() as stack:
         if "kernels" in label:
             stack.enter_context(prepared_once())
-            stack.enter_context(compute.kernels_only_on("cpu"))
+            stack.enter_context(kernel_dispatch.kernels_only_on("cpu"))
         return "equal" if run(case, backend, **options) == run(case, None, **options) else "DIFFER"
 
 

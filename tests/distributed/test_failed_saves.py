@@ -26,6 +26,7 @@ from quantshard.checkpoints.disk import commit, ownership, store
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.staging import Stager
+from quantshard.checkpoints.untrusted import reader
 from tests.distributed import durability
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
@@ -177,7 +178,7 @@ def interrupted(case: Case, folder: str) -> list[str]:
             "restore": lambda: manager.restore(run.model, run.optimizer),
         }
         for name, load in loads.items():
-            with signalled(checkpoints.reader.SafePlanner, "commit_tensor", is_last):  # type: ignore[attr-defined]
+            with signalled(reader.SafePlanner, "commit_tensor", is_last):
                 found.append(f"{name}: {raised(load)}")
         manager.restore(run.model, run.optimizer)
         manager.save(2, run.model, run.optimizer)

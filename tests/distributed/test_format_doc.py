@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from quantshard.tensor import components
 from quantshard import formats
+from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.distributed.models import OTHERS, RECIPES, Case, build, optimizer_of, train
 from tests.distributed.pool import run_ranks

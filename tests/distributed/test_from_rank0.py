@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from quantshard import Linear, private_torch, quantized_model_init
-from quantshard.tensor import components
 from quantshard.checkpoints import from_rank0, load_from_rank0
 from quantshard.errors import CheckpointError
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, batch, build, mesh_of, sha
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import ON_RANK_0, SHAPES, new_run, to_all

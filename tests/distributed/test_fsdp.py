@@ -17,9 +17,9 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard import sharding
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, optimizer_of, set_gradients, sha, train
 from tests.distributed.pool import run_ranks
 

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard import private_torch
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 

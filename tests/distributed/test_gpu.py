@@ -13,9 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
-from quantshard.numerics import distributions
 from quantshard import numerics
 from quantshard.formats import FORMATS, Scaling
+from quantshard.numerics import distributions
 from quantshard.optimizers import FusedAdam
 from tests.distributed import parallel, test_parallel
 from tests.distributed.models import MESHES, RECIPES, Case, bits, build, mesh_of, optimizer_of, train

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 import quantshard as qs
 from quantshard import checkpoints, private_torch
-from quantshard.tensor import components
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.tensor import components
 from tests.distributed.models import Case, build, set_gradients, sha
 from tests.distributed.pool import run_ranks
 

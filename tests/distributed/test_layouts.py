@@ -15,14 +15,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from quantshard import checkpoints
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import MeshSpec
 from quantshard.errors import CheckpointError
 from quantshard.layouts import export, load, loading
 from quantshard.layouts.files import SafetensorsFiles
 from quantshard.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam
+from quantshard.trainer import model as models
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.mesh import MeshSpec
 from tests.distributed.pool import run_ranks
 from tests.layouts.models import CONFIG, RECIPES
 

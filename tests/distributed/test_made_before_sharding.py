@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import cut_like, message_of

@@ -27,10 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
 from quantshard import checkpoints, private_torch
-from quantshard.tensor import components
 from quantshard.checkpoints import Manager
 from quantshard.errors import CheckpointError, QuantshardError, TorchVersionError
 from quantshard.private_torch import lookup
+from quantshard.tensor import components
 from tests.distributed.pool import run_ranks
 from tests.test_lookup import CENTRAL
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import quantshard as qs
 from quantshard import checkpoints
-from quantshard.tensor import components
 from quantshard.errors import QuantshardError
+from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.models import Case, bits, build
 from tests.distributed.pool import run_ranks

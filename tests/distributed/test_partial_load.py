@@ -21,9 +21,9 @@ from torch import nn
 
 from quantshard import checkpoints
 from quantshard.checkpoints import high_precision, partial_load
-from quantshard.checkpoints.untrusted.checksums import NoManifestWarning, shares
-from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.manager import Manager
+from quantshard.checkpoints.untrusted.checksums import NoManifestWarning, shares
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.reader import SafePlanner, SafeReader
 from quantshard.errors import CheckpointError
@@ -201,7 +201,7 @@ def half_way(case: Case, folder: str) -> list[str]:
         ),
         "load_high_precision": (
             lambda run: checkpoints.load_high_precision(run.model, values),
-            (high_precision.amax, "requantize_"),
+            (high_precision.requantize, "requantize_"),
             case,
         ),
     }

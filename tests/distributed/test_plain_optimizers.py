@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
 from quantshard.optimizers import MasterWeights
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, set_gradients, sha, train
 from tests.distributed.pool import run_ranks
 

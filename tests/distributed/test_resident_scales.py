@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard.formats import Role
+from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks

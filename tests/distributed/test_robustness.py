@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard.errors import QuantshardError
 from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
 

@@ -242,15 +242,15 @@ def test_a_mesh_or_a_group_at_construction_or_later() -> None:
 def dropped(sequence_parallel: bool) -> tuple[bool, float]:
     """Whether ranks dropped what one process with that key drops, and how much."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    from quantshard.distributed import tensor_parallel as parallel
+    from quantshard.distributed import tensor_parallel
 
-    tp = parallel.TensorParallel.of(mesh.get_group(), None, sequence_parallel)
+    tp = tensor_parallel.TensorParallel.of(mesh.get_group(), None, sequence_parallel)
     x = torch.ones(40, 3, 50)
     torch.manual_seed(5)
-    y = parallel.dropout(x.chunk(2)[tp.rank] if sequence_parallel else x, 0.3, tp)
-    whole = parallel.join_rows(y, tp) if sequence_parallel else y
+    y = tensor_parallel.dropout(x.chunk(2)[tp.rank] if sequence_parallel else x, 0.3, tp)
+    whole = tensor_parallel.join_rows(y, tp) if sequence_parallel else y
     torch.manual_seed(5)
-    wanted = parallel.dropout(x, 0.3, parallel.TensorParallel.of(mesh.get_group()))
+    wanted = tensor_parallel.dropout(x, 0.3, tensor_parallel.TensorParallel.of(mesh.get_group()))
     return torch.equal(whole, wanted), float((whole == 0).float().mean())
 
 

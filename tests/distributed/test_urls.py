@@ -14,13 +14,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from quantshard import checkpoints
+from quantshard.checkpoints import save_load
 from quantshard.checkpoints.disk import commit, manifest
-from quantshard.checkpoints import save_load as io
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.disk.ownership import Ownership
 from quantshard.checkpoints.disk.store import locate
+from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.manager import Manager
 from quantshard.cli import app
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts.inspection import inspect_files
@@ -198,7 +198,7 @@ def elsewhere(case: Case, url: str) -> list[str]:
     run, found = new_run(case, url), []
     with (
         Manager("memory://run") as manager,
-        mock.patch.object(io, "write_checkpoint"),
+        mock.patch.object(save_load, "write_checkpoint"),
     ):  # as in the memory of another process
         found.append(message_of(lambda: manager.save(1, run.model, run.optimizer)))
     return [*found, message_of(lambda: Manager("nowhere://run"))]

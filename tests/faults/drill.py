@@ -21,8 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.disk.ownership import LOCK_FILE
+from quantshard.checkpoints.inspect.compare import compare
 from tests.faults.job import IN_SAVER, ON_ANY_RANK, POINTS, TAKES, Fault, Job, rank_main
 
 BOUND_SECONDS = 90

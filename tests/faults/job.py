@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from quantshard import private_torch
+from quantshard.checkpoints import manager, rank_state, save_load
 from quantshard.checkpoints.disk import commit, manifest, store
-from quantshard.checkpoints import save_load as io, manager, rank_state
 from quantshard.checkpoints.staging import Stager
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case, build, optimizer_of
@@ -93,9 +93,9 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "retiring: renamed, not yet removed": (store.LocalStore, "remove", "before"),
     "restore: looking": (manager.Manager, "steps", "before"),
     "restore: verifying": (manifest, "wrong_file", "after"),
-    "restore: before the load": (io, "load", "before"),
+    "restore: before the load": (save_load, "load", "before"),
     "restore: in the load": (FusedAdam, "load_state_dict", "before"),
-    "restore: after the load": (io, "load", "after"),
+    "restore: after the load": (save_load, "load", "after"),
 }
 
 ON_ANY_RANK = {point for point in POINTS if point.startswith(("step", "staging", "restore: before", "restore: in"))} | {
@@ -199,7 +199,7 @@ def train(job: Job) -> None:
         if rank == 0:
             Path(job.folder, "from").write_text(str(done))
         if job.copy:
-            io.save(Path(job.folder, "copy"), model, optimizer, {"step": done})
+            save_load.save(Path(job.folder, "copy"), model, optimizer, {"step": done})
         for step in range(done + 1, job.steps + 1):
             loss = model(data.batch()).float().square().mean()
             loss.backward()

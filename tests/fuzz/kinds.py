@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import quantshard as qs
 from quantshard import checkpoints, layouts, transformer_engine
-from quantshard.checkpoints.untrusted import entries, metadata, pickles
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.disk.manifest import METADATA_FILE
-from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.untrusted import entries, metadata, pickles
+from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.cli import exchange
 from quantshard.layouts import names
 from quantshard.layouts.inspection import inspect_files

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from quantshard.tensor.components import CHECKPOINT_VERSION
-from quantshard.optimizers import FusedAdam
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES
 

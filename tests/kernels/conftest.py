@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 from tests.interpreter import prepared_once
 
 
@@ -17,4 +17,4 @@ def _prepare_once():
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU kernels run on the CPU, interpreted."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cpu"})
+        monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {"cpu"})

@@ -40,20 +40,29 @@ torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 from quantshard import sharding  # noqa: E402
-from quantshard.gemm import producers as sources  # noqa: E402
-from quantshard.tensor import storage as storages  # noqa: E402
 from quantshard.formats import ALL, E4M3, E5M2, FORMATS, Copy, Scaling  # noqa: E402
-from quantshard.kernels.fused import activation, norm, epilogue as results, rotary, rounded_sum  # noqa: E402
-from quantshard.kernels.optimizer import adam  # noqa: E402
-from quantshard.kernels.quantize import amax, dequantize, matrix as quantize, targets, transpose  # noqa: E402
-from quantshard.kernels.experts import grouped, grouped_matmul  # noqa: E402
+from quantshard.gemm import producers  # noqa: E402
 from quantshard.kernels import language  # noqa: E402
-from quantshard.kernels.optimizer.parameters import AdamParameter, AdamPasses, MatrixRegion, PlainTensor, ScaledTensor, adam_kernel_config, passes_of  # noqa: E402
-from quantshard.kernels.optimizer.plan import launch_options  # noqa: E402
+from quantshard.kernels.experts import grouped, grouped_matmul  # noqa: E402
+from quantshard.kernels.fused import activation, epilogue, norm, rotary, rounded_sum  # noqa: E402
 from quantshard.kernels.fused.epilogue import EpilogueRequest  # noqa: E402
+from quantshard.kernels.optimizer import adam  # noqa: E402
+from quantshard.kernels.optimizer.parameters import (  # noqa: E402
+    AdamParameter,
+    AdamPasses,
+    MatrixRegion,
+    PlainTensor,
+    ScaledTensor,
+    adam_kernel_config,
+    passes_of,
+)
+from quantshard.kernels.optimizer.plan import launch_options  # noqa: E402
+from quantshard.kernels.quantize import amax, dequantize, targets, transpose  # noqa: E402
+from quantshard.kernels.quantize import matrix as quantize  # noqa: E402
 from quantshard.kernels.quantize.targets import QuantizeRequest, Region  # noqa: E402
 from quantshard.numerics import RandomBits  # noqa: E402
 from quantshard.recipe import FP8_STATE, Cell, resolve  # noqa: E402
+from quantshard.tensor import storage as storages  # noqa: E402
 
 
 def widest(ptx: str, access: str) -> int:
@@ -87,7 +96,7 @@ def request(name: str, transposed: bool = False, words: bool = False, hadamard: 
     grid = torch.ones(1 if copy.block[0] == ALL else ROWS, 1) if ALL in copy.block else None
     drawn = RandomBits(1 << 40 | 5, 7, 3, (ROWS, COLS)) if words else None
     second = torch.ones(()) if copy.amax is not None else None
-    by_columns = sources.read_by_columns(copy)
+    by_columns = producers.read_by_columns(copy)
     return QuantizeRequest(copy, Scaling(random_hadamard=hadamard), (0, 0), grid, second, drawn, transposed, by_columns)
 
 
@@ -133,7 +142,7 @@ def activated(one: QuantizeRequest | None, other: QuantizeRequest | None = None,
     x, scalar = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.zeros(())
     sums = torch.empty(COLS) if backward else None
     outputs = EpilogueRequest(one, other, None, scalar, scalar if backward else None, sums)
-    p = results.plan_epilogue(outputs, x)
+    p = epilogue.plan_epilogue(outputs, x)
     inputs, rest = (x, COLS, x, COLS), (p.sink, *p.out, *p.words)
     if not backward:
         return activation.activate_kernel.warmup(
@@ -148,7 +157,7 @@ def activated(one: QuantizeRequest | None, other: QuantizeRequest | None = None,
 
 def normalized(one: QuantizeRequest | None, other: QuantizeRequest | None = None) -> Any:
     x, row, column = torch.empty(ROWS, COLS, dtype=torch.bfloat16), torch.empty(COLS), torch.empty(ROWS)
-    p = results.plan_epilogue(EpilogueRequest(one, other), x)
+    p = epilogue.plan_epilogue(EpilogueRequest(one, other), x)
     return norm.normalize_kernel.warmup(
         x, COLS, column, column, row, row, p.where, p.sink, *p.out, *p.words, CENTERED=True, OFFSET=0.0, TILE=p.tile,
         H=p.how[0], T=p.how[1], grid=(1,), **p.launch(), enable_fp_fusion=False,

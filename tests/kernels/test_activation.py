@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from quantshard import numerics
 from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, MXFP8_32X32, NVFP4_1X16, Copy, Scaling
 from quantshard.kernels.fused import activation as ka
-from quantshard.kernels.fused import epilogue as results
-from quantshard.kernels.quantize import targets as kt
+from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import EpilogueRequest
+from quantshard.kernels.quantize import targets as kt
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
@@ -165,11 +165,11 @@ def test_two_programs_fit_on_a_multiprocessor(backward):
     """Where a program would take most of its 65536 registers for itself, they are bounded."""
     like = torch.ones(37, 290, dtype=torch.bfloat16, device=DEVICE)
     asked = request(FP8_1X128, Scaling(), numerics.amaxes(like, FP8_1X128), like.dtype)
-    plan = results.plan_epilogue(EpilogueRequest(asked, asked), like)
+    plan = epilogue.plan_epilogue(EpilogueRequest(asked, asked), like)
     launch = plan.launch(backward)
     assert (plan.tile, launch["num_warps"], launch["maxnreg"]) == (kt.TileShape(128, 128, 4), 8, 128)
     assert 2 * 32 * launch["num_warps"] * launch["maxnreg"] == 65536
-    alone = results.plan_epilogue(EpilogueRequest(asked), like).launch(backward)
+    alone = epilogue.plan_epilogue(EpilogueRequest(asked), like).launch(backward)
     assert (alone["maxnreg"] is None) != backward
 
 

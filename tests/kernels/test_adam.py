@@ -15,16 +15,25 @@ import triton
 import triton.language as tl
 
 from quantshard import formats, numerics, recipe, sharding
-from quantshard.tensor import storage as storages
-from quantshard.amax import FlatMax, Requantization
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import Scaling
 from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer.adam import quotient_by_root
-from quantshard.kernels.optimizer.parameters import AdamParameter, AdamPasses, MasterRemainder, MatrixRegion, PlainTensor, ScaledTensor, passes_of
+from quantshard.kernels.optimizer.parameters import (
+    AdamParameter,
+    AdamPasses,
+    MasterRemainder,
+    MatrixRegion,
+    PlainTensor,
+    ScaledTensor,
+    passes_of,
+)
 from quantshard.kernels.optimizer.plan import AdamLaunchPlan
-from quantshard.optimizers import rounding
 from quantshard.numerics.adam import Hyperparameters, adam
+from quantshard.optimizers import rounding
 from quantshard.recipe import Cell
+from quantshard.tensor import storage as storages
+from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import adam, kernels
-from quantshard.optimizers import kernel_step as on_kernels
+from quantshard.optimizers import kernel_step
 from tests.interpreter import kernels_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of zeros in the interpreter
@@ -51,6 +51,6 @@ def test_steps_of_optimizers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_wrong_bits_of_optimizers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "SMALL", [(2, 5)])
-    monkeypatch.setattr(on_kernels.KernelStep, "update", lambda self, skip: [])
+    monkeypatch.setattr(kernel_step.KernelStep, "update", lambda self, skip: [])
     with kernels_on(DEVICE):
         assert not adam.ours("current", [(2, 5)], DEVICE).is_right

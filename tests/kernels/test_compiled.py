@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard.modules.contexts import context
 from quantshard.modules import fused, rotary
+from quantshard.modules.contexts import context
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.distributed.models import RECIPES
 

@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from quantshard import kernel_dispatch
 from quantshard.doctor import checks, experts, fused, steps
 from quantshard.formats import FORMATS
 from quantshard.modules.gemms import grouped
-from quantshard.optimizers import kernel_step as on_kernels
+from quantshard.optimizers import kernel_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,8 +109,8 @@ def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [(3, 34), (2, 5)]
     assert steps.has_oracles_bits("mxfp8", small, DEVICE.type)
     with monkeypatch.context() as patch:
-        patch.setattr(on_kernels.KernelStep, "update", lambda self, skip: [])
+        patch.setattr(kernel_step.KernelStep, "update", lambda self, skip: [])
         assert not steps.has_oracles_bits("mxfp8", small, DEVICE.type)
     assert steps.histories(SHAPE, DEVICE)
-    monkeypatch.setattr(steps.amax.compute.history_kernel, "record", lambda histories, amaxes: None)
+    monkeypatch.setattr(kernel_dispatch.history_kernel, "record", lambda histories, amaxes: None)
     assert not steps.histories(SHAPE, DEVICE)

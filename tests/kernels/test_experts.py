@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
-from quantshard.gemm import backend
 from quantshard.errors import FallbackError, UnsupportedOperationError
+from quantshard.gemm import backend
 from quantshard.recipe import Recipe, resolve
 from tests.distributed.models import RECIPES
 from tests.modules.test_grouped_linear import is_equal_when_recomputed

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
+from quantshard.modules import fused
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional
-from quantshard.modules import fused
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.distributed import models

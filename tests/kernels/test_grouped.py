@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard import amax
-from quantshard.gemm import operands
+from quantshard.collectives import delayed_scaling
 from quantshard.formats import E4M3, E5M2, FORMATS, Copy, Encoding, Scaling
+from quantshard.gemm import operands
 from quantshard.recipe import Cell
 from quantshard.tensor.storage import QuantizedStorage
 
 pytest.importorskip("triton")
 
 from quantshard.kernels.experts import grouped, grouped_matmul
-from quantshard.kernels.optimizer import history
-from quantshard.kernels.quantize import scales
 from quantshard.kernels.experts.grouped import ExpertSegments
 from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
+from quantshard.kernels.optimizer import history
+from quantshard.kernels.quantize import scales
 from quantshard.kernels.quantize.targets import QuantizeRequest
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -230,5 +230,5 @@ def test_poison_of_blocks_is_their_experts() -> None:
 @pytest.mark.parametrize("most_recent", [True, False])
 def test_past_amaxes_of_many_histories(most_recent: bool) -> None:
     histories = [torch.tensor(seen, device=DEVICE) for seen in ([1.0, 5.0, 2.0], [0.0], [0.0, 0.0, 3.0, 2.5, 0.5])]
-    wanted = torch.stack([amax.history_amax(seen, most_recent) for seen in histories])
+    wanted = torch.stack([delayed_scaling.history_amax(seen, most_recent) for seen in histories])
     assert torch.equal(history.pasts(histories, most_recent), wanted)

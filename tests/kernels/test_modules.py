@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import quantshard as qs
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 from quantshard.kernels.fused import norm as kn
 from quantshard.modules import layernorm_mlp, norm, rotary
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
@@ -33,7 +33,7 @@ EPS, U = of_norm.EPS, of_norm.U
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels run on the tensors of a test; the names of those that ran."""
     names: list[str] = []
-    monkeypatch.setattr(compute, "KERNEL_DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {"cuda", "cpu"})
     for module, name in (
         (norm.norm_kernel, "norm_statistics"),
         (norm.norm_kernel, "normalize_and_quantize"),
@@ -51,7 +51,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def on_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], list[Tensor]]], list[Tensor]]:
     def run(function: Callable[[], list[Tensor]]) -> list[Tensor]:
         with monkeypatch.context() as patch:
-            patch.setattr(compute, "KERNEL_DEVICES", set())
+            patch.setattr(kernel_dispatch, "KERNEL_DEVICES", set())
             return function()
 
     return run

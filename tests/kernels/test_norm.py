@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from quantshard import numerics
 from quantshard.formats import ALL, FP8_128X128, FP8_E4M3, MXFP8_1X32, MXFP8_32X32, NVFP4_16X16, Copy, Scaling
 from quantshard.kernels.fused import norm as kn
-from quantshard.kernels.quantize import targets as kt
 from quantshard.kernels.fused.epilogue import EpilogueRequest
+from quantshard.kernels.quantize import targets as kt
 from quantshard.modules.norm import layer_norm, rms_norm
 
 # numpy, under the interpreter, warns of what IEEE 754 defines

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard.gemm import backend
 from quantshard import numerics
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
+from quantshard.gemm import backend
 
 pytest.importorskip("triton")
 
-from quantshard.gemm import producers as sources
-from quantshard.kernels.quantize import amax, dequantize, transpose
+from quantshard.gemm import producers
 from quantshard.kernels.fused.activation import quantize_gradient
-from quantshard.kernels.quantize.matrix import quantize_matrix
 from quantshard.kernels.fused.epilogue import EpilogueRequest
+from quantshard.kernels.quantize import amax, dequantize, transpose
+from quantshard.kernels.quantize.matrix import quantize_matrix
 from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
 from quantshard.numerics import RandomBits
 
@@ -315,4 +315,4 @@ def test_scales_lie_as_products_read_them() -> None:
     assert wanted
     for copy in (copy for fmt in FORMATS.values() for copy in fmt.copies.values()):
         kind = (copy.codes.encoding.name, copy.scale.encoding.name, *copy.block)
-        assert sources.read_by_columns(copy) == (kind in wanted), kind
+        assert producers.read_by_columns(copy) == (kind in wanted), kind

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard import kernel_dispatch as compute
+from quantshard import kernel_dispatch
 from quantshard.kernels.fused.rounded_sum import SIZE, rounded_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,8 +36,8 @@ def test_sums_are_those_of_additions(count, dtype):
 
 def test_parts_of_few_bits_and_with_gaps_between_rows():
     parts = [part[:, :5] for part in summands(3, (6, 8), torch.bfloat16)]
-    with compute.kernels_only_on():
-        wanted = compute.rounded_sum(parts, torch.bfloat16)
+    with kernel_dispatch.kernels_only_on():
+        wanted = kernel_dispatch.rounded_sum(parts, torch.bfloat16)
     found = rounded_sum(parts, torch.bfloat16)
     assert wanted.dtype == torch.bfloat16 and torch.equal(found.nan_to_num(), wanted.nan_to_num())
     assert rounded_sum([torch.empty(0, 3, device=DEVICE)] * 2, torch.bfloat16).shape == (0, 3)
@@ -45,4 +45,4 @@ def test_parts_of_few_bits_and_with_gaps_between_rows():
 
 def test_float64_is_added_up_as_it_is():
     parts = [torch.full((3,), 2.0**-40, dtype=torch.float64, device=DEVICE), torch.ones(3, device=DEVICE).double()]
-    assert torch.equal(compute.rounded_sum([x.clone() for x in parts], torch.float64), parts[0] + parts[1])
+    assert torch.equal(kernel_dispatch.rounded_sum([x.clone() for x in parts], torch.float64), parts[0] + parts[1])

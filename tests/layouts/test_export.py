@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantshard.tensor import components
-from quantshard.trainer.model import LanguageModel
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, E8M0, FP32
 from quantshard.layouts import LAYOUTS, LLAMA, Layout, export, names
 from quantshard.layouts.table import EXACT, LOSSY, UNDEFINED, verdict
+from quantshard.tensor import components
+from quantshard.trainer.model import LanguageModel
 from tests.layouts import models
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

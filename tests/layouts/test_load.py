@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantshard.tensor import components
 from quantshard.errors import CheckpointError
 from quantshard.layouts import LAYOUTS, export, load
+from quantshard.tensor import components
 from tests.layouts import models
 from tests.layouts.test_export import CASES, saved  # noqa: F401  (a fixture)
 

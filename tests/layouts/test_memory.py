@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from quantshard.tensor import components
 from quantshard import numerics
 from quantshard.recipe import MXFP8BlockScaling
+from quantshard.tensor import components
 
 WEIGHTS, SIZE = 16, 4096
 BYTES_PER_ELEMENT = {"sglang-mxfp8": 8, "plain-bf16": 20}

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from quantshard.trainer.model import LanguageModel
 from quantshard.layouts import LLAMA, export
+from quantshard.trainer.model import LanguageModel
 from tests.layouts import models
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the readers' own

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from quantshard.tensor import components
 from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS, KEY
 from tests.distributed.models import RECIPES, bits, set_gradients, sha
 from tests.distributed.pool import run_ranks

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantshard as qs
-from quantshard import kernel_dispatch as compute, kernels
-from quantshard.tensor import storage as storages
+from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import capture
+from quantshard.tensor import storage as storages
 
 
 def build(quantized: bool) -> nn.Module:
@@ -44,7 +44,7 @@ def trained(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
 def test_counts_in_tensors_give_the_bits_of_counts_on_the_host(devices, quantized, monkeypatch):
     if devices and not (kernels.USABLE and not torch.cuda.is_available()):
         pytest.skip("kernels run on the CPU under Triton's interpreter only")
-    monkeypatch.setattr(compute, "KERNEL_DEVICES", devices)
+    monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", devices)
     expected = trained(build(quantized))
     assert expected["0.weight_draws"].item() == 2
     model = build(quantized)

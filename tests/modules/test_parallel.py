@@ -9,18 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quantshard.errors import ConfigurationError
-from quantshard.distributed import tensor_parallel as parallel
+from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel, stream_base
+from quantshard.errors import ConfigurationError
 
 OPERATIONS = [
-    parallel.copy_to_group,
-    parallel.reduce_from_group,
-    parallel.gather_rows,
-    parallel.scatter_rows,
-    parallel.split_rows,
-    parallel.join_rows,
-    parallel.all_reduce_gradient,
+    tensor_parallel.copy_to_group,
+    tensor_parallel.reduce_from_group,
+    tensor_parallel.gather_rows,
+    tensor_parallel.scatter_rows,
+    tensor_parallel.split_rows,
+    tensor_parallel.join_rows,
+    tensor_parallel.all_reduce_gradient,
 ]
 
 
@@ -60,14 +60,14 @@ def test_without_processes_there_is_one_number():
 def test_one_rank_costs_nothing(operation):
     """No copy, no autograd node, and no collective: torch.distributed is not initialized here."""
     x = torch.randn(7, 2, 3, requires_grad=True)
-    for mode in parallel.MODES:
+    for mode in tensor_parallel.MODES:
         tp = TensorParallel.of(None, mode, sequence_parallel=True)
         assert (tp.size, tp.rank, tp.split(1).size) == (1, 0, 1)
         assert operation(x, tp) is x
 
 
 @pytest.mark.parametrize(("rows", "said"), [(7, "multiple of 3, such as 9 or 6"), (2, "such as 3, or leave")])
-@pytest.mark.parametrize("operation", [parallel.scatter_rows, parallel.split_rows])
+@pytest.mark.parametrize("operation", [tensor_parallel.scatter_rows, tensor_parallel.split_rows])
 def test_rows_that_cannot_be_divided_are_refused(operation, rows, said):
     tp = TensorParallel(object(), size=3)
     with pytest.raises(ConfigurationError, match=rf"the {rows} rows .* \[{rows}, 2, 64\] .* 3 ranks .*{said}"):
@@ -76,9 +76,9 @@ def test_rows_that_cannot_be_divided_are_refused(operation, rows, said):
 
 def test_rows_per_rank():
     tp = TensorParallel(object(), size=3)
-    assert parallel.rows_per_rank(torch.Size([12, 5]), tp) == 4
-    assert parallel.rows_per_rank(torch.Size([0, 5]), tp) == 0
-    assert parallel.rows_per_rank(torch.Size([7]), TensorParallel()) == 7
+    assert tensor_parallel.rows_per_rank(torch.Size([12, 5]), tp) == 4
+    assert tensor_parallel.rows_per_rank(torch.Size([0, 5]), tp) == 0
+    assert tensor_parallel.rows_per_rank(torch.Size([7]), TensorParallel()) == 7
 
 
 def test_modes():

@@ -84,7 +84,7 @@ def initial(seed: int, **options: Any) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = Model(Config(**options))
     for module in model.modules():
-        if isinstance(module, qs.modules.base.QuantizedModule):
+        if isinstance(module, qs.modules.base.module.QuantizedModule):
             module.to_empty(device="cpu").reset_parameters()
     return model.state_dict()
 

@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quantshard.numerics import distributions
 from quantshard import modules, numerics
 from quantshard.errors import ConfigurationError
-from quantshard.modules import LayerNormMLP, Linear, RotaryPositionEmbedding, TransformerLayer, autocast, quantized_model_init
-from quantshard.modules.contexts import unsupported
+from quantshard.modules import (
+    LayerNormMLP,
+    Linear,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    autocast,
+    quantized_model_init,
+)
 from quantshard.modules.base.module import WeightSpec
+from quantshard.modules.contexts import unsupported
+from quantshard.numerics import distributions
 
 U = 2.0**-24
 NAMES = ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16"]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from quantshard.tensor import components
 from quantshard.sharding import ceil_div
+from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard.optimizers import FusedAdam
 from quantshard.numerics.adam import Hyperparameters, adam, largest_ratio
+from quantshard.optimizers import FusedAdam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 ROWS, COLS, STEPS = 4, 256, 60

@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard.errors import NonFiniteGradientError
-from quantshard.optimizers import FusedAdam
 from quantshard.numerics.adam import power
+from quantshard.optimizers import FusedAdam
 from quantshard.tensor.storage import AMAX_HISTORY
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
 from tests.test_tensor import RECIPES, contents, differing, same

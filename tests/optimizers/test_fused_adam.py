@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from quantshard import Linear, numerics, quantized_model_init, recipe
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
 from quantshard.formats import Copy
-from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.numerics.adam import Hyperparameters, adam
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS
+from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS
 from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, every_recipe, random, same, weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from quantshard import GroupedLinear, Linear, autocast, quantized_model_init
-from quantshard.tensor import components
 from quantshard.errors import ConfigurationError, NonFiniteGradientError
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
+from quantshard.tensor import components
 from tests.test_tensor import same
 
 OPTIMIZERS = {

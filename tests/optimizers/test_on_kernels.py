@@ -20,10 +20,10 @@ pytest.importorskip("triton")
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
 from quantshard.kernels.optimizer import plan as adam_plan
-from quantshard.optimizers import FusedAdam, kernel_step as on_kernels
+from quantshard.optimizers import FusedAdam, kernel_step
 from quantshard.recipe import resolve
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
@@ -215,8 +215,8 @@ def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[adam_plan.AdamLaunchPlan]:
     """All plans that are made from now on."""
     made: list[adam_plan.AdamLaunchPlan] = []
-    real = on_kernels.AdamLaunchPlan
-    monkeypatch.setattr(on_kernels, "AdamLaunchPlan", lambda *args: made.append(real(*args)) or made[-1])
+    real = kernel_step.AdamLaunchPlan
+    monkeypatch.setattr(kernel_step, "AdamLaunchPlan", lambda *args: made.append(real(*args)) or made[-1])
     return made
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard.tensor import components
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
 from quantshard.tensor.storage import KEY
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
 from tests.test_tensor import RECIPES, same

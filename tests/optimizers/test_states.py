@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard.tensor import components
 from quantshard import numerics
 from quantshard.formats import FORMATS, FP16, Copy
-from quantshard.optimizers import FusedAdam
 from quantshard.numerics.adam import Hyperparameters, adam
+from quantshard.optimizers import FusedAdam
 from quantshard.optimizers.state import RemainderState
-from quantshard.tensor.storage import DRAWS
+from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.storage import DRAWS
 from tests.test_tensor import RECIPES, contents, differing, every_cell, random, same
 
 LR, EPS, DECAY = 1e-2, 1e-8, 0.1

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from quantshard import amax
+from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, QuantshardError
 
 T = TypeVar("T")
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 def rank() -> int:
     """This process's rank; 0 where there is no process group."""
-    return 0 if amax.world() is None else dist.get_rank()
+    return 0 if process_groups.world() is None else dist.get_rank()
 
 
 def rank_count() -> int:
     """How many ranks there are; 1 where there is no process group."""
-    return 1 if amax.world() is None else dist.get_world_size()
+    return 1 if process_groups.world() is None else dist.get_world_size()
 
 
 def gathered(value: T) -> list[T]:
     """Every rank's value, by rank. A collective call."""
     found = [value] * rank_count()
-    if amax.world() is not None:
+    if process_groups.world() is not None:
         with _told():
             dist.all_gather_object(found, value)
     return found
@@ -65,7 +65,7 @@ def from_rank0(find: Callable[[], T]) -> T:
             sent = [None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}")]
         except INTERRUPTS as error:
             sent, interrupt = [None, (CheckpointError, _interrupted(0, error))], error
-    if amax.world() is not None:
+    if process_groups.world() is not None:
         with _told():
             dist.broadcast_object_list(sent, src=0)
     if interrupt is not None:

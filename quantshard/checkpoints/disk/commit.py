@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.checkpoints.disk import manifest, agreement as ranks
+from quantshard.checkpoints.disk import agreement, manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
 from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, why
@@ -91,7 +91,7 @@ def begin(path: Path_, replace: bool = False) -> SaveTarget:
     Raises:
         CheckpointError: there is a complete one already, or other files; the same on every rank.
     """
-    return ranks.from_rank0(lambda: prepare_target(path, replace))
+    return agreement.from_rank0(lambda: prepare_target(path, replace))
 
 
 def prepare_target(path: Path_, replace: bool = False) -> SaveTarget:
@@ -177,8 +177,8 @@ def remove(path: Path_) -> None:
         store.remove(place)
     except OSError as error:
         raise CheckpointError(
-            f"{path} could not be removed: {ranks.words(error)}; see that this process may write in the folder that it "
-            "is in, or remove it yourself"
+            f"{path} could not be removed: {agreement.words(error)}; see that this process may write in the folder "
+            "that it is in, or remove it yourself"
         ) from error
 
 
@@ -188,7 +188,7 @@ def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
     try:
         yield
     except BaseException:  # a Ctrl-C too: if others still write there, the next save removes the rest
-        if ranks.rank() == 0:
+        if agreement.rank() == 0:
             abandon(target)
         raise
 
@@ -238,11 +238,11 @@ def said_of(path: Path_, error: BaseException) -> str:
     """What is said of a save that failed: why, on which rank, with which file, what is intact, and what to do."""
     if isinstance(error, CheckpointError):
         return str(error)
-    number, first = ranks.first_failed(error)
+    number, first = agreement.first_failed(error)
     where = "" if number == 0 else f"on rank {number}: "
     remedy = _REMEDIES.get(first.errno or 0) if isinstance(first, OSError) else None
     intact = "nothing of it is kept, and other checkpoints are as they were"
-    return f"{path} could not be written: {where}{'; '.join(filter(None, (ranks.words(first), intact, remedy)))}"
+    return f"{path} could not be written: {where}{'; '.join(filter(None, (agreement.words(first), intact, remedy)))}"
 
 
 class CommitWriter(FileSystemWriter):

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard.checkpoints import rank_state
-from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
-from quantshard.checkpoints.untrusted.entry_reader import CheckpointReader, why_unread
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.untrusted.entry_reader import CheckpointReader, why_unread
+from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
 
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, so that comparing takes little memory beside the two tensors."""

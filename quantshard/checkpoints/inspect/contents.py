@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 
 from quantshard import numerics, sharding
 from quantshard.checkpoints.untrusted.reader import SafeReader
-from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
 from quantshard.recipe import STATE_CELLS, format_of_tag
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 STATE_MARK = ".state."

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.inspect.contents import STATE_MARK, TensorGroup, TensorStatistics
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.reader import SafeReader
-from quantshard.checkpoints.disk.store import Path_
 
 WEIGHT, STATE = "weight", "state"
 """Kinds of rows: what a model holds, and an optimizer's states. The caller's own entries are `EXTRA`."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
-from quantshard.checkpoints.disk.store import Path_
 from quantshard.errors import CheckpointError
 
 

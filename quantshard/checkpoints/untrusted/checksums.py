@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from quantshard.checkpoints.disk import manifest, agreement as ranks
+from quantshard.checkpoints.disk import agreement, manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, Manifest
-from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.checkpoints.disk.store import LocalStore, Path_, locate
+from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.errors import CheckpointError
 
 _LATER = 10**9  # nanoseconds: clocks of hosts that share a file system differ
@@ -33,7 +33,7 @@ def check_files(path: Path_, described: Manifest | None, own: Collection[str]) -
     Raises:
         DamagedError: naming the first file that is not as the manifest says; the same on every rank.
     """
-    by_rank = ranks.gathered(None if described is None else set(own))
+    by_rank = agreement.gathered(None if described is None else set(own))
     if described is None and not any(by_rank):
         return
     if described is None or None in by_rank:
@@ -42,8 +42,8 @@ def check_files(path: Path_, described: Manifest | None, own: Collection[str]) -
             "all ranks share"
         )
     sizes = {name: entry.bytes for name, entry in described.files.items()}
-    mine = shares([files for files in by_rank if files is not None], sizes)[ranks.rank()]
-    ranks.alike(lambda: compare_files(path, described, mine))
+    mine = shares([files for files in by_rank if files is not None], sizes)[agreement.rank()]
+    agreement.alike(lambda: compare_files(path, described, mine))
 
 
 def compare_files(path: Path_, described: Manifest, names: Iterable[str]) -> None:
@@ -79,7 +79,7 @@ def shares(wanted: Sequence[Collection[str]], sizes: Mapping[str, int]) -> list[
 
 def warn_of_none(path: Path_, metadata: Metadata, stacklevel: int) -> None:
     """Say that a checkpoint has no manifest, and what looks like files of another save. On rank 0."""
-    if ranks.rank() == 0:
+    if agreement.rank() == 0:
         hints = "".join(f"; {hint}" for hint in _of_another_save(path, metadata))
         warnings.warn(
             f"{path} has no {MANIFEST}, so nothing tells whether its files are all of one save, unchanged (a save into "

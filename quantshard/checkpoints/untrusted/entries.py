@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quantshard.checkpoints.disk.store import why
 from quantshard.checkpoints.untrusted import pickles
 from quantshard.checkpoints.untrusted.pickles import PERSISTENT, PickleRecord
-from quantshard.checkpoints.disk.store import why
 from quantshard.errors import CheckpointError, ConfigurationError
 
 DTYPES: Mapping[str, torch.dtype] = {

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
 from quantshard.checkpoints.untrusted.reader import SafeReader, decoded
-from quantshard.checkpoints.disk.store import Path_
 from quantshard.errors import CheckpointError
 
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.untrusted import entries
-from quantshard.checkpoints.disk import agreement as ranks
 from quantshard.errors import ConfigurationError, RankMismatchError
 
 EXTRA = "extra"
@@ -31,8 +31,8 @@ def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigurationError: one would not be read again; the same on every rank.
         RankMismatchError: one is not equal on all ranks; the same on every rank.
     """
-    found, digests = ranks.alike(lambda: _readable(extra or {}))
-    first, *others = ranks.gathered(digests)
+    found, digests = agreement.alike(lambda: _readable(extra or {}))
+    first, *others = agreement.gathered(digests)
     for number, other in enumerate(others, 1):
         differing = [key for key in sorted({*first, *other}) if first.get(key) != other.get(key)]
         if differing:

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.manifest import METADATA_FILE, Manifest
+from quantshard.checkpoints.disk.store import Path_, Store, is_inside, locate, why
 from quantshard.checkpoints.untrusted import pickles
 from quantshard.checkpoints.untrusted.entries import DTYPES, NO_TENSORS, is_shape, size_of
-from quantshard.checkpoints.disk.manifest import METADATA_FILE, Manifest
 from quantshard.checkpoints.untrusted.pickles import PickleRecord
-from quantshard.checkpoints.disk.store import Path_, Store, is_inside, locate, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import LIMITS
 

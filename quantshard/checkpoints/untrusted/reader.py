@@ -22,14 +22,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from quantshard import amax, private_torch
+from quantshard import private_torch
+from quantshard.checkpoints.disk import agreement
+from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.untrusted import entries
-from quantshard.checkpoints.disk import agreement as ranks
 from quantshard.checkpoints.untrusted.entries import RecordedCall
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
-from quantshard.checkpoints.disk.store import Path_, locate, why
+from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 
 
@@ -247,14 +248,14 @@ def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: b
         CheckpointError: no damage, but a rank has no memory for it, or was interrupted.
         KeyboardInterrupt, SystemExit: it was this rank.
     """
-    planner, alone = SafePlanner(), no_dist or amax.world() is None
+    planner, alone = SafePlanner(), no_dist or process_groups.world() is None
     try:
         reader = SafeReader(path, metadata)
         private_torch.load_checkpoint(state, storage_reader=reader, planner=planner, no_dist=alone)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, CheckpointException):
-            ranks.raise_interrupt(error, 0 if alone else ranks.rank())
-        why = ranks.first_failure(error)
+            agreement.raise_interrupt(error, 0 if alone else agreement.rank())
+        why = agreement.first_failure(error)
         if _lacks_memory(error):
             raise CheckpointError(f"{path} cannot be read into the memory that there is: {why}") from error
         raise DamagedError(

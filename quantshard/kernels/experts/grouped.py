@@ -22,11 +22,18 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
+from quantshard.kernels.fused.epilogue import by_rows, largest_bits, load_tile
 from quantshard.kernels.optimizer.multi_tensor import device_table
 from quantshard.kernels.quantize.matrix import emit
 from quantshard.kernels.quantize.matrix import tile_of as quantize_tile_of
-from quantshard.kernels.fused.epilogue import by_rows, largest_bits, load_tile
-from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, programs, quantize_launch_options, target, tile
+from quantshard.kernels.quantize.targets import (
+    QuantizedOutput,
+    QuantizeRequest,
+    programs,
+    quantize_launch_options,
+    target,
+    tile,
+)
 
 FEW_ROWS: Final = 64
 MANY_ROWS: Final = 128

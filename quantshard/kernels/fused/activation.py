@@ -34,9 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.fused import epilogue as results
-from quantshard.kernels.quantize.matrix import tile_of
+from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
+from quantshard.kernels.quantize.matrix import tile_of
 
 GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
 """The function of the gate, of activations with two inputs."""
@@ -192,8 +192,8 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     """
     kind = function(activation, up)
     assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
-    p = results.plan_epilogue(outputs, gate)
-    gate, up = results.by_rows(gate), None if up is None else results.by_rows(up)
+    p = epilogue.plan_epilogue(outputs, gate)
+    gate, up = epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
         with ql.on(gate.device):
             activate_kernel[p.programs](
@@ -221,9 +221,9 @@ def activate_backward_and_quantize(
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    p, q = results.plan_epilogue(d_gate, gate, d_up), results.plan_epilogue(d_up or EpilogueRequest(), gate, d_gate)
+    p, q = epilogue.plan_epilogue(d_gate, gate, d_up), epilogue.plan_epilogue(d_up or EpilogueRequest(), gate, d_gate)
     assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
-    dh, gate, up = results.by_rows(dh), results.by_rows(gate), None if up is None else results.by_rows(up)
+    dh, gate, up = epilogue.by_rows(dh), epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
         with ql.on(gate.device):
             activate_backward_kernel[p.programs](
@@ -240,8 +240,8 @@ def quantize_gradient(grad: Tensor, outputs: EpilogueRequest) -> Targets:
 
     Where nothing but codes and the next amax is wanted, `quantize.quantize_matrix` does it.
     """
-    p = results.plan_epilogue(outputs, grad)
-    grad = results.by_rows(grad)
+    p = epilogue.plan_epilogue(outputs, grad)
+    grad = epilogue.by_rows(grad)
     if grad.numel() > 0:
         with ql.on(grad.device):
             deliver_kernel[p.programs](

@@ -25,7 +25,15 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.quantize import targets
 from quantshard.kernels.quantize.matrix import emit
-from quantshard.kernels.quantize.targets import NO_WORDS, KernelConfig, OutputPointers, QuantizedOutput, QuantizeRequest, Region, TileShape
+from quantshard.kernels.quantize.targets import (
+    NO_WORDS,
+    KernelConfig,
+    OutputPointers,
+    QuantizedOutput,
+    QuantizeRequest,
+    Region,
+    TileShape,
+)
 
 
 class EpilogueArguments(NamedTuple):

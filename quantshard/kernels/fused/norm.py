@@ -40,10 +40,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.fused import epilogue as results
+from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.activation import RANDOM
-from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, largest_bits, load_tile
+from quantshard.kernels.quantize.matrix import tile_of
 
 LONGEST: Final = 16384
 """Elements of a row, or of a piece of it, that are held in registers."""
@@ -329,7 +329,7 @@ def norm_statistics(
     assert (amax is None) == (parameters is None), "an amax needs parameters, and they serve nothing else here"
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), "x and residual differ"
     rows, size = x.shape
-    x, residual = results.by_rows(x), None if residual is None else results.by_rows(residual)
+    x, residual = epilogue.by_rows(x), None if residual is None else epilogue.by_rows(residual)
     total = None if residual is None else torch.empty((rows, size), dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     found = NormStatistics(rstd, torch.empty_like(rstd) if centered else None)
@@ -358,8 +358,8 @@ def normalize_and_quantize(
         parameters: of the normalization.
         outputs: what is asked for of the result, of the shape and dtype of x.
     """
-    p = results.plan_epilogue(outputs, x)
-    x = results.by_rows(x)
+    p = epilogue.plan_epilogue(outputs, x)
+    x = epilogue.by_rows(x)
     if x.numel() > 0:
         with ql.on(x.device):
             normalize_kernel[p.programs](
@@ -390,8 +390,8 @@ def norm_backward(
     rows, size = x.shape
     r = backward_row_tiling(size, statistics.mean is not None)
     grid = min(-(rows // -r.rows), PROGRAMS) if r.pieces == 1 else min(rows, PROGRAMS_IN_PIECES)
-    dy, x = results.by_rows(dy), results.by_rows(x)
-    residual = None if residual_gradient is None else results.by_rows(residual_gradient)
+    dy, x = epilogue.by_rows(dy), epilogue.by_rows(x)
+    residual = None if residual_gradient is None else epilogue.by_rows(residual_gradient)
     dx = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     dgamma = torch.zeros((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
     dbeta = torch.zeros_like(dgamma) if dgamma is not None and parameters.beta is not None else None

@@ -18,7 +18,31 @@ import triton
 import triton.language as tl
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.optimizer.states import ABSENT, COLUMNS, COLUMNWISE, EXP_AVG, EXP_AVG_SQ, GRADIENT_COLUMNS, GROUP_COLUMNS, MASTER, SETTINGS_COLUMNS, WEIGHT, area_of, give_amaxes, load_plain, multipliers, no_amaxes, pointer, read_state, slot_of, state_words, store_codes, take_amaxes, tile_at, write_state
+from quantshard.kernels.optimizer.states import (
+    ABSENT,
+    COLUMNS,
+    COLUMNWISE,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GRADIENT_COLUMNS,
+    GROUP_COLUMNS,
+    MASTER,
+    SETTINGS_COLUMNS,
+    WEIGHT,
+    area_of,
+    give_amaxes,
+    load_plain,
+    multipliers,
+    no_amaxes,
+    pointer,
+    read_state,
+    slot_of,
+    state_words,
+    store_codes,
+    take_amaxes,
+    tile_at,
+    write_state,
+)
 
 
 def _quotient_by_root() -> str:

@@ -1,4 +1,6 @@
-"""Amax histories of delayed scaling, all of a pass in one launch: `amax.record_amaxes_`, `amax.history_amaxes`.
+"""Amax histories of delayed scaling, all of a pass in one launch.
+
+The oracles are `delayed_scaling.record_amaxes_` and `delayed_scaling.history_amaxes`.
 
 history = history[1:] + [amax]         if 0 < amax < infinity, else as it was
 past    = max(history)                 or its newest

@@ -26,11 +26,22 @@ from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Component, Copy
-from quantshard.kernels.optimizer import adam as ka
 from quantshard.kernels import language as ql
+from quantshard.kernels.optimizer import adam as ka
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
-from quantshard.kernels.optimizer.parameters import ROLES, AdamParameter, AdamPasses, MasterRemainder, PlainTensor, ScaledTensor, adam_kernel_config, is_aligned, passes_of, scaled_states
+from quantshard.kernels.optimizer.parameters import (
+    ROLES,
+    AdamParameter,
+    AdamPasses,
+    MasterRemainder,
+    PlainTensor,
+    ScaledTensor,
+    adam_kernel_config,
+    is_aligned,
+    passes_of,
+    scaled_states,
+)
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
 """Dtypes of gradients; others are cast to float32."""

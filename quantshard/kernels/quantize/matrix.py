@@ -18,7 +18,15 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.quantize import random_words as rw
-from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, halves, programs, quantize_launch_options, target, tile
+from quantshard.kernels.quantize.targets import (
+    QuantizedOutput,
+    QuantizeRequest,
+    halves,
+    programs,
+    quantize_launch_options,
+    target,
+    tile,
+)
 
 
 @triton.jit

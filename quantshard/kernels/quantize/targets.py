@@ -96,7 +96,7 @@ class QuantizeRequest:
     `words`: for stochastic rounding; those of the transformed and padded matrix.
     `transposed`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what
     quantizing the transpose gives.
-    `by_columns`: scales that are made lie column by column, with strides (1, rows); see `sources.read_by_columns`.
+    `by_columns`: scales that are made lie column by column, with strides (1, rows); see `producers.read_by_columns`.
     """
 
     copy: QuantizedCopy

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard.tensor import components
 from quantshard import private_torch
-from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.modules.base.state_dict import ComponentStateDict
+from quantshard.tensor import components
+from quantshard.tensor.components import FORMAT_SUFFIX
 
 LOADED = "_is_hf_initialized"
 """Attribute of a tensor, or a module, that transformers does not initialize."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard.amax import Group
+from quantshard.collectives.process_groups import Group
 from quantshard.errors import ConfigurationError
 
 

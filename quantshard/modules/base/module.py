@@ -17,26 +17,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from quantshard import amax, limits, numerics, private_torch, sharding
-from quantshard.gemm import backend
-from quantshard.tensor import components
-from quantshard.distributed import distribute
-from quantshard.numerics import distributions
-from quantshard.tensor import storage as storages
+from quantshard import limits, numerics, private_torch, sharding
+from quantshard.collectives import flat_max
+from quantshard.distributed import distribute, tensor_parallel
+from quantshard.distributed.module_meshes import TensorParallelConfig, TensorParallelModule
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
-from quantshard.modules.gemms import compiled, functional, operator_arguments
+from quantshard.gemm import backend
+from quantshard.modules.base import devices, inputs
+from quantshard.modules.base.assignment import PiecewiseAssignment
 from quantshard.modules.contexts import context, recompute
-from quantshard.modules.base import inputs
-from quantshard.distributed import tensor_parallel as parallel
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_operands import LinearState
-from quantshard.distributed.module_meshes import TensorParallelConfig, TensorParallelModule
-from quantshard.modules.base.assignment import PiecewiseAssignment
-from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
+from quantshard.tensor import components, requantize
+from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 
 InitMethod = Callable[[Tensor], Any]
 DEFAULT_STD = 0.023
@@ -126,7 +126,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         params_dtype: torch.dtype | None,
         parallelism: TensorParallelConfig = TensorParallelConfig(),  # noqa: B008 (frozen)
     ) -> None:
-        self_device = torch.device(device) if device is not None else _default_device()
+        self_device = torch.device(device) if device is not None else devices.default_device()
         super().__init__(parallelism, self_device)
         self.use_bias = False
         self._plan = context.init_plan()
@@ -157,7 +157,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         mode: str | None = None,
     ) -> Projection:
         """Register the parameters of a linear layer: `sizes` gives the out_features of each of its parts."""
-        parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
+        tensor_parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
         projection = Projection(tuple(sizes), prefix, mode, suffix)
         cut, bias_cut = {None: (None, None), "column": (0, 0), "row": (1, None)}[mode]
         for weight, name, size in zip(projection.weights, projection.biases, sizes.values(), strict=True):
@@ -269,7 +269,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             else:
                 local.copy_(values)
         weights = [name for name in names if components.quantized_local(self.get_parameter(name)) is not None]
-        amax.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
+        requantize.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
         if self._plan.preserve_high_precision:
             for written, values in quantized:
                 components.storage_of(written).high_precision = values.cpu().clone()
@@ -278,7 +278,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         for name, param in list(self.named_parameters(recurse=False)):
             if param.is_meta:
                 mesh_type = param.device_mesh.device_type if isinstance(param, DTensor) else None
-                device = _default_device() if mesh_type is None else _current_device(mesh_type)
+                device = devices.default_device() if mesh_type is None else devices.current_device(mesh_type)
                 new = getattr(param, _MATERIALIZED, None)  # by a module that is tied to this one
                 if new is None:
                     new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
@@ -286,7 +286,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 setattr(self, name, new)
         for name, buffer in list(self.named_buffers(recurse=False)):
             if buffer.is_meta:
-                device = next((private_torch.local_tensor(p).device for p in self.parameters()), _default_device())
+                device = next(
+                    (private_torch.local_tensor(p).device for p in self.parameters()), devices.default_device()
+                )
                 self.register_buffer(name, torch.zeros_like(buffer, device=device))
         for name, state in self._born_states.items():
             if AMAX_HISTORY in state and state[AMAX_HISTORY].is_meta:
@@ -297,7 +299,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         for name in names:
             param = self.get_parameter(name)
             group = private_torch.mesh_group(param)
-            amax.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
+            flat_max.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         """Move or cast as any module, `.half()` and the like; but amax histories stay float32, and counts move too."""
@@ -496,14 +498,3 @@ def _empty_history(length: int, device: torch.device) -> Tensor:
     """Of float32; usable in training even if it is first needed where nothing else made is."""
     with torch.inference_mode(False):
         return torch.zeros(length, dtype=torch.float32, device=device)
-
-
-def _default_device() -> torch.device:
-    asked = torch.get_default_device()  # "with torch.device('meta'):" and torch.set_default_device
-    if asked.type != "cpu":
-        return asked
-    return _current_device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _current_device(kind: str) -> torch.device:
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantshard.tensor import components
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
+from quantshard.tensor import components
 
 
 class ComponentStateDict(nn.Module):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.amax import PendingAmaxes, world
+from quantshard.collectives.delayed_scaling import PendingAmaxes
+from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 

@@ -19,18 +19,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard.gemm import backend
-from quantshard import kernel_dispatch as compute, kernels, limits
-from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context
-from quantshard.distributed import tensor_parallel as parallel
-from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, OperandUsage, WgradOperand, cells, gemm_operands, weight_operand
+from quantshard import kernel_dispatch, kernels, limits
+from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
-from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.errors import UnsupportedOperationError
+from quantshard.gemm import backend
 from quantshard.gemm.operands import OperandSplit
+from quantshard.modules.contexts import context
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.linear_operands import (
+    GemmOperands,
+    LinearState,
+    OperandUsage,
+    WgradOperand,
+    cells,
+    gemm_operands,
+    weight_operand,
+)
 from quantshard.recipe import Gemm, Recipe, TensorRole
-from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm.producers import OperandProducer
@@ -157,14 +165,16 @@ def _plain_linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
 ) -> tuple[Tensor, ...]:
     if tp.mode == "column":
-        x = parallel.gather_rows(x, tp) if tp.sequence_parallel else parallel.copy_to_group(x, tp)
+        x = tensor_parallel.gather_rows(x, tp) if tp.sequence_parallel else tensor_parallel.copy_to_group(x, tp)
     if tp.mode != "row" or tp.size == 1:
         return tuple(plain_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     outputs = []
     for weight, bias in zip(weights, biases, strict=True):
         y = _summed(plain_linear(x, weight, None), tp)
         if bias is not None:
-            y = parallel.add_bias(y, parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias)
+            y = tensor_parallel.add_bias(
+                y, tensor_parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias
+            )
         outputs.append(y)
     return tuple(outputs)
 
@@ -198,7 +208,7 @@ def _leading(shape: Sequence[int], split: OperandSplit | None) -> list[int]:
 
 def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of y [sequence, ..., features] over the ranks; under sequence parallelism this rank's part of it."""
-    return parallel.scatter_rows(y, tp) if tp.sequence_parallel else parallel.reduce_from_group(y, tp)
+    return tensor_parallel.scatter_rows(y, tp) if tp.sequence_parallel else tensor_parallel.reduce_from_group(y, tp)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -346,7 +356,9 @@ def backward_gemms(
             )  # fmt: skip
         if found.sums is not None and bias_dtype is not None:
             db = found.sums
-            db = (db if split is None or split.dim == 1 else parallel.reduce_from_group(db, state.tp)).to(bias_dtype)
+            db = (db if split is None or split.dim == 1 else tensor_parallel.reduce_from_group(db, state.tp)).to(
+                bias_dtype
+            )
         dws.append(dw)
         dbs.append(db)
     if not summands:
@@ -361,7 +373,7 @@ def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
     Two, where one would do with another pass over both: those of queries, keys and values are summed in one.
     """
     if is_last and len(summands) > 1:
-        summands[:] = [compute.rounded_sum(summands, dtype)]
+        summands[:] = [kernel_dispatch.rounded_sum(summands, dtype)]
     elif len(summands) > 2:
         summands[:2] = [summands[0].add_(summands[1])]
 

@@ -14,22 +14,23 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from quantshard import amax, kernel_dispatch as compute, kernels, limits, private_torch
+from quantshard import kernel_dispatch, kernels, limits, private_torch
+from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Encoding
 from quantshard.modules.contexts import context
-from quantshard.modules.gemms.linear_operands import cells, note_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.linear_operands import cells, note_amaxes
 from quantshard.recipe import Cell, TensorRole
-from quantshard.tensor.storage import KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import KEY
 
 if kernels.USABLE:
     from quantshard.kernels.experts import grouped as grouped_kernel
     from quantshard.kernels.experts import grouped_matmul
-    from quantshard.kernels.quantize import scales
     from quantshard.kernels.experts.grouped import ExpertSegments
     from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
+    from quantshard.kernels.quantize import scales
     from quantshard.kernels.quantize.targets import QuantizeRequest
 
 
@@ -48,7 +49,7 @@ class ExpertsLayer(NamedTuple):
     call: LinearContext
     histories: Mapping[TensorRole, Sequence[Tensor]]
     record: bool
-    amax_group: amax.Groups
+    amax_group: process_groups.Groups
 
     def past(self, role: TensorRole) -> Tensor | None:
         """The amaxes to scale by, float32 [experts], under delayed scaling. Of an input those of the first forward."""
@@ -57,7 +58,9 @@ class ExpertsLayer(NamedTuple):
         if not cell.scaling.history:
             return None
         known = self.call.amaxes.get((role, 0))
-        found = amax.history_amaxes(self.histories[role], cell.scaling.most_recent) if known is None else known
+        found = (
+            delayed_scaling.history_amaxes(self.histories[role], cell.scaling.most_recent) if known is None else known
+        )
         if role is TensorRole.INPUT:
             self.call.amaxes[role, 0] = found
         return found
@@ -141,7 +144,7 @@ def are_readable(
         kinds.add((storage.shard.shape, weight.dtype))
         parts += storage.components.values()
     dtypes = bias_dtypes | {dtype for _, dtype in kinds}
-    if len(kinds) != 1 or len(bias_dtypes) > 1 or not dtypes.issubset(compute.KERNEL_DTYPES):
+    if len(kinds) != 1 or len(bias_dtypes) > 1 or not dtypes.issubset(kernel_dispatch.KERNEL_DTYPES):
         return False
     # numbers of devices cost less to compare than these
     return {part.get_device() for part in parts} == {x.get_device()} and all(part.is_contiguous() for part in parts)

@@ -13,23 +13,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch as compute, kernels, private_torch, sharding
-from quantshard.gemm import operands
-from quantshard.amax import Groups, history_amax, including
-from quantshard.formats import ALL
-from quantshard.modules.contexts import context
-from quantshard.distributed import tensor_parallel as parallel
+from quantshard import kernel_dispatch, kernels, private_torch, sharding
+from quantshard.collectives.delayed_scaling import history_amax
+from quantshard.collectives.process_groups import Groups, including
+from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.formats import ALL
+from quantshard.gemm import operands
+from quantshard.gemm.operands import Operand, OperandSplit
+from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
-from quantshard.gemm.operands import Operand, OperandSplit
 from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.sharding import Shard
-from quantshard.tensor.storage import AMAX_HISTORY, DGRAD_STREAM, KEY, STREAMS_PER_RANK, WGRAD_STREAM, QuantizedStorage, next_draw
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import (
+    AMAX_HISTORY,
+    DGRAD_STREAM,
+    KEY,
+    STREAMS_PER_RANK,
+    WGRAD_STREAM,
+    QuantizedStorage,
+    next_draw,
+)
 
 if kernels.USABLE:
-    from quantshard.gemm import producers as sources
+    from quantshard.gemm import producers
     from quantshard.gemm.producers import QuantizeSpec, ReductionOutputs, TensorProducer
 
 
@@ -47,7 +56,7 @@ class LinearState:
     input_history: Tensor | None
     grad_output_history: Tensor | None
     record: bool
-    tp: TensorParallel = parallel.NONE
+    tp: TensorParallel = tensor_parallel.NONE
     amax_group: Groups = None
     data_group: Groups = None
 
@@ -120,7 +129,7 @@ class GemmOperands(NamedTuple):
 
 
 def gemm_operands(
-    values: Tensor | sources.OperandProducer,
+    values: Tensor | producers.OperandProducer,
     role: TensorRole,
     call: LinearContext,
     state: LinearState,
@@ -136,11 +145,15 @@ def gemm_operands(
         return OperandRequest(role, call, state, wanted, part).of(values)
     values = private_torch.plain(values)
     first, second = cells(call.recipe, role)
-    if state.split(role) is None and compute.has_kernels(values) and sources.covers(values.dtype, first, second):
+    if (
+        state.split(role) is None
+        and kernel_dispatch.has_kernels(values)
+        and producers.covers(values.dtype, first, second)
+    ):
         return OperandRequest(role, call, state, wanted, part).of(TensorProducer(values))
     delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
-        delayed.note(compute.block_amax(values, (ALL, ALL)).view(()))
+        delayed.note(kernel_dispatch.block_amax(values, (ALL, ALL)).view(()))
     amax = None if delayed is None else delayed.amax
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
@@ -183,24 +196,24 @@ class OperandRequest:
         plain = (self.wanted.first and self.first is None) or (self.wanted.second and self.second is None)
         return plain or any(way is not None and way.measures for way in self.ways)
 
-    def of(self, source: sources.OperandProducer) -> GemmOperands:
+    def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
         given = source.measured() if self.reads_values else None
         source = source if given is None else given
         ready = self.both(source.shape[1], source.device).prepared(source, given)
         return self.taken(ready, source.emit(ready.outputs), None if given is None else given.values)
 
-    def both(self, features: int, device: torch.device) -> sources.BidirectionalQuantization:
+    def both(self, features: int, device: torch.device) -> producers.BidirectionalQuantization:
         """The same as a kernel is told it."""
         delayed, wanted = self.delayed, self.wanted
         sinks = ReductionOutputs(
-            sources.zero(device) if delayed is not None and delayed.notes else None,
+            producers.zero(device) if delayed is not None and delayed.notes else None,
             torch.empty(features, dtype=torch.float32, device=device) if wanted.sums else None,
         )
-        return sources.BidirectionalQuantization(*self.ways, self.shared, wanted.poison, sinks)
+        return producers.BidirectionalQuantization(*self.ways, self.shared, wanted.poison, sinks)
 
     def taken(
-        self, ready: sources.PreparedQuantization, targets: sources.Targets, values: Tensor | None = None
+        self, ready: producers.PreparedQuantization, targets: producers.Targets, values: Tensor | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `values`: its own, where a GEMM takes them as they are."""
         as_is, transposed = ready.finish(targets)
@@ -282,7 +295,7 @@ def keeps_transposed(first: Cell | None, second: Cell | None, values: Tensor) ->
     """
     if second is None or not serves_both(first, second):
         return second is not None
-    return compute.kernels_on(values.device) and sources.covers(values.dtype, first, second)
+    return kernel_dispatch.kernels_on(values.device) and producers.covers(values.dtype, first, second)
 
 
 class _GradientRandomBits:
@@ -309,7 +322,7 @@ class _GradientRandomBits:
         def words(shard: Shard) -> RandomBits:
             if self.draw is None:
                 self.draw = next_draw(self.weight)
-            base = parallel.stream_base(self.group) * STREAMS_PER_RANK
+            base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
             key = int(self.weight[KEY])
             return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
 
@@ -387,6 +400,6 @@ def weight_operand(weight: Tensor, part: int, call: LinearContext, state: Linear
         return weight
     delayed = _DelayedScale.of(TensorRole.WEIGHT, cell, call, state, part)
     if delayed is not None and delayed.notes:
-        delayed.note(compute.block_amax(weight.detach(), (ALL, ALL)).view(()))
+        delayed.note(kernel_dispatch.block_amax(weight.detach(), (ALL, ALL)).view(()))
     amax = None if delayed is None else delayed.amax
     return operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)

@@ -18,11 +18,11 @@ from quantshard import private_torch, sharding
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.modules.contexts import context
-from quantshard.modules.gemms.linear_operands import LinearState, WgradOperand, cells, keeps_transposed
 from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.linear_operands import LinearState, WgradOperand, cells, keeps_transposed
 from quantshard.recipe import Cell, Recipe, TensorRole
-from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
 
 T = TypeVar("T")
 

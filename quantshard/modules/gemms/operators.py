@@ -21,15 +21,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard.tensor import aten_rules as ops
 from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
-from quantshard.modules.gemms.operator_arguments import BACKWARD, FORWARD, PLACES, BackwardArguments, ForwardArguments, LayerArguments, SavedInput
-from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.operator_arguments import (
+    BACKWARD,
+    FORWARD,
+    PLACES,
+    BackwardArguments,
+    ForwardArguments,
+    LayerArguments,
+    SavedInput,
+)
+from quantshard.tensor import aten_rules
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 # Forward -------------------------------------------------------------------------------------------------------------
@@ -240,7 +248,7 @@ def register_step(name: str, forward: ForwardOf, backward: BackwardOf) -> None:
 def _with_components(operator: Any) -> None:
     """Quantized weights go to the same operator as their components."""
 
-    @ops.rule(operator, needed_by="torch.compile")
+    @aten_rules.rule(operator, needed_by="torch.compile")
     def apart(first: Any, weights: Sequence[QuantizedTensor], *others: Any) -> list[Tensor]:
         parts = {
             f"{part}:{name}": component

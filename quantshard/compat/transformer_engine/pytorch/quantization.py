@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from quantshard.gemm import backend
 from quantshard.errors import ConfigurationError
+from quantshard.gemm import backend
 from quantshard.modules import autocast, quantized_model_init
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe, resolve

@@ -1,0 +1,1 @@
+"""Where checkpoints lie, and how a save becomes visible."""

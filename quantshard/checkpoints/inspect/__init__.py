@@ -1,0 +1,1 @@
+"""Looking into checkpoints: contents, verification, comparison."""

@@ -1,0 +1,1 @@
+"""Reading files that anybody may have written: nothing in them is run."""

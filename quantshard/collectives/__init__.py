@@ -1,0 +1,1 @@
+"""Collectives over the ranks that share something, and what is noted until one is made."""

@@ -1,0 +1,1 @@
+"""Parameters and activations over ranks: tensor parallelism, experts, replicas."""

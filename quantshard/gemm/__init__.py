@@ -1,0 +1,1 @@
+"""Matrix products of quantized operands, and how operands are quantized."""

@@ -1,0 +1,1 @@
+"""Adam over many tensors in a few launches."""

@@ -1,0 +1,1 @@
+"""Kernels that quantize, measure, dequantize and transpose one matrix."""

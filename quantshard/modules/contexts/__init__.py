@@ -1,0 +1,1 @@
+"""What is in force when a module runs: autocast, recomputation, refused arguments."""

@@ -1,0 +1,1 @@
+"""What `quantshard train` is: configuration, data, model, loop and processes."""
