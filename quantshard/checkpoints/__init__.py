@@ -3,6 +3,8 @@
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.checkpoints.high_precision import load_high_precision
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.manager import Manager, Restored, SaveReport
 from quantshard.checkpoints.save_load import load, save
 from quantshard.checkpoints.values import high_precision_state_dict
@@ -11,10 +13,12 @@ __all__ = [
     "Manager",
     "Restored",
     "SaveReport",
+    "compare",
     "high_precision_state_dict",
     "is_complete",
     "load",
     "load_from_rank0",
     "load_high_precision",
     "save",
+    "verify",
 ]

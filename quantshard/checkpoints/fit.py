@@ -136,6 +136,8 @@ def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, 
     """
     own = components.own_settings(optimizer)
     for key, saved in theirs.items():
+        if key.startswith(_STATES):
+            _check_count(path, key, saved, wanted[key])
         if not key.startswith(_GROUPS):
             continue
         number, name = _group_entry(key)
@@ -145,6 +147,15 @@ def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, 
                 f"{path} is of another optimizer, or damaged: its group {number} says {name} = {shown(saved)}, where "
                 f"this optimizer has {shown(live)}; choose another checkpoint, or load the model alone"
             )
+
+
+def _check_count(path: Path_, key: str, saved: Any, own: Any) -> None:
+    """Refuse what is no number in the place of one of a state, such as the count of a stock optimizer's steps."""
+    if isinstance(own, Tensor) and own.ndim == 0 and not components.can_take(True, saved, own):
+        raise CheckpointError(
+            f"{path} is damaged: {key} is {shown(saved)}, where this optimizer has a number; choose another "
+            "checkpoint, or load the model alone"
+        )
 
 
 def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:

@@ -33,7 +33,7 @@ from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.reader import DamagedError, files_of, read_into
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, UnsupportedOperationError
+from quantshard.errors import CheckpointError, LostRankError, UnsupportedOperationError
 from quantshard.tensor import components
 
 
@@ -116,7 +116,8 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
     except (CheckpointException, OSError, RuntimeError) as error:  # the last where a rank is gone
         if isinstance(error, CheckpointException):
             agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
-        raise CheckpointError(commit.said_of(writer.target.path, error)) from error
+        kind = LostRankError if agreement.is_loss_of_a_rank(error) else CheckpointError
+        raise kind(commit.said_of(writer.target.path, error)) from error
 
 
 def load(

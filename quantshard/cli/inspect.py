@@ -12,7 +12,7 @@ from rich.text import Text
 
 from quantshard.checkpoints.inspect.inspection import Inspection, TensorSummary
 from quantshard.errors import printable
-from quantshard.layouts.inspection import inspect_files as inspect_path
+from quantshard.layouts.inspection import inspect as inspect_path
 from quantshard.observe.table import FittedTable, human_bytes
 from quantshard.terminal.screen import Screen, say
 

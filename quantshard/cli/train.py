@@ -1,7 +1,7 @@
 """`quantshard train` and `quantshard resume`: from flags to processes.
 
 What can be refused is refused here, in one process and before a file is written: unknown recipes, sizes that do not
-fit, missing data, a folder that exists. Only then are the processes started; each of them goes to `cli.worker`.
+fit, missing data, a folder that exists. Only then are the processes started; each of them goes to `trainer.worker`.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class TensorParallelModule(nn.Module):
     def _is_placed(self, param: Tensor, mesh: DeviceMesh) -> bool:
         return isinstance(param, DTensor) and param.device_mesh == mesh
 
-    def tensor_parallel(self, mode: str | None) -> TensorParallel:
+    def tensor_parallel_of(self, mode: str | None) -> TensorParallel:
         """The part of a layer that is cut so."""
         if self.tp_mesh is None:
             if self.tp_size > 1 and mode is not None:
@@ -166,14 +166,14 @@ class TensorParallelModule(nn.Module):
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Under sequence parallelism the rows (dim 0) of all ranks; its gradient is whole on each."""
-        return parallel.join_rows(x, self.tensor_parallel(None)) if self.sequence_parallel else x
+        return parallel.join_rows(x, self.tensor_parallel_of(None)) if self.sequence_parallel else x
 
     def whole_on_rows(self, name: str) -> Any:
         """A parameter that every rank has whole and applies to its rows, or None: a norm's, a row-parallel bias."""
         param = self._local(name)
         if param is None or not self.sequence_parallel or self.tp_mesh is None:
             return param
-        return parallel.all_reduce_gradient(param, self.tensor_parallel(None))
+        return parallel.all_reduce_gradient(param, self.tensor_parallel_of(None))
 
     def _local(self, name: str) -> Any:
         """This rank's part of a parameter, or None where the module has none of that name.

@@ -33,7 +33,7 @@ SMALL: tuple[Sizes, ...] = tuple(
 
 
 def with_column_scales(storage: QuantizedStorage) -> QuantizedStorage:
-    """The same with its scales column by column, as kernels store those that products read so (`sources`)."""
+    """The same with its scales column by column, as kernels store those that products read so (`producers`)."""
     name = storage.cell.format.copies[Copy.ROWWISE].scale.name
     transposed = storage.components[name].t().contiguous().t()
     return replace(storage, components=storage.components | {name: transposed})

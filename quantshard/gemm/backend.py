@@ -104,7 +104,7 @@ def _row_right(grid: Tensor) -> Tensor:
 
 
 def by_columns(grid: Tensor) -> Tensor:
-    """Strides (1, rows): the scales of one block of all rows lie together, as kernels store them (`sources`)."""
+    """Strides (1, rows): the scales of one block of all rows lie together, as kernels store them (`producers`)."""
     return _strided(grid.t().contiguous().t(), (1, grid.shape[0]))
 
 

@@ -104,7 +104,7 @@ class TensorProducer(OperandProducer):
 
 @dataclass
 class NormProducer(OperandProducer):
-    """Rows x [R, C] through a normalization; `statistics`, `parameters`: as in `kernels.norm`."""
+    """Rows x [R, C] through a normalization; `statistics`, `parameters`: as in `kernels.fused.norm`."""
 
     x: Tensor
     statistics: norm_kernels.NormStatistics
@@ -122,7 +122,7 @@ class NormProducer(OperandProducer):
 
 @dataclass
 class ActivationProducer(OperandProducer):
-    """An activation of `gate` [R, C], times `up` of the same shape if it is gated; as in `kernels.activation`."""
+    """An activation of `gate` [R, C], times `up` of the same shape if it is gated; as in `kernels.fused.activation`."""
 
     gate: Tensor
     activation: str

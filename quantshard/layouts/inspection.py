@@ -66,7 +66,7 @@ class _StoredWeight:
         return tuple(key for key in (self.codes, self.scale, self.second) if key is not None)
 
 
-def inspect_files(path: Path_, data: bool = True) -> Inspection:
+def inspect(path: Path_, data: bool = True) -> Inspection:
     """Look into a checkpoint directory, or into safetensors files: one, or those of a directory.
 
     Not a collective call; nothing in the files is run, and one chunk, or some rows, are in memory at a time.

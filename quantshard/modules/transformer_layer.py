@@ -188,7 +188,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         # asked of the first that is cut: another module may be in the place of each
         ours = (module for module in self.modules() if isinstance(module, QuantizedModule))
         cut = next((module for module in ours if module.tp_mesh is not None), None)
-        tp = tensor_parallel.NONE if cut is None else cut.tensor_parallel(None)
+        tp = tensor_parallel.NONE if cut is None else cut.tensor_parallel_of(None)
         return tensor_parallel.dropout(block, self.hidden_dropout, tp)
 
     def extra_repr(self) -> str:

@@ -14,9 +14,8 @@ from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.numerics.adam import Hyperparameters
-from quantshard.optimizers import capturable as on_device
 from quantshard.optimizers import guards, loading, options, parameter_registry
-from quantshard.optimizers.capturable import COUNTERS
+from quantshard.optimizers.capturable import COUNTERS, BadStepRecord, make_numbers, make_tensors, wrong_rates
 from quantshard.optimizers.kernel_step import KernelStep
 from quantshard.optimizers.state import (
     EXP_AVG,
@@ -59,7 +58,7 @@ class FusedAdam(torch.optim.Optimizer):
     A step whose gradients are not all finite is skipped on all ranks: no weight, moment, scale or history changes, and
     `skipped_steps` counts it.
 
-    On GPUs a step runs in kernels over all parameters, with the same bits (`on_kernels`).
+    On GPUs a step runs in kernels over all parameters, with the same bits (`kernel_step`).
 
     Args:
         params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
@@ -141,14 +140,14 @@ class FusedAdam(torch.optim.Optimizer):
         self._members, self._kept = parameter_registry.ParameterRegistry("FusedAdam"), ""
         super().__init__(parameter_registry.checked_params("FusedAdam", params), defaults)
         if capturable:
-            self.register_state_dict_post_hook(on_device.make_numbers)  # the first, so that others see what is returned
+            self.register_state_dict_post_hook(make_numbers)  # the first, so that others see what is returned
         self._kernels = KernelStep()
         self._states: dict[Tensor, dict[str, OptimizerState]] = {}
         self._weights: dict[Tensor, OptimizerState] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
-        self._remembered = on_device.BadStepRecord()
+        self._remembered = BadStepRecord()
         for group in self.param_groups:
             self._adopt(group)
         self._check_parameters()
@@ -190,7 +189,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _follow(self) -> None:
         """Make states for parameters that others have put in the places of those that this optimizer knew; see
-        `members`. Called before anything that reads or writes a state."""
+        `parameter_registry`. Called before anything that reads or writes a state."""
         swaps = self._members.replaced(self.param_groups, self._names, lambda: self._kept)
         if not swaps:
             return
@@ -220,7 +219,7 @@ class FusedAdam(torch.optim.Optimizer):
             group[SEED] = self._seed
         if self._capturable:
             first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32))
-            on_device.make_tensors(group, private_torch.local_tensor(first).device)
+            make_tensors(group, private_torch.local_tensor(first).device)
 
     def _check_remainders(self) -> None:
         if not self._master_weights or self._dtypes[MASTER] is not torch.float32:
@@ -422,7 +421,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> guards.GradientFlags:
         """What all ranks know of the gradients, after all that was registered has been reduced."""
         gradients = ((self._names[item.param], item.param, item.grad) for item in work)
-        wrong = on_device.wrong_rates(self.param_groups, len(work)) if self._capturable else None
+        wrong = wrong_rates(self.param_groups, len(work)) if self._capturable else None
         flags = guards.GradientFlags(gradients, reduction, exceeding, wrong)
         reduction.reduce()
         flags.gather()

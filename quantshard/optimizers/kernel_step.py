@@ -212,7 +212,7 @@ def _parameter(item: ParameterStep) -> AdamParameter | None:
 
 
 def _rectangle(param: Tensor) -> MatrixRegion | None:
-    """Which part of a global matrix the local elements are; None for a piece that is none. See `Draw.words`."""
+    """Which part of a global matrix the local elements are; None for a piece that is none. See `StateDraw.words`."""
     quantized = components.quantized_local(param)
     place = TensorRegion.of(param) if quantized is None else TensorRegion.of_shard(quantized.quantized_storage.shard)
     whole, origin, shape = place.global_shape, place.origin, place.shape

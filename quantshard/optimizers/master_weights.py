@@ -132,7 +132,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _follow(self) -> None:
         """Make masters and states for parameters that others have put in the places of those that this optimizer knew;
-        see `members`. Called before anything that reads or writes a state."""
+        see `parameter_registry`. Called before anything that reads or writes a state."""
         swaps = self._members.replaced(self.param_groups, self._names, self._kept)
         if not swaps:
             return

@@ -54,14 +54,16 @@ def own_settings(optimizer: Optimizer) -> set[str]:
 
 def can_take(is_own: bool, saved: Any, own: Any) -> bool:
     """Whether what was saved of an option can stand where this optimizer has something: a number for a number, so many
-    numbers for so many, or nothing. What is not the optimizer's own setting may be anything, but where it is a number.
+    numbers for so many, a switch or none. What is not the optimizer's own may be anything, but where it is a number.
     """
     return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
 
 
 def _is_like(saved: Any, own: Any) -> bool:
-    if own is None or (saved is None and not isinstance(own, Tensor)):  # which stays where it is
+    if own is None:
         return True
+    if saved is None:
+        return isinstance(own, bool | str)
     if isinstance(own, tuple | list):
         is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
         return is_list and all(_is_like(one, other) for one, other in zip(saved, own, strict=True))

@@ -101,7 +101,7 @@ def launch(processes: int, arguments: list[str]) -> None:
 
     Raises:
         LaunchError: a process failed; the others have been ended.
-        Stopped: a signal came before the processes could heed it, or a second one came.
+        RunStoppedError: a signal came before the processes could heed it, or a second one came.
         SystemExit: with `INTERRUPTED`, after Ctrl-C, when the processes have saved and ended: what a script was to do
             after the command is not done. SIGTERM, which says that the machine is needed, is no failure.
     """
@@ -228,7 +228,7 @@ def report_failure(error: BaseException, logs: Path) -> str:
         now = time.time()
         extra: dict[str, Any] = {"timestamp": str(int(now)), "time": now, "kind": kind, "py_callstack": ""}
         outputs.write_file(Path(target), json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    return "" if kind == _FOLLOWS else message
+    return "" if kind == _FOLLOWS and target else message
 
 
 def die_with_parent() -> None:

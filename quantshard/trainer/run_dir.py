@@ -10,8 +10,8 @@
 
 Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a
 folder. What a run has written is not overwritten: files are replaced in one move. No link is followed in the folder,
-and one of another user is refused (`cli.outputs`). Of checkpoints only those are removed that the settings give up, and
-those that were never completed or are damaged, when their step is saved again.
+and one of another user is refused (`terminal.outputs`). Of checkpoints only those are removed that the settings give
+up, and those that were never completed or are damaged, when their step is saved again.
 """
 
 from __future__ import annotations

@@ -100,6 +100,8 @@ SETTINGS: list[tuple[str, Any]] = [
     ("betas", 0.9), ("step", {}), ("step", torch.zeros(2)), ("adam_w_mode", "yes"), ("initial_lr", "fast"),
 ]  # fmt: skip
 STOCK_SETTINGS: list[tuple[str, str, Any]] = [
+    ("AdamW", "lr", None), ("AdamW", "betas", (None, None)), ("AdamW", "initial_lr", None),
+    ("masters, AdamW", "betas", None),
     *(("AdamW", name, value) for name, value in SETTINGS if name in ("lr", "betas", "initial_lr")),
     ("AdamW", "amsgrad", "yes"), ("AdamW", "betas", torch.zeros(2)), ("SGD", "lr", "fast"), ("SGD", "nesterov", []),
     ("SGD", "momentum", torch.zeros(2)), ("AdamW with a rate in a tensor", "lr", "fast"),
@@ -169,10 +171,10 @@ def test_settings_of_another_type_for_stock_optimizers(tmp_path: Path, kind: str
 TAKEN: list[tuple[str, str, Any, Any]] = [
     ("AdamW", "amsgrad", False, False), ("AdamW", "foreach", True, True), ("AdamW", "fused", None, None),
     ("AdamW", "lr", 1, 1), ("AdamW", "lr", torch.tensor(0.25), 0.25), ("AdamW", "betas", [0.5, 0.75], [0.5, 0.75]),
-    ("AdamW", "initial_lr", None, None), ("AdamW", "mine", 3, 3), ("AdamW", "also mine", [7, 7, 7], [7, 7, 7]),
+    ("AdamW", "mine", 3, 3), ("AdamW", "also mine", [7, 7, 7], [7, 7, 7]),
     ("AdamW with a rate in a tensor", "lr", 0.25, 0.25), ("masters, AdamW", "skipped_steps", torch.tensor(5), 5),
     ("masters, AdamW", "also mine", [7, 7, 7], [7, 7, 7]), ("masters, AdamW", "mine", 3, 3),
-    ("masters, AdamW", "a tuple", "text", "text"), ("masters, AdamW", "betas", None, None),
+    ("masters, AdamW", "a tuple", "text", "text"),
     ("masters, AdamW", "betas", [0.5, 0.75], (0.5, 0.75)),
 ]  # fmt: skip
 
@@ -190,6 +192,24 @@ def test_settings_that_can_stand_there(tmp_path: Path, kind: str, name: str, val
     taken = optimizer.param_groups[0][name]
     assert taken == found and type(taken) is type(found)
     assert torch.equal(optimizer.param_groups[0]["a tensor"], torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("value", ["fast", None, [1, 2], torch.zeros(2)], ids=repr)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_counts_of_another_type_for_stock_optimizers(tmp_path: Path, value: Any) -> None:
+    """A state's number is refused by its key, before anything is written."""
+    path = tmp_path / "c"
+    model, optimizer = stepped(STOCK["AdamW"], 2)
+    for state in optimizer.state.values():
+        state["step"] = 2
+    save(path, model, optimizer)
+    (path / MANIFEST).unlink()
+    change_object(path, "optimizer.state.0.step", value)
+    model, optimizer = stepped(STOCK["AdamW"], 3)
+    before = whole(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.step is .*, where this optimizer has a number"):
+        load(path, model, optimizer)
+    assert whole(model, optimizer) == before
 
 
 @pytest.mark.parametrize("value", [None, "fast", torch.zeros(2)])

@@ -39,7 +39,7 @@ from quantshard.checkpoints.untrusted import entries, pickles
 from quantshard.checkpoints.untrusted.metadata import read_metadata, uncovered
 from quantshard.checkpoints.untrusted.reader import SafeReader
 from quantshard.errors import CheckpointError
-from quantshard.layouts.inspection import inspect_files
+from quantshard.layouts.inspection import inspect
 from tests.checkpoints.small import built, written
 
 WEIGHT = "model.0.weight"
@@ -210,7 +210,7 @@ def test_many_chunks_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = of_chunks(tmp_path, (2, 300), [chunk((0, n), (2, 1)) for n in range(300)])
     assert verify(path).ok
     assert compare(path, path).equal
-    assert [row.chunks for row in inspect_files(path).rows] == [300]
+    assert [row.chunks for row in inspect(path).rows] == [300]
 
 
 def test_chunks_that_are_all_open_at_once() -> None:
@@ -276,7 +276,7 @@ def test_files_that_never_end(forged: Path, tmp_path: Path, name: str, odd: str)
     calls: list[Callable[[], Any]] = [
         lambda: load(forged, model, optimizer),
         lambda: compare(forged, forged),
-        lambda: inspect_files(forged),
+        lambda: inspect(forged),
     ]
     for call in calls:
         with pytest.raises(CheckpointError, match=said):
@@ -315,7 +315,7 @@ def test_safetensors_of_empty_shapes(tmp_path: Path, shape: list[int], dtype: st
     scale = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
     (tmp_path / "x.safetensors").write_bytes(safetensors({"l.weight": entry, "l.weight_scale": scale}, b"\0\0\x80?"))
     with in_time(), pytest.raises(CheckpointError, match=r"has the shape .* which no tensor has|cannot be read as"):
-        inspect_files(tmp_path / "x.safetensors")
+        inspect(tmp_path / "x.safetensors")
 
 
 def test_empty_weights_are_shown(tmp_path: Path) -> None:
@@ -323,5 +323,5 @@ def test_empty_weights_are_shown(tmp_path: Path) -> None:
     scale = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
     (tmp_path / "x.safetensors").write_bytes(safetensors({"l.weight": entry, "l.weight_scale": scale}, b"\0\0\x80?"))
     with in_time():
-        (row,) = inspect_files(tmp_path / "x.safetensors").rows
+        (row,) = inspect(tmp_path / "x.safetensors").rows
     assert (row.shape, row.codes) == ((2**20, 0), None)

@@ -41,3 +41,11 @@ def test_the_reason_is_named(
 ) -> None:
     failures = {rank: failure(rank, error, tmp_path, monkeypatch) for rank, error in enumerate(errors)}
     assert str(launch._explain(failures)) == said
+
+
+def test_whoever_has_no_launcher_is_told_of_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun and the like read no file, so a process says why it ends."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert launch.report_failure(LostRankError(LOST), tmp_path / "logs") == LOST
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert launch.report_failure(LostRankError(LOST), tmp_path / "logs") == ""

@@ -19,14 +19,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from quantshard import checkpoints
+from quantshard import checkpoints, private_torch
 from quantshard.checkpoints.disk import commit, ownership, store
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.staging import Stager
 from quantshard.checkpoints.untrusted import reader
+from quantshard.errors import CheckpointError
 from tests.distributed import durability
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
@@ -377,3 +379,31 @@ def test_a_copy_that_fails_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
     by_rank = run_ranks(2, without_memory, Case("mxfp8", (2,), shapes=SHAPES), str(tmp_path))
     assert by_rank[0] == by_rank[1] and by_rank[0][1] == "[1]"
     assert "step-000001 could not be copied to memory: on rank 1: MemoryError: no room" in by_rank[0][0]
+
+
+# A rank that is lost --------------------------------------------------------------------------------------------------
+
+
+def lost(case: Case, folder: str) -> list[str]:
+    """What is raised where a collective call of DCP's says that another rank is gone, and where memory ends."""
+    run, place = new_run(case, folder), Path(folder, "c")
+    checkpoints.save(place, run.model, run.optimizer)
+    calls = {
+        "save_checkpoint": lambda: checkpoints.save(Path(folder, "d"), run.model, run.optimizer),
+        "load_checkpoint": lambda: checkpoints.load(place, run.model, run.optimizer),
+    }
+    found = []
+    for name, call in calls.items():
+        for error in (RuntimeError("Connection reset by peer"), torch.OutOfMemoryError("CUDA out of memory")):
+            with mock.patch.object(private_torch, name, side_effect=error), pytest.raises(CheckpointError) as raised:
+                call()
+            found.append(f"{name}: {type(raised.value).__name__}")
+        dist.barrier()
+    return found
+
+
+def test_a_lost_rank_is_no_damage(tmp_path: Path) -> None:
+    """2 ranks: an intact checkpoint is not called damaged, nor is this rank's lack of memory another's end."""
+    expected = ["LostRankError", "CheckpointError"]
+    for found in run_ranks(2, lost, Case("mxfp8", (2,), shapes=SHAPES), str(tmp_path)):
+        assert found == [f"{name}_checkpoint: {kind}" for name in ("save", "load") for kind in expected]

@@ -23,7 +23,7 @@ from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.manager import Manager
 from quantshard.cli import app
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.layouts.inspection import inspect_files
+from quantshard.layouts.inspection import inspect
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import SHAPES, new_run, on_rank_0
@@ -87,7 +87,7 @@ def test_a_run_behind_a_url(mode: str | None, tmp_path: Path) -> None:
         assert overtaken.startswith(f"{url} is in use by another run, which was started later")
     assert "no checkpoint" not in str(verify(f"{url}/step-000004")) and verify(f"{url}/step-000004").ok
     assert compare(f"{url}/step-000003", f"{url}/step-000004").differences
-    assert inspect_files(f"{url}/step-000004").rows == inspect_files(beside(url, 4, "")).rows
+    assert inspect(f"{url}/step-000004").rows == inspect(beside(url, 4, "")).rows
 
 
 def late(case: Case, url: str) -> list[Any]:
@@ -209,7 +209,7 @@ def test_places_that_cannot_do(tmp_path: Path) -> None:
     memory, unknown = run_ranks(1, elsewhere, Case("mxfp8", (1,), shapes=((32, 32),)), str(tmp_path))[0]
     assert memory.startswith("memory://run/step-000001 was saved and is not to be seen")
     assert unknown.startswith("nowhere://run cannot be reached by fsspec: Protocol not known")
-    for call in (verify, inspect_files, lambda path: compare(path, path), checkpoints.is_complete):
+    for call in (verify, inspect, lambda path: compare(path, path), checkpoints.is_complete):
         with pytest.raises(ConfigurationError, match="s3:/bucket/run was the URL s3://bucket/run"):
             call(Path("s3://bucket/run"))
 

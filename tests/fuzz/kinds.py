@@ -34,7 +34,7 @@ from quantshard.checkpoints.untrusted import entries, metadata, pickles
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.cli import exchange
 from quantshard.layouts import names
-from quantshard.layouts.inspection import inspect_files
+from quantshard.layouts.inspection import inspect
 from quantshard.optimizers import FusedAdam
 from quantshard.transformer_engine.pieces import CALLS
 from tests.cli import hostile
@@ -114,7 +114,7 @@ def _checkpoint_readings(recipe: str, whole: Path) -> Callable[[Path, Mutant], l
             ("load", lambda: loaded(path), expected if is_known else None),
             ("compare", lambda: compare(path, whole).differences and None, None),
             ("verify", lambda: verify(path).problems and None, None),
-            ("inspect", lambda: inspect_files(path).to_json() and None, None),
+            ("inspect", lambda: inspect(path).to_json() and None, None),
             ("export", lambda: layouts.export(path, "plain-fp32", _fresh(path), config=CONFIG) and None, None),
         ]
 
@@ -199,8 +199,8 @@ def _exported_readings(path: Path, mutant: Mutant) -> list[Reading]:
     single = sorted(path.glob("*.safetensors"))[:1]
     checkpoint = path.parent / "checkpoint"
     return [
-        ("inspect", lambda: inspect_files(path).to_json() and None, None),
-        *((("inspect a file", lambda: inspect_files(single[0]).to_json() and None, None),) if single else ()),
+        ("inspect", lambda: inspect(path).to_json() and None, None),
+        *((("inspect a file", lambda: inspect(single[0]).to_json() and None, None),) if single else ()),
         ("load", lambda: layouts.load(path, model, lossy=True).lines() and None, None),
         ("import", lambda: exchange.import_(path, str(_fresh(path)), "mxfp8", None, lossy=True), None),
         ("export", lambda: layouts.export(checkpoint, "sglang-mxfp8", _fresh(path), config=path) and None, None),

@@ -307,7 +307,7 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
 
 
 def test_scales_lie_as_products_read_them() -> None:
-    """What `sources` has kernels store by columns is what a product of `backend` wants so, and nothing else."""
+    """What `producers` has kernels store by columns is what a product of `backend` wants so, and nothing else."""
     sides = [
         (kind, side) for kinds, n in backend.NATIVE.items() for kind, side in zip(kinds, (n.left, n.right), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What `inspect_files` finds in safetensors files, whatever layout they are of, against counting by hand."""
+"""What `inspect` finds in safetensors files, whatever layout they are of, against counting by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from quantshard.cli import app
 from quantshard.errors import CheckpointError
-from quantshard.layouts.inspection import inspect_files
+from quantshard.layouts.inspection import inspect
 
 
 def layouts() -> dict[str, tuple[dict[str, torch.Tensor], str, tuple[int, int], float]]:
@@ -51,7 +51,7 @@ def test_exported_files(tmp_path: Path, layout: str) -> None:
     tensors, called, shape, largest = layouts()[layout]
     save_file(tensors, tmp_path / "a.safetensors")
     save_file({"norm.weight": torch.ones(5, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
-    row, plain = inspect_files(tmp_path).rows
+    row, plain = inspect(tmp_path).rows
     assert row.quantized and called in row.format and row.shape == shape
     assert row.scales == (largest, largest)
     assert row.bytes == sum(value.nbytes for value in tensors.values())
@@ -62,7 +62,7 @@ def test_exported_files(tmp_path: Path, layout: str) -> None:
         values = codes.float().abs()
         assert (row.zeros, row.saturated) == (int((values == 0).sum()), int((values == 448).sum()))
     assert (plain.name, plain.format, plain.quantized, plain.codes) == ("norm.weight", "bfloat16", False, None)
-    assert inspect_files(tmp_path / "a.safetensors", data=False).rows[0].codes is None
+    assert inspect(tmp_path / "a.safetensors", data=False).rows[0].codes is None
     result = CliRunner().invoke(app(), ["inspect", str(tmp_path)])
     assert result.exit_code == 0 and row.format in result.stdout
 
@@ -89,20 +89,20 @@ def test_headers_of_safetensors(tmp_path: Path, header: str) -> None:
         content = len(content).to_bytes(8, "little") + content + b"\0" * 6
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"m\.safetensors cannot be read as safetensors") as raised:
-        inspect_files(tmp_path)
+        inspect(tmp_path)
     assert "\n" not in str(raised.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.safetensors cannot be read as safetensors: No such file"):
-        inspect_files(tmp_path / "nowhere.safetensors")
+        inspect(tmp_path / "nowhere.safetensors")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m.safetensors")
     with pytest.raises(CheckpointError, match="it is no regular file but a pipe"):
-        inspect_files(tmp_path)
+        inspect(tmp_path)
 
 
 SHAPES = {
@@ -119,5 +119,5 @@ def test_shapes_that_are_no_scales(tmp_path: Path, shapes: str) -> None:
     save_file(tensors | {"l.weight_scale_2": torch.ones(second)}, tmp_path / "m.safetensors")
     eight = {"e.weight": torch.zeros(codes).to(torch.float8_e4m3fn), "e.weight_scale": torch.ones(grid)}
     save_file(eight, tmp_path / "e.safetensors")
-    found = {row.name: row.quantized for row in inspect_files(tmp_path).rows}
+    found = {row.name: row.quantized for row in inspect(tmp_path).rows}
     assert not found["l.weight"] and found["e.weight"] == (len(codes) == 2)

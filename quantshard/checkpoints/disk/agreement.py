@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -41,9 +42,17 @@ def _told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not is_loss_of_a_rank(error):
+            raise
         raise LostRankError(
             f"another rank ended, was interrupted or did not come ({first_failure(error)}); look at what it said"
         ) from error
+
+
+def is_loss_of_a_rank(error: BaseException) -> bool:
+    """Whether an error from a collective call says that another rank is gone, as a bare RuntimeError does."""
+    own = isinstance(error, torch.OutOfMemoryError | QuantshardError | CheckpointException)
+    return isinstance(error, RuntimeError) and not own and process_groups.world() is not None
 
 
 def from_rank0(find: Callable[[], T]) -> T:

@@ -94,7 +94,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
-    """Look into a checkpoint directory; `layouts.inspection.inspect_files` looks into safetensors files, too.
+    """Look into a checkpoint directory; `layouts.inspection.inspect` looks into safetensors files, too.
 
     Not a collective call; nothing in the files is run, and one chunk is in memory at a time.
 

@@ -31,7 +31,7 @@ from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, LostRankError
 
 
 class DamagedError(CheckpointError):
@@ -258,6 +258,8 @@ def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: b
         why = agreement.first_failure(error)
         if _lacks_memory(error):
             raise CheckpointError(f"{path} cannot be read into the memory that there is: {why}") from error
+        if agreement.is_loss_of_a_rank(error):
+            raise LostRankError(f"{path} could not be read: another rank ended, or did not come: {why}") from error
         raise DamagedError(
             f"{path} is damaged or incomplete: {why}; restore its files or choose another checkpoint"
         ) from error

@@ -238,7 +238,7 @@ def activate_backward_and_quantize(
 def quantize_gradient(grad: Tensor, outputs: EpilogueRequest) -> Targets:
     """The gradient of a linear layer's output [R, C] as it is: its codes, amax, poison, and as `sums` that of the bias.
 
-    Where nothing but codes and the next amax is wanted, `quantize.quantize_matrix` does it.
+    Where nothing but codes and the next amax is wanted, `quantize.matrix.quantize_matrix` does it.
     """
     p = epilogue.plan_epilogue(outputs, grad)
     grad = epilogue.by_rows(grad)

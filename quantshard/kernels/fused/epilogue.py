@@ -1,7 +1,7 @@
 """What a fused kernel does with a tile of values that it computed.
 
     result = round(values) to the dtype, once
-    codes  = quantize(result), and of the transpose            (`quantize.emit`)
+    codes  = quantize(result), and of the transpose            (`quantize.matrix.emit`)
     amax   = max(amax, |result|)                               NaN wins
     poison = NaN if any result is infinite or NaN, else as it was
     sums   = sum of result over rows
@@ -64,7 +64,8 @@ def deliver(
     values, place, where, sink, out, other_where, other_out,
     k0, k1, draw, stream, width, other_stream, other_width, dtype: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of `quantize.tile_of`.
+    """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of
+    `quantize.matrix.tile_of`.
 
     Values must be zero where there are none.
     """

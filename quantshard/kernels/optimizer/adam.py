@@ -3,12 +3,12 @@
     m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
     w = w - lr (m c1 / (sqrt(v c2) + eps) + wd w),   c = 1 / (1 - b^step)
 
-with the operations of `optimizers.adam.adam`, in its order, and its bound on m where it has one. The tables that it
+with the operations of `numerics.adam.adam`, in its order, and its bound on m where it has one. The tables that it
 works from: `states`.
 
 A program takes a tile of whole scale blocks by the global block grid, so the new weight is quantized in the same pass.
 Where a scale derives from more than the tile (of a whole tensor or row, or of a block that ranks share), a pass
-measures and a later one quantizes, from amaxes that were reduced between the two; `adam_plan` says which pass does
+measures and a later one quantizes, from amaxes that were reduced between the two; `plan` says which pass does
 what.
 """
 
@@ -87,7 +87,7 @@ def quotient_by_root(a, b, c):
 
 @triton.jit
 def updated(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
-    """One step of `optimizers.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside."""
+    """One step of `numerics.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside."""
     lr, beta1, rest1 = tl.load(settings), tl.load(settings + 1), tl.load(settings + 2)
     beta2, rest2 = tl.load(settings + 3), tl.load(settings + 4)
     correction1, correction2 = tl.load(settings + 5), tl.load(settings + 6)

@@ -40,7 +40,7 @@ def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
 
 @triton.jit
 def past(history, length, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    """`amax.history_amax` of a history of this length; LENGTH: a power of two."""
+    """`delayed_scaling.history_amax` of a history of this length; LENGTH: a power of two."""
     if MOST_RECENT:
         return tl.load(history + length - 1)
     else:

@@ -212,7 +212,7 @@ def tensor_past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """After the amaxes were reduced: the amax to use, whether it is the new one, and the new history.
 
-    See `amax.Requantization.commit` and `amax.record_amax_`.
+    See `requantize.Requantization.commit` and `delayed_scaling.record_amax_`.
     """
     if skip is not None:
         if tl.load(skip) != 0:

@@ -2,9 +2,9 @@
 
 A parameter goes one of three ways, by where the scales of what is written come from:
 
-    ONCE    from the tile, or from past amaxes (delayed scaling): `Plan.update` does all
+    ONCE    from the tile, or from past amaxes (delayed scaling): `AdamLaunchPlan.update` does all
     AFTER   of the weight from amaxes that reach beyond the tile, and there is a float32 master: `update` writes the
-            states and measures, `Plan.finish` quantizes the master
+            states and measures, `AdamLaunchPlan.finish` quantizes the master
     TWICE   of a state too, or there is no such master: `update` measures, `finish` computes again and writes
 """
 

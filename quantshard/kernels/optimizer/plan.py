@@ -8,7 +8,7 @@
     (reduce the tensors of plan.amaxes with MAX over the ranks that share them)
     plan.finish()
 
-Which launches these are, `adam_parameters` says.
+Which launches these are, `parameters` says.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REDO_PROGRAMS: Final = 64
 
 
 class HyperparametersProtocol(Protocol):
-    """`optimizers.adam.Hyperparameters`."""
+    """`numerics.adam.Hyperparameters`."""
 
     @property
     def step(self) -> int | Tensor: ...

@@ -58,7 +58,7 @@ class AdamKernelConfig(NamedTuple):
     `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `rw.words_of_tile`.
     `high`: blocks are higher than a tile, so all chunks of a program are updated before one is quantized. `rereads`:
     their values are then read again from the float32 masters, a few microseconds old, to have the registers for another
-    program beside this one; else they are kept. `bounded`: as for `optimizers.adam.adam`.
+    program beside this one; else they are kept. `bounded`: as for `numerics.adam.adam`.
     """
 
     rows: int

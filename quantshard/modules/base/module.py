@@ -387,7 +387,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         biases = self._biases(layer, with_bias)
-        return PreparedLinear(checked, biases, call, replace(state, tp=self.tensor_parallel(layer.mode)))
+        return PreparedLinear(checked, biases, call, replace(state, tp=self.tensor_parallel_of(layer.mode)))
 
     def _traced(self, layer: Projection, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> TracedLinear:
         if self.tp_size > 1:
