@@ -272,8 +272,9 @@ def compatibility_page() -> str:
     names: dict[str, list[str]] = {}
     for name, feature in lookup.NAMES.items():
         names.setdefault(feature.removesuffix(","), []).append(f"`{name}`")
-    lines = ["| cannot work | without |", "|---|---|"]
-    lines += [f"| {feature} | {', '.join(sorted(needed))} |" for feature, needed in sorted(names.items())]
+    lines = ["What cannot work without which names:"]
+    for feature, needed in sorted(names.items()):
+        lines += ["", f"**{feature}**", "", *(f"- {name}" for name in sorted(needed))]
     head, mark, _ = (DOCS / "compatibility.md").read_text(encoding="utf-8").partition(MADE)
     return "\n".join([head + mark, *lines]) + "\n"
 

@@ -51,7 +51,7 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
         [sys.executable, script, *CHOSEN], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    spilled = SPILLED[".".join(triton.__version__.split(".")[:2])]
+    spilled = SPILLED.get(".".join(triton.__version__.split(".")[:2]), {})
     found = {line.pop("kernel"): line for line in map(json.loads, done.stdout.splitlines())}
     show("\n".join(f"{name:32} {kernel['registers']:3} registers" for name, kernel in found.items()))
     for name, kernel in found.items():
