@@ -116,6 +116,8 @@ class Format:
 
     def __post_init__(self) -> None:
         assert len(self.name) <= FORMAT_NAME_BYTES, self.name
+        for part in self.components:  # how codes of other widths are packed is written neither here nor in a kernel
+            assert part.encoding.bits in (4, 8, 16, 32), f"{part.encoding.name}: codes of {part.encoding.bits} bits"
 
     @cached_property
     def by_name(self) -> dict[str, Component]:
