@@ -112,10 +112,7 @@ def test_strict_and_explain_name_it() -> None:
         with qs.quantized_model_init(recipe=recipe):
             model = nn.Sequential(qs.Linear(40, 24, bias=False))
         assert SQUARES in str(explain(model))
-        with (
-            pytest.raises(FallbackError, match="Linear.weight: its GEMMs dequantize both operands"),
-            qs.autocast(recipe=recipe, strict=True),
-        ):
+        with pytest.raises(FallbackError, match="dequantize both"), qs.autocast(recipe=recipe, strict=True):
             model(torch.ones(3, 40, dtype=torch.bfloat16))
 
 
