@@ -1,0 +1,196 @@
+"""Every block of code of the docs runs in some test; here those that have no test of their own. 1 and 2 ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+
+import quantshard
+from quantshard import cli
+from quantshard.optimizers import FusedAdam
+from tests.distributed.models import Case, batch, bits, build
+from tests.distributed.pool import run_ranks
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests/distributed/test_snippets.py"
+DOCS = "tests/distributed/test_"
+RUN_BY = {
+    "README.md": f"{DOCS}readme.py",
+    "docs/checkpoints.md": f"{DOCS}checkpoints_doc.py",
+    "docs/converting.md": "tests/transformer_engine/test_convert.py",
+    "docs/determinism.md": HERE,
+    "docs/experts.md": "tests/distributed/experts.py",
+    "docs/format.md": f"{DOCS}format_doc.py",
+    "docs/layouts.md": "tests/cli/test_exchange.py",
+    "docs/optimizers.md": HERE,
+    "docs/saving.md": f"{DOCS}saving_doc.py",
+    "docs/sharding.md": HERE,
+    "docs/tensor-parallelism.md": f"{DOCS}tp_doc.py",
+    "docs/transformer-engine.md": HERE,
+}
+"""The pages that have Python, and the file that runs it."""
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+
+
+def test_every_page_with_code_has_a_test() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    with_code = [str(page.relative_to(ROOT)) for page in pages]
+    assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
+    for page, file in RUN_BY.items():
+        assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 4, 1, 1]
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+def commands(page: str) -> list[list[str]]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```\w*\n(.*?)```", text, flags=re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if re.match(r"quantshard [a-z]", line)]
+
+
+def unknown(command: list[str]) -> list[str]:
+    """The name of a command, or of its options, that the command line does not have."""
+    known: Any = typer.main.get_command(cli.app())
+    if command[0] not in known.commands:
+        return command[:1]
+    options = {name for each in known.commands[command[0]].params for name in (*each.opts, *each.secondary_opts)}
+    return [word for word in command if word.startswith("--") and word not in options]
+
+
+def test_commands_and_options_of_the_docs_exist() -> None:
+    found = [(page, command) for page in ("README.md", "docs/command-line.md") for command in commands(page)]
+    assert len(found) >= 13
+    assert [(page, command) for page, command in found if unknown(command)] == []
+    assert unknown(["trian"]) == ["trian"] and unknown(["resume", "DIR", "--mehs", "tp=2"]) == ["--mehs"]
+
+
+# Python --------------------------------------------------------------------------------------------------------------
+
+
+def test_determinism() -> None:
+    (snippet,) = snippets("docs/determinism.md")
+    try:
+        before, part = snippet.split("with quantshard")
+        exec(before, {})
+        assert torch.are_deterministic_algorithms_enabled()
+        exec("import quantshard\nwith quantshard" + part, {})
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        quantshard.deterministic(False)
+
+
+def test_transformer_engines_names() -> None:
+    (snippet,) = snippets("docs/transformer-engine.md")
+    names: dict[str, Any] = {"x": torch.randn(6, 2, 1024, requires_grad=True)}
+    with pytest.warns(UserWarning, match="an amax history was made in this forward"):  # as the page says
+        exec(snippet, names)
+    names["out"].sum().backward()
+    assert names["out"].shape == (6, 2, 1024)
+    assert names["x"].grad.isfinite().all() and names["layer"].fc1_weight.grad is not None
+
+
+def masters_by_hand(case: Case) -> tuple[dict[str, str], dict[str, str]]:
+    """Bits of model and optimizer with the masters of the document, and as `FusedAdam` takes them itself."""
+    found = []
+    for snippet in (snippets("docs/optimizers.md")[0], "optimizer = FusedAdam(model.named_parameters())"):
+        names: dict[str, Any] = {"FusedAdam": FusedAdam, "quantshard": quantshard, "model": build(case)}
+        exec(snippet, names)
+        found.append(bits(names["model"], names["optimizer"]))
+    return found[0], found[1]
+
+
+@pytest.mark.distributed
+def test_masters_set_by_hand() -> None:
+    """1 and 2 ranks."""
+    for ranks in (1, 2):
+        for by_hand, by_itself in run_ranks(ranks, masters_by_hand, Case("block", (ranks,))):
+            assert sorted(by_hand.values()) == sorted(by_itself.values())
+
+
+def test_scaled_float16() -> None:
+    """The step is that of unscaled gradients; infinite ones are skipped."""
+    snippet, found = snippets("docs/optimizers.md")[1], []
+    for scale in (1024.0, 1.0, math.inf):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4, dtype=torch.float16)
+        born = model.weight.detach().clone()
+        loss = model(torch.ones(3, 8, dtype=torch.float16)).float().square().mean()
+        exec(snippet, {"FusedAdam": FusedAdam, "model": model, "loss": loss, "scale": scale})
+        found.append(model.weight.detach())
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], born)
+    assert torch.equal(found[2], born)
+
+
+def data_parallel(_: object) -> list[Tensor]:
+    """Weights after a step of replicas that were born from different seeds."""
+    torch.manual_seed(dist.get_rank())
+    with quantshard.quantized_model_init(recipe="block"):
+        model = nn.Sequential(quantshard.Linear(96, 300), quantshard.Linear(300, 1))
+    (snippet,) = snippets("docs/sharding.md")
+    names: dict[str, Any] = {"quantshard": quantshard, "model": model}
+    names["DistributedDataParallel"] = nn.parallel.DistributedDataParallel
+    exec(snippet, names)
+    optimizer = FusedAdam(model.parameters())
+    x, y = batch(0, Case("block"))
+    with quantshard.autocast(recipe="block"):
+        out = names["model"](x.float())
+    (out - y).square().mean().backward()
+    optimizer.step()
+    quantshard.check_replicas(model)
+    return [param.detach().dequantize() if isinstance(param, quantshard.QuantizedTensor) else param.detach()
+            for param in model.parameters()]  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_replicas() -> None:
+    """2 ranks."""
+    one, two = run_ranks(2, data_parallel, None)
+    assert all(map(torch.equal, one, two)) and len(one) == 4
+
+
+EAGER = """
+optimizer = FusedAdam(model.parameters(), lr=lr, capturable=True)
+for batch in [first_batch, *batches]:
+    x.copy_(batch)
+    step()
+"""
+
+
+def trained(code: str) -> Tensor:
+    """A weight after four steps, taken as the code says."""
+    torch.manual_seed(0)
+    with quantshard.quantized_model_init(recipe="block"):
+        model = quantshard.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda")
+    first, *rest = (torch.randn(64, 256, device="cuda").bfloat16() for _ in range(4))
+    names: dict[str, Any] = {"FusedAdam": FusedAdam, "quantshard": quantshard, "torch": torch, "model": model}
+    names |= {"lr": 1e-3, "x": torch.zeros_like(first), "first_batch": first, "batches": rest}
+
+    def step() -> None:
+        with quantshard.autocast(recipe="block"):
+            model(names["x"]).float().square().mean().backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+
+    names["step"] = step
+    exec(code, names)
+    return model.weight.dequantize()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_of_a_step() -> None:
+    assert torch.equal(trained(snippets("docs/optimizers.md")[3]), trained(EAGER))
