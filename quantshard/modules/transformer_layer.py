@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
 from quantshard.distributed import tensor_parallel
@@ -17,6 +15,7 @@ from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.base import inputs
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
@@ -57,16 +56,15 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         activation: of the MLP; see `LayerNormMLP`.
         normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads, and the features of the MLP.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `module_meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_backend: see `DotProductAttention`.
         recompute_activation: of the MLP; see `LayerNormMLP`.
         name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 
+    @shows_parallelism(before="device")
     def __init__(
         self,
         hidden_size: int,
@@ -95,11 +93,6 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         activation: str = "gelu",
         normalization: str = "LayerNorm",
         set_parallel_mode: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
         attention_backend: str = AUTO,
@@ -107,7 +100,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse("TransformerLayer", others)
+        asked = parallelism("TransformerLayer", others)
         if layer_type != "encoder":
             raise ConfigurationError(
                 f"TransformerLayer(layer_type={layer_type!r}) is not supported: {unsupported.NO_CROSS_ATTENTION}; for "
@@ -121,9 +114,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         self.hidden_dropout, self.layer_number, self.name = hidden_dropout, layer_number, name
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         norm: dict[str, Any] = {
-            "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh,
-            "weight_mesh": weight_mesh,
+            **vars(asked), "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         common = {
             **norm, "bias": bias, "normalization": normalization, "set_parallel_mode": set_parallel_mode,

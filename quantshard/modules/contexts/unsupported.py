@@ -220,7 +220,7 @@ def refuse(owner: str, given: Mapping[str, Any]) -> None:
         TypeError: TransformerEngine does not have it either.
     """
     for name, value in given.items():
-        known = ARGUMENTS[owner].get(name)
+        known = ARGUMENTS.get(owner, {}).get(name)
         if known is None:
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
         if known.hint or value is None or value is False:
