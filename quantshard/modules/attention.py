@@ -271,31 +271,22 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         hidden_size: size of the last dim of input and output.
         num_attention_heads: heads of the queries.
         kv_channels: features of a head (default: hidden_size / num_attention_heads).
-        attention_dropout: probability with which a softmax weight is dropped in training.
-        layernorm_epsilon: eps of the normalization.
         init_method: fills the whole weight of the qkv projection (default: N(0, 0.023**2) by the counter generator).
         output_layer_init_method: the same for `proj`.
-        layer_number: shown in printed tables.
-        attn_mask_type: see `DotProductAttention`; `forward` can ask for another.
-        window_size: only what means "no window" is supported.
         num_gqa_groups: heads of keys and values (default: as many as of queries).
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_bias: return the bias of `proj` behind the output instead of adding it.
-        return_layernorm_output: return the normalized input too, last.
         input_layernorm: normalize the input.
         attention_type: only "self".
         fuse_qkv_params: one weight for queries, keys and values, see above.
-        zero_centered_gamma: the normalization multiplies by 1 + its weight, which starts at 0.
         qkv_weight_interleaved: see above; without effect unless `fuse_qkv_params`.
         rotary_pos_interleaved: the layout of the rotary embedding.
-        bias: add biases, kept in high precision.
-        normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads: qkv by columns, `proj` by rows. With one fused weight
             its rows must be interleaved by group, as they are by default.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
-        attention_backend: see `DotProductAttention`.
-        name: shown in printed tables and messages.
+        attention_dropout, layer_number, attn_mask_type, window_size, attention_backend: see `DotProductAttention`.
+        layernorm_epsilon (`eps` there), normalization, zero_centered_gamma, return_layernorm_output: see
+            `LayerNormLinear`.
+        bias, params_dtype, device, name: see `Linear`.
         **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 

@@ -45,18 +45,13 @@ class GroupedLinear(QuantizedModule):
 
     Args:
         num_gemms: how many, of all ranks.
-        in_features: size of the last dim of the input.
-        out_features: size of the last dim of the output.
         init_method: fills each whole weight in place (default: N(0, 0.023**2) by the counter generator).
         bias: add biases [out_features], kept in high precision.
         return_bias: return (output without bias, list of this rank's biases or None) instead of adding them.
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         parallel_mode: how tensor parallelism cuts each weight: "column" (out_features; the output stays cut) or "row"
             (in_features; the input is cut). All ranks of the group have the same tokens.
         ep_mesh: the axis of a mesh that the experts are spread over, e.g. `mesh["ep"]`.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
-            accelerator, or the CPU.
-        name: shown in printed tables and messages.
+        in_features, out_features, params_dtype, device, name: see `Linear`.
         **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
 
     Raises:

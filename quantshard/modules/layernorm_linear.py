@@ -23,21 +23,15 @@ class LayerNormLinear(QuantizedModule):
     is stored quantized if built under `quantized_model_init`, and `bias` (None without).
 
     Args:
-        in_features: size of the last dim of the input.
-        out_features: size of the last dim of the output.
         eps: of the normalization.
-        init_method: fills the whole weight in place (default: N(0, 0.023**2) by the counter generator).
-        bias: add a bias [out_features], kept in high precision.
         normalization: "LayerNorm" or "RMSNorm".
         return_bias: return the bias behind the output instead of adding it.
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_layernorm_output: return the normalized input too, last.
         return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
         parallel_mode: "column" or None; see `Linear`.
-        parameters_split, separate_outputs: see `Linear`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
-        name: shown in printed tables and messages.
+        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device,
+            name: see `Linear`.
         **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 

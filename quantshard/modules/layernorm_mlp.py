@@ -136,25 +136,19 @@ class LayerNormMLP(QuantizedModule):
     Args:
         hidden_size: size of the last dim of input and output.
         ffn_hidden_size: features between the two linear layers.
-        eps: of the normalization.
         init_method: fills the whole of each fc1 weight in place (default: N(0, 0.023**2) by the counter generator).
-        bias: add the biases, kept in high precision.
-        normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu" (the tanh approximation, as in TransformerEngine), "relu", "silu", "srelu" (relu squared),
             "qgelu" (x * sigmoid(1.702 x)), or gated "geglu", "reglu", "swiglu", "sreglu", "qgeglu".
         output_layer_init_method: the same for fc2_weight.
         return_bias: return fc2_bias behind the output instead of adding it.
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
-        return_layernorm_output: return the normalized input too, last.
-        return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
         set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
-        zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
             it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
             goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor where
             `torch.compile` puts activations into its graph, and decides itself what to keep: without kernels.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
-        name: shown in printed tables and messages.
+        eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
+            `LayerNormLinear`.
+        bias, params_dtype, device, name: see `Linear`.
         **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 
