@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
 from inspect import Parameter
 from typing import Any, TypeVar
 
@@ -24,9 +25,9 @@ def parallelism(owner: str, others: Mapping[str, Any]) -> TensorParallelConfig:
         ConfigurationError: another one, which TransformerEngine has, asks for something that is not here.
         TypeError: TransformerEngine does not have it either.
     """
-    names = {field.name for field in _taken(owner)}
-    unsupported.refuse(owner, {name: value for name, value in others.items() if name not in names})
-    return TensorParallelConfig(**{name: value for name, value in others.items() if name in names})
+    taken = _taken(owner)
+    unsupported.refuse(owner, {name: value for name, value in others.items() if name not in taken})
+    return TensorParallelConfig(**{name: value for name, value in others.items() if name in taken})
 
 
 def shows_parallelism(before: str) -> Callable[[_Init], _Init]:
@@ -46,7 +47,7 @@ def shows_parallelism(before: str) -> Callable[[_Init], _Init]:
         place = next(index for index, each in enumerate(own) if each.name == before)
         own[place:place] = [
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for field in _taken(owner)
+            for field in _taken(owner).values()
             if field.name not in signature.parameters
         ]
         init.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
@@ -55,7 +56,8 @@ def shows_parallelism(before: str) -> Callable[[_Init], _Init]:
     return shown
 
 
-def _taken(owner: str) -> list[Any]:
-    """The fields of `TensorParallelConfig` that a class does not refuse."""
+@cache
+def _taken(owner: str) -> dict[str, Any]:
+    """The fields of `TensorParallelConfig` that a class does not refuse, by name."""
     refused = unsupported.ARGUMENTS.get(owner, {})
-    return [field for field in fields(TensorParallelConfig) if field.name not in refused]
+    return {field.name: field for field in fields(TensorParallelConfig) if field.name not in refused}
