@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,9 +91,13 @@ It says nothing about the formats of GEMMs: those are of `quantshard.autocast`, 
 """
 
 
+def listed(what: str, arguments: list[str]) -> list[str]:
+    """A bullet beneath another."""
+    return textwrap.wrap(f"    - {what}: {', '.join(arguments)}", 120, subsequent_indent=" " * 6)
+
+
 def rendered() -> str:
     lines = [HEAD, "## Arguments", "", "Hints change no result, so all their values are accepted, without effect.", ""]
-    lines += ["| class or method | accepted | hints | refused |", "|---|---|---|---|"]
     names = [n for n in modules.__all__ if inspect.isclass(getattr(modules, n)) or n in unsupported.ARGUMENTS]
     for name in names:
         kind = getattr(modules, name)
@@ -102,8 +107,9 @@ def rendered() -> str:
             accepted = [argument for argument in accepted if argument not in others]
             hints, refused = (sorted(n for n, at in others.items() if at.hint is hint) for hint in (True, False))
             if owner == name or others:
-                row = (", ".join(arguments) or "-" for arguments in (accepted, hints, refused))
-                lines.append(f"| `{owner}` | {' | '.join(row)} |")
+                lines.append(f"- `{owner}`")
+                for what, arguments in (("accepted", accepted), ("hints", hints), ("refused", refused)):
+                    lines += listed(what, arguments) if arguments else []
     lines += [
         "",
         "## Recipes",
@@ -331,6 +337,12 @@ def test_links_lead_somewhere(page: str, tmp_path: Path) -> None:
     assert missing_targets(ROOT / page) == []
     (tmp_path / "page.md").write_text("[a](none.md) [b](page.md#x) [c](https://example.org/none)", encoding="utf-8")
     assert missing_targets(tmp_path / "page.md") == ["none.md"]
+
+
+@pytest.mark.parametrize("page", sorted(page.name for page in DOCS.glob("*.md")))
+def test_rows_of_tables_can_be_read(page: str) -> None:
+    rows = [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert not [row for row in rows if len(row) > 400], "put a list beneath the table, or in its place"
 
 
 def test_every_page_is_in_the_index() -> None:

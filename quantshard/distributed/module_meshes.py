@@ -35,7 +35,7 @@ class TensorParallelConfig:
     flattened; it is checked, and not needed.
     """
 
-    tp_group: Group = None
+    tp_group: dist.ProcessGroup | None = None
     tp_size: int = 1
     sequence_parallel: bool = False
     tp_mesh: DeviceMesh | None = None

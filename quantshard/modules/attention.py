@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +24,7 @@ from quantshard.modules.attention_backends import AUTO, BACKENDS
 from quantshard.modules.base import inputs
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.module import InitMethod
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
@@ -91,6 +92,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         **others: TransformerEngine's other arguments; see `unsupported`.
     """
 
+    @shows_parallelism(before="layer_number")
     def __init__(
         self,
         num_attention_heads: int,
@@ -103,9 +105,6 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         *,
         sequence_parallel: bool = False,
         tp_size: int = 1,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
@@ -114,7 +113,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         **others: Any,
     ) -> None:
         owner = "DotProductAttention"
-        unsupported.refuse(owner, others)
+        asked = parallelism(owner, others)
         _check_attention_type(owner, attention_type)
         check_choice(owner, "qkv_format", qkv_format, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", attn_mask_type, MASK_TYPES)
@@ -131,9 +130,8 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         self.attention_backend = attention_backend
         self.sequence_parallel, self.tp_size = sequence_parallel, tp_size
         self._check_heads()
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        self.set_device_mesh(tp_mesh, weight_mesh)
+        self.set_tensor_parallel_group(asked.tp_group)
+        self.set_device_mesh(asked.tp_mesh, asked.weight_mesh)
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Divide the heads over the tensor-parallel axis of a mesh.
@@ -273,35 +271,26 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         hidden_size: size of the last dim of input and output.
         num_attention_heads: heads of the queries.
         kv_channels: features of a head (default: hidden_size / num_attention_heads).
-        attention_dropout: probability with which a softmax weight is dropped in training.
-        layernorm_epsilon: eps of the normalization.
         init_method: fills the whole weight of the qkv projection (default: N(0, 0.023**2) by the counter generator).
         output_layer_init_method: the same for `proj`.
-        layer_number: shown in printed tables.
-        attn_mask_type: see `DotProductAttention`; `forward` can ask for another.
-        window_size: only what means "no window" is supported.
         num_gqa_groups: heads of keys and values (default: as many as of queries).
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_bias: return the bias of `proj` behind the output instead of adding it.
-        return_layernorm_output: return the normalized input too, last.
         input_layernorm: normalize the input.
         attention_type: only "self".
         fuse_qkv_params: one weight for queries, keys and values, see above.
-        zero_centered_gamma: the normalization multiplies by 1 + its weight, which starts at 0.
         qkv_weight_interleaved: see above; without effect unless `fuse_qkv_params`.
         rotary_pos_interleaved: the layout of the rotary embedding.
-        bias: add biases, kept in high precision.
-        normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads: qkv by columns, `proj` by rows. With one fused weight
             its rows must be interleaved by group, as they are by default.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: see `TensorParallelConfig`.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
-        attention_backend: see `DotProductAttention`.
-        name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        attention_dropout, layer_number, attn_mask_type, window_size, attention_backend: see `DotProductAttention`.
+        layernorm_epsilon (`eps` there), normalization, zero_centered_gamma, return_layernorm_output: see
+            `LayerNormLinear`.
+        bias, params_dtype, device, name: see `Linear`.
+        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 
+    @shows_parallelism(before="device")
     def __init__(
         self,
         hidden_size: int,
@@ -328,11 +317,6 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         rotary_pos_interleaved: bool = False,
         bias: bool = True,
         normalization: str = "LayerNorm",
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
         attention_backend: str = AUTO,
@@ -340,7 +324,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         **others: Any,
     ) -> None:
         owner = "MultiheadAttention"
-        unsupported.refuse(owner, others)
+        asked = parallelism(owner, others)
         _check_attention_type(owner, attention_type)
         super().__init__()
         self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
@@ -353,15 +337,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         kv_features = self.num_gqa_groups * self.kv_channels
         parts = {"query": num_attention_heads * self.kv_channels, "key": kv_features, "value": kv_features}
         features = sum(parts.values())
-        tp: dict[str, Any] = {
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "tp_mesh": tp_mesh,
-        }
-        common: dict[str, Any] = {
-            **tp, "weight_mesh": weight_mesh, "bias": bias, "params_dtype": params_dtype, "device": device,
-        }  # fmt: skip
+        common: dict[str, Any] = {**vars(asked), "bias": bias, "params_dtype": params_dtype, "device": device}
         self.set_parallel_mode = set_parallel_mode
         qkv = {
             **common, "parallel_mode": "column" if set_parallel_mode else None, "init_method": init_method,
@@ -380,7 +356,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
             window_size, layer_number=layer_number, name=child_name(name, "core_attention"),
             attention_backend=attention_backend,
-            **(tp if set_parallel_mode else {}),
+            **(vars(replace(asked, weight_mesh=None)) if set_parallel_mode else {}),
         )  # fmt: skip
         self.proj = Linear(
             num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,

@@ -23,10 +23,10 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import compiled, functional, operators
-from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.gemms.compiled import FusedSteps, TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
 from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, WgradOperand, cells
-from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
+from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, LayerArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.norm import Normalization, NormConfig, parameters_of
 from quantshard.recipe import Recipe, TensorRole
@@ -166,7 +166,7 @@ def _traced(
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """The same as an operator in a graph that is being traced."""
     x, residual, weight, bias, norm = front
-    fused = FusedArguments(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
+    fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
     found = compiled.call_operator(step, x, layers, remakes, fused, residual)
     return (found, None) if residual is None else (found[:-1], found[-1])
 
@@ -424,14 +424,15 @@ def _activation_backward(
 # As operators --------------------------------------------------------------------------------------------------------
 
 
-def _normalization(x: Tensor, fused: FusedArguments) -> Normalization:
-    return Normalization(fused.normalization, x.shape[-1], fused.eps, fused.zero_centered_gamma)
+def _normalization(x: Tensor, layers: LayerArguments) -> Normalization:
+    structure = layers.structure
+    return Normalization(structure.normalization, x.shape[-1], layers.eps, structure.zero_centered_gamma)
 
 
 def _front_of(asked: ForwardArguments) -> NormInput:
-    x, fused = asked.x, asked.fused
-    assert fused.norm_weight is not None
-    return NormInput(x, asked.residual, fused.norm_weight, fused.norm_bias, _normalization(x, fused))
+    x, layers = asked.x, asked.layers
+    assert layers.norm_weight is not None
+    return NormInput(x, asked.residual, layers.norm_weight, layers.norm_bias, _normalization(x, layers))
 
 
 def _results(
@@ -448,15 +449,16 @@ def _results(
 
 def _entered_again(asked: BackwardArguments, others: list[Tensor]) -> tuple[NormBackward, NormConfig, list[Tensor]]:
     """The normalization in backward, and what was saved besides."""
-    x, fused = asked.x, asked.fused
-    assert x is not None and fused.norm_weight is not None
-    rule, (rstd, *left) = _normalization(x, fused).rule, others
+    x, layers = asked.x, asked.layers
+    assert x is not None and layers.norm_weight is not None
+    rule, (rstd, *left) = _normalization(x, layers).rule, others
     mean = left.pop(0) if rule.centered else None
-    return NormBackward(x, fused.norm_weight, fused.norm_bias, rstd, mean), rule, left
+    return NormBackward(x, layers.norm_weight, layers.norm_bias, rstd, mean), rule, left
 
 
 def _norm_linear_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
-    outputs, entered, kept = _run_norm_linear(_front_of(asked), ready[0], asked.layers.keeps[0])
+    keeps = asked.layers.structure.layers[0].keeps
+    outputs, entered, kept = _run_norm_linear(_front_of(asked), ready[0], keeps)
     return _results(asked, outputs, entered, [kept])
 
 
@@ -468,14 +470,16 @@ def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], o
 
 
 def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
-    fc1, fc2 = ready
-    out, entered, between, kept = _run_mlp(_front_of(asked), fc1, asked.fused.activation, fc2, asked.layers.keeps)
+    (fc1, fc2), structure = ready, asked.layers.structure
+    keeps = [layer.keeps for layer in structure.layers]
+    out, entered, between, kept = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps)
     return _results(asked, [out], entered, kept, between)
 
 
 def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
     front, rule, inner = _entered_again(asked, others)
-    dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, inner, asked.fused.activation, layers)
+    activation = asked.layers.structure.activation
+    dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, inner, activation, layers)
     return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), dtensors)
 
 

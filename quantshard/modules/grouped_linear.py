@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives import process_groups
 from quantshard.distributed import experts
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import backend
 from quantshard.modules.base.module import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import recompute, unsupported
 from quantshard.modules.gemms import functional, grouped
 from quantshard.modules.gemms.linear_operands import LinearState
@@ -46,25 +45,20 @@ class GroupedLinear(QuantizedModule):
 
     Args:
         num_gemms: how many, of all ranks.
-        in_features: size of the last dim of the input.
-        out_features: size of the last dim of the output.
         init_method: fills each whole weight in place (default: N(0, 0.023**2) by the counter generator).
         bias: add biases [out_features], kept in high precision.
         return_bias: return (output without bias, list of this rank's biases or None) instead of adding them.
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         parallel_mode: how tensor parallelism cuts each weight: "column" (out_features; the output stays cut) or "row"
             (in_features; the input is cut). All ranks of the group have the same tokens.
-        tp_group, tp_size, tp_mesh, weight_mesh: tensor parallelism, see `module_meshes.TensorParallelConfig`.
         ep_mesh: the axis of a mesh that the experts are spread over, e.g. `mesh["ep"]`.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
-            accelerator, or the CPU.
-        name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        in_features, out_features, params_dtype, device, name: see `Linear`.
+        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
 
     Raises:
         ConfigurationError: on every rank, if `ep_mesh` or `tp_mesh` does not fit.
     """
 
+    @shows_parallelism(before="ep_mesh")
     def __init__(
         self,
         num_gemms: int,
@@ -76,17 +70,12 @@ class GroupedLinear(QuantizedModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         ep_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse("GroupedLinear", others)
-        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, False, tp_mesh, weight_mesh))
+        super().__init__(device, params_dtype, parallelism("GroupedLinear", others))
         self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
         self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
         self.local_gemms = experts.local_experts("GroupedLinear", num_gemms, ep_mesh)

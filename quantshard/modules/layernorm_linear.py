@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
 from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 from quantshard.modules.norm import Normalization
 
@@ -25,26 +23,19 @@ class LayerNormLinear(QuantizedModule):
     is stored quantized if built under `quantized_model_init`, and `bias` (None without).
 
     Args:
-        in_features: size of the last dim of the input.
-        out_features: size of the last dim of the output.
         eps: of the normalization.
-        init_method: fills the whole weight in place (default: N(0, 0.023**2) by the counter generator).
-        bias: add a bias [out_features], kept in high precision.
         normalization: "LayerNorm" or "RMSNorm".
         return_bias: return the bias behind the output instead of adding it.
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
         return_layernorm_output: return the normalized input too, last.
         return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
         parallel_mode: "column" or None; see `Linear`.
-        parameters_split, separate_outputs: see `Linear`.
         zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `module_meshes.TensorParallelConfig`.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
-        name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device,
+            name: see `Linear`.
+        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 
+    @shows_parallelism(before="device")
     def __init__(
         self,
         in_features: int,
@@ -62,24 +53,17 @@ class LayerNormLinear(QuantizedModule):
         zero_centered_gamma: bool = False,
         return_layernorm_output_gathered: bool = False,
         parallel_mode: str | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse("LayerNormLinear", others)
+        asked = parallelism("LayerNormLinear", others)
         if parallel_mode == "row":
             raise ConfigurationError(
                 "LayerNormLinear(parallel_mode='row') would take a part of the features, but a normalization needs all "
                 "of them; use 'column', or a LayerNorm or RMSNorm and a Linear(parallel_mode='row')"
             )
-        super().__init__(
-            device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh)
-        )
+        super().__init__(device, params_dtype, asked)
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs

@@ -11,17 +11,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
 from quantshard.modules.base import inputs
 from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
@@ -138,30 +136,23 @@ class LayerNormMLP(QuantizedModule):
     Args:
         hidden_size: size of the last dim of input and output.
         ffn_hidden_size: features between the two linear layers.
-        eps: of the normalization.
         init_method: fills the whole of each fc1 weight in place (default: N(0, 0.023**2) by the counter generator).
-        bias: add the biases, kept in high precision.
-        normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu" (the tanh approximation, as in TransformerEngine), "relu", "silu", "srelu" (relu squared),
             "qgelu" (x * sigmoid(1.702 x)), or gated "geglu", "reglu", "swiglu", "sreglu", "qgeglu".
         output_layer_init_method: the same for fc2_weight.
         return_bias: return fc2_bias behind the output instead of adding it.
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
-        return_layernorm_output: return the normalized input too, last.
-        return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
         set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `module_meshes.TensorParallelConfig`.
-        zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
         recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
             it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
             goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor where
             `torch.compile` puts activations into its graph, and decides itself what to keep: without kernels.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
-        name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
+            `LayerNormLinear`.
+        bias, params_dtype, device, name: see `Linear`.
+        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 
+    @shows_parallelism(before="device")
     def __init__(
         self,
         hidden_size: int,
@@ -180,23 +171,16 @@ class LayerNormMLP(QuantizedModule):
         recompute_activation: bool = False,
         return_layernorm_output_gathered: bool = False,
         set_parallel_mode: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse("LayerNormMLP", others)
+        asked = parallelism("LayerNormMLP", others)
         if activation not in ACTIVATIONS:
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
-        super().__init__(
-            device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh)
-        )
+        super().__init__(device, params_dtype, asked)
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.recompute_activation = recompute_activation

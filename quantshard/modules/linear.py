@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 
 
@@ -32,14 +30,13 @@ class Linear(QuantizedModule):
         separate_outputs: return a tuple of the parts' outputs instead of one concatenated output.
         parallel_mode: how tensor parallelism cuts the weight: "column" (out_features; the output stays cut) or "row"
             (in_features; the input is cut).
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `module_meshes.TensorParallelConfig`.
         device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 
+    @shows_parallelism(before="device")
     def __init__(
         self,
         in_features: int,
@@ -52,19 +49,11 @@ class Linear(QuantizedModule):
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         separate_outputs: bool = False,
         parallel_mode: str | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse("Linear", others)
-        super().__init__(
-            device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh)
-        )
+        super().__init__(device, params_dtype, parallelism("Linear", others))
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.separate_outputs = separate_outputs

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.process_groups import world
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 
 if kernels.USABLE:
     from quantshard.kernels.fused import epilogue
@@ -242,6 +241,7 @@ class Normalization:
 class _NormModule(QuantizedModule):
     """What LayerNorm and RMSNorm share; the class's name is the kind."""
 
+    @shows_parallelism(before="device")
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -251,19 +251,16 @@ class _NormModule(QuantizedModule):
         zero_centered_gamma: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         *,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **others: Any,
     ) -> None:
         kind = "LayerNorm" if isinstance(self, LayerNorm) else "RMSNorm"
         if None not in (params_dtype, dtype) and params_dtype != dtype:
             raise ConfigurationError(
                 f"{kind}(params_dtype={params_dtype}, dtype={dtype}): they mean the same; give one"
             )
-        asked = TensorParallelConfig(tp_group, tp_size, bool(sequence_parallel), tp_mesh, weight_mesh)
+        asked = parallelism(kind, {**others, "sequence_parallel": bool(sequence_parallel)})
         super().__init__(device, params_dtype or dtype, asked)
         self.normalization = Normalization(kind, _size(kind, normalized_shape, hidden_size), eps, zero_centered_gamma)
         self.normalization.add_parameters(self)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
 from quantshard.distributed import tensor_parallel
@@ -17,6 +15,7 @@ from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.base import inputs
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
@@ -32,41 +31,27 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
     Args:
         hidden_size: size of the last dim of input and output.
         ffn_hidden_size: features between the two linear layers of the MLP.
-        num_attention_heads: heads of the queries.
-        num_gqa_groups: heads of keys and values (default: as many as of queries).
-        layernorm_epsilon: eps of the normalizations.
         hidden_dropout: probability with which an element of a block's output is dropped in training, before the
             residual is added. Under tensor parallelism torch's CPU generator must be in one state on the ranks of a
             tensor-parallel group; of several groups each may have its own.
-        attention_dropout: probability with which a softmax weight is dropped in training.
         init_method: fills the whole weight of the qkv and the first MLP projection (default: N(0, 0.023**2) by the
             counter generator).
         output_layer_init_method: the same for the projections that end the two blocks.
-        layer_number: shown in printed tables.
-        kv_channels: features of a head (default: hidden_size / num_attention_heads).
-        self_attn_mask_type: see `DotProductAttention`; `forward` can ask for another.
-        window_size: only what means "no window" is supported.
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
+        self_attn_mask_type: `attn_mask_type` of `DotProductAttention`; `forward` can ask for another.
         output_layernorm: normalize the layer's output instead of the attention's input.
         parallel_attention_mlp: both blocks read the layer's input (Falcon), and their outputs are added.
         layer_type: only "encoder", which with a causal mask is also the layer of a decoder-only model.
-        fuse_qkv_params, qkv_weight_interleaved: the order of rows of the qkv weight; see `MultiheadAttention`.
-        rotary_pos_interleaved: the layout of the rotary embedding.
-        zero_centered_gamma: normalizations multiply by 1 + weight, which starts at 0.
-        bias: add biases in the linear layers, kept in high precision.
-        activation: of the MLP; see `LayerNormMLP`.
-        normalization: "LayerNorm" or "RMSNorm".
         set_parallel_mode: let tensor parallelism cut the heads, and the features of the MLP.
-        tp_group, tp_size, sequence_parallel, tp_mesh, weight_mesh: tensor parallelism, see
-            `module_meshes.TensorParallelConfig`.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
-        attention_backend: see `DotProductAttention`.
-        recompute_activation: of the MLP; see `LayerNormMLP`.
-        name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, window_size, fuse_qkv_params,
+            qkv_weight_interleaved, rotary_pos_interleaved, attention_backend: see `MultiheadAttention`.
+        activation, recompute_activation: of the MLP; see `LayerNormMLP`.
+        layernorm_epsilon (`eps` there), normalization, zero_centered_gamma: see `LayerNormLinear`.
+        bias, params_dtype, device, name: see `Linear`.
+        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
     """
 
+    @shows_parallelism(before="device")
     def __init__(
         self,
         hidden_size: int,
@@ -95,11 +80,6 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         activation: str = "gelu",
         normalization: str = "LayerNorm",
         set_parallel_mode: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
         attention_backend: str = AUTO,
@@ -107,7 +87,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        unsupported.refuse("TransformerLayer", others)
+        asked = parallelism("TransformerLayer", others)
         if layer_type != "encoder":
             raise ConfigurationError(
                 f"TransformerLayer(layer_type={layer_type!r}) is not supported: {unsupported.NO_CROSS_ATTENTION}; for "
@@ -121,9 +101,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         self.hidden_dropout, self.layer_number, self.name = hidden_dropout, layer_number, name
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         norm: dict[str, Any] = {
-            "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh,
-            "weight_mesh": weight_mesh,
+            **vars(asked), "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         common = {
             **norm, "bias": bias, "normalization": normalization, "set_parallel_mode": set_parallel_mode,

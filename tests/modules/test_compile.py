@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,12 +26,14 @@ import quantshard as qs
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FP8_E4M3, Scaling
 from quantshard.modules.contexts import context
+from quantshard.modules.gemms.structure import structure_of
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from tests.distributed.models import RECIPES
 
 # Dynamo itself makes an instance of every autograd.Function that it traces
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 
+ROOT = Path(__file__).parents[2]
 WIDTH, TOKENS = 33, 7  # divide by nothing
 
 
@@ -398,9 +401,29 @@ def test_a_process_group_inside_a_compiled_function_is_refused() -> None:
         aot_eager(function)(data())
 
 
+@pytest.mark.slow
+def test_processes_that_share_a_compile_cache(tmp_path: Path) -> None:
+    """A graph is not taken for that of another recipe of the same name, and is read by who means the same."""
+
+    def ran(recipe: str) -> str:
+        command = [sys.executable, "-m", "tests.modules.cached_compile", recipe]
+        shared = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+        done = subprocess.run(command, env=os.environ | shared, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert [ran(recipe) for recipe in ("mxfp8", "block")] == ["True 0", "True 0"]
+    alike, _, read = ran("mxfp8").partition(" ")
+    assert alike == "True" and int(read) > 0
+
+
+def test_a_structure_of_another_process_is_told() -> None:
+    with pytest.raises(UnsupportedOperationError, match="0123 was traced by another process"):
+        structure_of("0123")
+
+
 def test_the_compiler_is_not_imported_until_it_is_used():
     """Every command, and every rank of a run, would take a third longer to start."""
     program = "import sys, quantshard.cli; print([name for name in sys.modules if name.startswith('torch._dynamo')])"
-    root = Path(__file__).parents[2]
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ran.stdout == "[]\n"

@@ -1,13 +1,16 @@
 """Whole layers: against plain PyTorch, how they are born, and which of TransformerEngine's arguments they take."""
 
+import copy
 import inspect
 import itertools
+from dataclasses import fields
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from quantshard import modules, numerics
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules import (
     LayerNormMLP,
@@ -483,6 +486,33 @@ def test_other_values_are_refused_by_name(owner, name):
     if default not in (True, 1):
         with pytest.raises(ConfigurationError):
             called(owner)(**{name: True})
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_signatures_show_tensor_parallelism(name):
+    """As they show what each module names itself."""
+    shown = inspect.signature(getattr(modules, name)).parameters
+    refused = unsupported.ARGUMENTS.get(name, {})
+    for field in fields(TensorParallelConfig):
+        assert (field.name in shown) is (field.name not in refused)
+        own = name in ("LayerNorm", "RMSNorm") and field.name == "sequence_parallel"
+        if field.name in shown and not own:
+            argument = shown[field.name]
+            assert argument.kind is inspect.Parameter.KEYWORD_ONLY
+            assert (argument.default, argument.annotation) == (field.default, field.type)
+    assert ("others" in shown) is (name in unsupported.ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_subclass_hands_on_what_it_does_not_name(name):
+    class Own(getattr(modules, name)):
+        def __init__(self, own, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.own = own
+
+    assert copy.deepcopy(Own(7, *REQUIRED[name], tp_size=1, tp_mesh=None)).own == 7
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'tp_sise'"):
+        Own(7, *REQUIRED[name], tp_sise=1)
 
 
 @pytest.mark.parametrize("owner", unsupported.ARGUMENTS)

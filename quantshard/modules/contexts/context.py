@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
 import weakref
@@ -75,13 +76,20 @@ _numbers = itertools.count(1)
 
 @private_torch.constant_in_graphs
 def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool) -> str:
-    """A short name for a setting, the same for equal ones; never used again for another."""
+    """A name for a setting, the same for equal ones; never used again for another, in any process.
+
+    It has a digest of what graphs depend on, since a compile cache hands them to other processes. They do not depend on
+    the process group, which is known by its number in this process.
+    """
     asked = resolve(recipe) if enabled else HighPrecision()
     known = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
     for name, other in _settings.items():
         if other == known and name != NO_AUTOCAST:
             return name
-    name = f"{asked.name} {next(_numbers)}"
+    content = repr((asked, list(asked.table.items()), sorted(gemm.value for gemm in asked.fast_gemms), strict))
+    name = f"{asked.name} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
+    if group is not None or name in _settings:  # a recipe of one's own may have the content of another
+        name += f" {next(_numbers)}"
     if group is not None:
         known = _RegisteredSetting(asked, weakref.ref(group, lambda _: _settings.pop(name, None)), strict)
     _settings[name] = known

@@ -1,14 +1,15 @@
 """TransformerEngine's arguments that mean nothing here: known by name, so that they are refused and never ignored.
 
-One table lists, for each class or method, the arguments that it has in TransformerEngine but not here, with their
-defaults and why they are not here. Whoever passes the default, or switches the thing off (None, False), gets what is
+Each stands here once, with the classes and methods that have it in TransformerEngine but not here, with its default
+there and why it is not here. Whoever passes the default, or switches the thing off (None, False), gets what is
 asked for, so that is accepted; any other value raises, unless the argument only helps to do faster what is done here
 without it; a name that TransformerEngine does not have either is a TypeError, as for any Python function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,189 +28,101 @@ class UnsupportedArgument(NamedTuple):
     hint: bool = False
 
 
-Arguments = dict[str, UnsupportedArgument]
-
-
-def _because(reason: str, **defaults: Any) -> Arguments:
-    return {name: UnsupportedArgument(default, reason) for name, default in defaults.items()}
-
-
-def _hints(reason: str, **defaults: Any) -> Arguments:
-    return {name: UnsupportedArgument(default, reason, hint=True) for name, default in defaults.items()}
-
-
 NO_OVERLAP = "the collectives of tensor parallelism are not overlapped with GEMMs; leave it out"
 NO_CONTEXT_PARALLEL = "context parallelism is not there; leave it out, and keep each sequence whole on its rank"
 NO_CROSS_ATTENTION = "there is no cross-attention; build it from Linear and DotProductAttention"
 NO_SLIDING_WINDOW = "there is no sliding window; use attn_mask_type='arbitrary' with a mask of the window"
 
-_RNG_TRACKER = _because("dropout draws from torch's generator; leave it out", get_rng_state_tracker=None)
-_FUSED_WGRAD = _because(
-    "gradients go to .grad, where autograd and FSDP2 look for them; leave it out",
-    fuse_wgrad_accumulation=False,
-    delay_wgrad_compute=False,
-)
-_USERBUFFERS = _because(
-    NO_OVERLAP,
-    ub_overlap_ag=False,
-    ub_overlap_rs=False,
-    ub_overlap_rs_dgrad=False,
-    ub_bulk_dgrad=False,
-    ub_bulk_wgrad=False,
-)
-_LINEAR = {
-    **_RNG_TRACKER,
-    **_FUSED_WGRAD,
-    **_USERBUFFERS,
-    **_because("sums over ranks are those of the communication backend; leave it out", symmetric_ar_type=None),
-}
-_BUFFER_NAME = _hints("there are no communication buffers to name", ub_name=None)
-_ONE_LINEAR = {**_LINEAR, **_BUFFER_NAME}
-_WARM_UP = _hints("there is no JIT warm-up, so no shape is needed", seq_length=None, micro_batch_size=None)
-_ATTENTION = {
-    **_because("the mask type says it; use attn_mask_type='causal_bottom_right'", bottom_right_diagonal=None),
-    **_because("only the ordinary softmax is there; leave it out", softmax_type="vanilla"),
-}
-_QK_NORM = _because(
-    "queries and keys are not normalized; apply LayerNorm or RMSNorm around DotProductAttention yourself",
-    qk_norm_type=None,
-    qk_norm_eps=1e-6,
-    qk_norm_before_rope=False,
-)
-_CACHED_WEIGHTS = _hints(
-    "weights that are not stored quantized are quantized in each forward, to the same codes", is_first_microbatch=None
-)
-_QUANTIZED_EDGES = _because("modules take and return high precision; leave it out", fp8_output=False, fp8_grad=False)
-_CORE_ATTENTION_CALL = {
-    **_ATTENTION,
-    **_because("there is no additive bias; leave it out", core_attention_bias_type="no_bias"),
-    **_because("there is no additive bias; leave it out", core_attention_bias=None, alibi_slopes=None),
-    **_because("there is no cache of keys and values for generation; leave it out", inference_params=None),
-    **_because(
-        "packed sequences ('thd') are not there; use attn_mask_type='padding' or 'arbitrary' with a mask",
-        cu_seqlens_q=None,
-        cu_seqlens_kv=None,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-        max_seqlen_q=None,
-        max_seqlen_kv=None,
-        pad_between_seqs=None,
-    ),
-    **_because("there is no choice of how outputs are filled; leave it out", fast_zero_fill=True),
-}
+_BLOCKS = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
+_LINEAR = ("Linear", "LayerNormLinear", *_BLOCKS)
+_ATTENTION = ("MultiheadAttention", "TransformerLayer")
+_ATTENTION_CALLS = ("DotProductAttention.forward", "MultiheadAttention.forward", "TransformerLayer.forward")
 
-ARGUMENTS: dict[str, Arguments] = {
-    "Linear": {
-        **_ONE_LINEAR,
-        **_hints("without get_rng_state_tracker it names nothing", rng_tracker_name=None),
-        **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
-    },
-    "Linear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
-    "GroupedLinear": {
-        **_because(
-            "how many tokens an expert gets is the dispatcher's business; gather the tokens before the dispatch "
-            "(quantshard.dispatch_tokens), and leave it out",
-            sequence_parallel=False,
-        ),
-        **_RNG_TRACKER,
-        **_FUSED_WGRAD,
-        **_because(NO_OVERLAP, ub_overlap_rs=False, ub_overlap_ag=False),
-        **_BUFFER_NAME,
-        **_hints("without get_rng_state_tracker it names nothing", rng_tracker_name=None),
-        **_because("backward keeps what wgrad reads, quantized; leave it out", save_original_input=False),
-        **_because(
-            "each expert has a weight of its own, so that it is sharded, saved and moved between ranks by itself; "
-            "leave it out",
-            single_grouped_weight=False,
-            single_grouped_bias=False,
-            use_grouped_tensor=None,
-        ),
-    },
-    "GroupedLinear.forward": {
-        **_CACHED_WEIGHTS,
-        **_because("results are new tensors; leave it out", out=None, dgrad_out=None),
-    },
-    "LayerNormLinear": _ONE_LINEAR,
-    "LayerNormLinear.forward": {**_CACHED_WEIGHTS, **_QUANTIZED_EDGES},
-    "LayerNormMLP": {
-        **_LINEAR,
-        **_WARM_UP,
-        **_because("only activations without parameters are there; leave it out", activation_params=None),
-        **_because("recompute activations with quantshard.checkpoint around the module", checkpoint=False),
-    },
-    "LayerNormMLP.forward": _CACHED_WEIGHTS,
-    "DotProductAttention": {
-        **_RNG_TRACKER,
-        **_ATTENTION,
-        **_because(NO_CONTEXT_PARALLEL, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p"),
-        **_because("the largest logit is not returned; leave it out", return_max_logit=False),
-    },
-    "DotProductAttention.forward": {
-        **_CORE_ATTENTION_CALL,
-        **_because("attention runs in high precision; leave it out", fp8_output=False, num_splits=1),
-    },
-    "MultiheadAttention": {
-        **_LINEAR,
-        **_WARM_UP,
-        **_ATTENTION,
-        **_QK_NORM,
-    },
-    "MultiheadAttention.forward": {
-        **_CORE_ATTENTION_CALL,
-        **_CACHED_WEIGHTS,
-        **_because(NO_CROSS_ATTENTION, encoder_output=None),
-    },
-    "TransformerLayer": {
-        **_LINEAR,
-        **_WARM_UP,
-        **_ATTENTION,
-        **_QK_NORM,
-        **_because(NO_OVERLAP, ub_tp_comm_overlap=False),
-        **_because(
-            NO_OVERLAP, ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True
-        ),  # on by default there, but without effect unless ub_tp_comm_overlap is
-        **_because(
-            NO_CROSS_ATTENTION,
-            enc_dec_attn_mask_type="no_mask",
-            enc_dec_bottom_right_diagonal=None,
-            enc_dec_window_size=None,
-        ),
-        **_because(
-            "residuals are taken before the normalization; compose MultiheadAttention and LayerNormMLP with "
-            "return_layernorm_output=True for the other order",
-            apply_residual_connection_post_layernorm=False,
-        ),
-        **_because("there is no stochastic depth; leave it out", drop_path_rate=0.0),
-        **_because("only activations without parameters are there; leave it out", activation_params=None),
-    },
-    "TransformerLayer.forward": {
-        **_CORE_ATTENTION_CALL,
-        **_CACHED_WEIGHTS,
-        **_because(
-            NO_CROSS_ATTENTION,
-            encoder_output=None,
-            enc_dec_attn_mask=None,
-            enc_dec_attn_mask_type=None,
-            enc_dec_bottom_right_diagonal=None,
-            enc_dec_window_size=None,
-        ),
-    },
-    "checkpoint": {
-        **_because(
-            "the inputs of a checkpointed function are kept as they are; leave it out, or use sequence_parallel",
-            distribute_saved_activations=False,
-        ),
-        **_hints("it is the group to distribute saved activations over, and none are distributed", tp_group=None),
-        **_RNG_TRACKER,
-    },
-    "apply_rotary_pos_emb": {
-        **_because("there is no cache of keys and values for generation; slice freqs yourself", start_positions=None),
-        **_because("there is one implementation; leave it out", fused=False),
-        **_because("packed sequences ('thd') are not there; use 'sbhd' or 'bshd'", cu_seqlens=None),
-        **_because(NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0),
-    },
-}
+ARGUMENTS: dict[str, dict[str, UnsupportedArgument]] = {}
 """Class or method -> TransformerEngine's arguments that it does not have."""
+
+
+def _because(owners: Sequence[str], reason: str, /, *, hint: bool = False, **defaults: Any) -> None:
+    """Note arguments and their defaults; those of an owner that are noted twice are as noted last."""
+    for owner in owners:
+        known = {name: UnsupportedArgument(default, reason, hint) for name, default in defaults.items()}
+        ARGUMENTS.setdefault(owner, {}).update(known)
+
+
+_hints = partial(_because, hint=True)
+
+# fmt: off
+_because((*_LINEAR, "GroupedLinear", "DotProductAttention", "checkpoint"),
+    "dropout draws from torch's generator; leave it out", get_rng_state_tracker=None)
+_because((*_LINEAR, "GroupedLinear"), "gradients go to .grad, where autograd and FSDP2 look for them; leave it out",
+    fuse_wgrad_accumulation=False, delay_wgrad_compute=False)
+_because((*_LINEAR, "GroupedLinear"), NO_OVERLAP, ub_overlap_ag=False, ub_overlap_rs=False)
+_because(_LINEAR, NO_OVERLAP, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False)
+_because(["TransformerLayer"], NO_OVERLAP, ub_tp_comm_overlap=False,  # without which the others have no effect
+    ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+_because(_LINEAR, "sums over ranks are those of the communication backend; leave it out", symmetric_ar_type=None)
+_because(["Linear", "GroupedLinear"], "backward keeps what wgrad reads, quantized; leave it out",
+    save_original_input=False)
+_hints(["Linear", "GroupedLinear", "LayerNormLinear"], "there are no communication buffers to name", ub_name=None)
+_hints(["Linear", "GroupedLinear"], "without get_rng_state_tracker it names nothing", rng_tracker_name=None)
+_hints(_BLOCKS, "there is no JIT warm-up, so no shape is needed", seq_length=None, micro_batch_size=None)
+_hints([f"{owner}.forward" for owner in (*_LINEAR, "GroupedLinear")],
+    "weights that are not stored quantized are quantized in each forward, to the same codes", is_first_microbatch=None)
+_because(["Linear.forward", "LayerNormLinear.forward"], "modules take and return high precision; leave it out",
+    fp8_output=False, fp8_grad=False)
+
+_because(["GroupedLinear"],
+    "how many tokens an expert gets is the dispatcher's business; gather the tokens before the dispatch "
+    "(quantshard.dispatch_tokens), and leave it out", sequence_parallel=False)
+_because(["GroupedLinear"],
+    "each expert has a weight of its own, so that it is sharded, saved and moved between ranks by itself; leave it out",
+    single_grouped_weight=False, single_grouped_bias=False, use_grouped_tensor=None)
+_because(["GroupedLinear.forward"], "results are new tensors; leave it out", out=None, dgrad_out=None)
+_because(["LayerNormMLP", "TransformerLayer"], "only activations without parameters are there; leave it out",
+    activation_params=None)
+_because(["LayerNormMLP"], "recompute activations with quantshard.checkpoint around the module", checkpoint=False)
+
+_because(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS],
+    "the mask type says it; use attn_mask_type='causal_bottom_right'", bottom_right_diagonal=None)
+_because(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS],
+    "only the ordinary softmax is there; leave it out", softmax_type="vanilla")
+_because(["DotProductAttention"], NO_CONTEXT_PARALLEL,
+    cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p")
+_because(["DotProductAttention"], "the largest logit is not returned; leave it out", return_max_logit=False)
+_because(["DotProductAttention.forward"], "attention runs in high precision; leave it out",
+    fp8_output=False, num_splits=1)
+_because(_ATTENTION,
+    "queries and keys are not normalized; apply LayerNorm or RMSNorm around DotProductAttention yourself",
+    qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False)
+_because(_ATTENTION_CALLS, "there is no additive bias; leave it out",
+    core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None)
+_because(_ATTENTION_CALLS, "there is no cache of keys and values for generation; leave it out", inference_params=None)
+_because(_ATTENTION_CALLS,
+    "packed sequences ('thd') are not there; use attn_mask_type='padding' or 'arbitrary' with a mask",
+    cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+    max_seqlen_kv=None, pad_between_seqs=None)
+_because(_ATTENTION_CALLS, "there is no choice of how outputs are filled; leave it out", fast_zero_fill=True)
+_because(["MultiheadAttention.forward", "TransformerLayer.forward"], NO_CROSS_ATTENTION, encoder_output=None)
+
+_because(["TransformerLayer"], NO_CROSS_ATTENTION,
+    enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
+_because(["TransformerLayer.forward"], NO_CROSS_ATTENTION, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
+    enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
+_because(["TransformerLayer"],
+    "residuals are taken before the normalization; compose MultiheadAttention and LayerNormMLP with "
+    "return_layernorm_output=True for the other order", apply_residual_connection_post_layernorm=False)
+_because(["TransformerLayer"], "there is no stochastic depth; leave it out", drop_path_rate=0.0)
+
+_because(["checkpoint"],
+    "the inputs of a checkpointed function are kept as they are; leave it out, or use sequence_parallel",
+    distribute_saved_activations=False)
+_hints(["checkpoint"], "it is the group to distribute saved activations over, and none are distributed", tp_group=None)
+_because(["apply_rotary_pos_emb"], "there is no cache of keys and values for generation; slice freqs yourself",
+    start_positions=None)
+_because(["apply_rotary_pos_emb"], "there is one implementation; leave it out", fused=False)
+_because(["apply_rotary_pos_emb"], "packed sequences ('thd') are not there; use 'sbhd' or 'bshd'", cu_seqlens=None)
+_because(["apply_rotary_pos_emb"], NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0)
+# fmt: on
 
 
 def refuse(owner: str, given: Mapping[str, Any]) -> None:
@@ -220,7 +133,7 @@ def refuse(owner: str, given: Mapping[str, Any]) -> None:
         TypeError: TransformerEngine does not have it either.
     """
     for name, value in given.items():
-        known = ARGUMENTS[owner].get(name)
+        known = ARGUMENTS.get(owner, {}).get(name)
         if known is None:
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
         if known.hint or value is None or value is False:

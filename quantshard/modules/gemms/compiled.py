@@ -15,8 +15,9 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional, operators
 from quantshard.modules.gemms.functional import PreparedLinear, SavedLinear
-from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, FusedArguments
+from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
+from quantshard.modules.gemms.structure import structure_key
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -59,35 +60,55 @@ def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
     return call_operator("linear", x, [layer], [False])
 
 
+class FusedSteps(NamedTuple):
+    """What an operator does besides linear layers: a normalization in front, an activation between two; "" for none.
+
+    `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: of the normalization.
+    """
+
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    normalization: str = ""
+    eps: float = 0.0
+    zero_centered_gamma: bool = False
+    activation: str = ""
+
+
 def call_operator(
     step: str,
     x: Tensor,
     layers: Sequence[TracedLinear],
     remakes: Sequence[bool],
-    fused: FusedArguments = FusedArguments(),  # noqa: B008 (immutable)
+    fused: FusedSteps = FusedSteps(),  # noqa: B008 (immutable)
     residual: Tensor | None = None,
 ) -> list[Tensor]:
     """The outputs of the last of some layers of one module, each reading what the one before gives; and x + residual.
 
     `remakes`: for each layer, whether backward makes its input again, rather than that forward keeps it.
     """
-    first, needed = layers[0], [functional.keeps_input(layer.weights) for layer in layers]
+    first, described = layers[0], []
+    for layer, again in zip(layers, remakes, strict=True):
+        needed = functional.keeps_input(layer.weights)
+        dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
+        described.append((layer.names, layer.prefix, dtypes, needed and not again, needed and again))
     weights = [weight for layer in layers for weight in layer.weights]
+    key = structure_key(
+        tuple(described), weights[0].dtype, first.record, first.setting,
+        fused.normalization, fused.zero_centered_gamma, fused.activation,
+    )  # fmt: skip
     name = f"{step}_recording" if context.counts_calls(first.setting) else step
     found: list[Tensor] = getattr(torch.ops.quantshard, name)(
-        x, weights, [], "", weights[0].dtype,
-        first.module, ";".join(",".join(layer.names) for layer in layers), ";".join(layer.prefix for layer in layers),
-        [weight.shape[0] for weight in weights], [bias is not None for layer in layers for bias in layer.biases],
-        [need and not again for need, again in zip(needed, remakes, strict=True)],
-        [need and again for need, again in zip(needed, remakes, strict=True)], first.record, first.setting,
-        *fused, residual, [bias for layer in layers for bias in layer.biases if bias is not None],
+        x, weights, [], first.module, key, [weight.shape[0] for weight in weights],
+        fused.norm_weight, fused.norm_bias, fused.eps, residual,
+        [bias for layer in layers for bias in layer.biases if bias is not None],
     )  # fmt: skip
     return found[: len(layers[-1].weights) + (residual is not None)]
 
 
 def _linear(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     x, (layer,) = asked.x, ready
-    outputs, x_wgrad = functional.forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, asked.layers.keeps[0])
+    keeps = asked.layers.structure.layers[0].keeps
+    outputs, x_wgrad = functional.forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps)
     return ForwardResults(outputs, [x_wgrad])
 
 
