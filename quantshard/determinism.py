@@ -22,7 +22,7 @@ VARIABLES: Final = {CUBLAS: ":4096:8", NCCL: "Ring"}
 """What the mode sets where nothing is set."""
 
 _CUBLAS_ALLOWED: Final = (":4096:8", ":16:8")
-"""Those under which cuBLAS promises equal bits on several streams; PyTorch looks for them too."""
+"""The values under which cuBLAS promises equal bits on several streams; PyTorch looks for them too."""
 
 
 class _TorchSettings(NamedTuple):

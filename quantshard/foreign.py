@@ -275,7 +275,7 @@ def read_toml(
 
 
 def _check_integers(found: dict[str, Any]) -> None:
-    """As TOML wants it; `tomllib` reads longer ones, which cannot even be printed."""
+    """Refuse integers beyond 64 bits, as TOML does: `tomllib` reads longer ones, which cannot even be printed."""
     waiting: list[Any] = [found]
     for value in waiting:
         if isinstance(value, dict | list):

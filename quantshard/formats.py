@@ -98,7 +98,7 @@ class QuantizedCopy:
     amax: Component | None
 
     def __hash__(self) -> int:
-        """Of a part that tells most copies apart: whoever remembers what derives from a copy asks for it each time."""
+        """The hash of two facts that tell most copies apart: caches ask for it in each call, so it must be quick."""
         return hash((self.codes.encoding.name, self.scale.covers))
 
     @property

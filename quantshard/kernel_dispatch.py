@@ -62,7 +62,7 @@ def has_float_kernels(*tensors: Tensor | None) -> bool:
 
 
 def kernels_read(*tensors: Tensor | None) -> bool:
-    """The same of tensors that are traced, once they have values."""
+    """`has_float_kernels` of tensors that may be traced now: whether it will be true of their values."""
     given = [t for t in tensors if t is not None]
     alike = len({t.device for t in given}) == 1
     return alike and all(t.dtype in KERNEL_DTYPES and kernels_on(t.device) for t in given)

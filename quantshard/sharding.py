@@ -55,6 +55,7 @@ class Cut:
         start, stop = self.parent.extents[self.dim]
         if cover == ALL:
             return False
+        # a chunk as large as what is cut has no boundary inside
         return self.chunk >= stop - start or (start % cover == 0 and self.chunk % cover == 0)
 
 
@@ -90,7 +91,8 @@ class Shard:
         return self.cut.parent
 
     def replicates(self, component: Component, dim: int) -> bool:
-        """True if some cut along `dim` left the component's grid whole, so that ranks share its entries."""
+        """True if some cut along `dim`, the last or an earlier one (tensor parallelism's, before FSDP2's), left the
+        component's grid whole, so that ranks share its entries."""
         cut = self.cut
         if cut is None:
             return False
@@ -135,11 +137,11 @@ class Shard:
     def padded_rows(self, component: Component) -> int:
         """Rows of the component in the largest piece of the last cut: what every rank sends to an all-gather."""
         assert self.cut is not None
-        assert self.cut.dim == 0
+        assert self.cut.dim == 0  # FSDP2 gathers tensor subclasses along dim 0 alone (`limits.REFUSALS`)
         return ceil_div(self.cut.chunk, component.covers[0])
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=65536)  # each GEMM asks for every component of its operands
 def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
     if shard.cut is None:
         whole = [grid_extent(shard.extents[d], component.covers[d]) for d in (0, 1)]
@@ -182,8 +184,8 @@ def pieces_outermost_first(shard: Shard) -> list[Shard]:
 
 
 def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -> list[int]:
-    """The mesh axes along which the component's grid was left whole: its entries are replicated over them, and their
-    amaxes reduced over exactly these, since along the other axes ranks hold different entries.
+    """The mesh axes whose cuts left the component's grid whole. Over exactly these its entries are replicated and their
+    amaxes reduced: along the other axes ranks hold different entries.
 
     `dims`: the dim that each mesh axis cuts, if any. Axes cut from the last to the first: tensor parallelism, whose
     axes stand last, before FSDP.
@@ -226,6 +228,7 @@ def gather_slots(
     """
 
     def wanted(copies: tuple[Copy, ...]) -> list[tuple[str, int, int]]:
+        # no amax: it is of the whole tensor, so every rank has it (`shard.gathers` would say the same)
         parts = [p for which in copies for p in (fmt.copies[which].codes, fmt.copies[which].scale)]
         return [(p.name, shard.padded_rows(p), shard.component_shape(p)[1]) for p in parts if shard.gathers(p)]
 

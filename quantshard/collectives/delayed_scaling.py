@@ -32,7 +32,7 @@ def record_amax_(history: Tensor, amax: Tensor) -> None:
 
 
 def record_amaxes_(histories: Sequence[Tensor], amaxes: Tensor) -> None:
-    """The same for n different histories and amaxes [n], float32: together where kernels run, or by length."""
+    """Append amaxes [n], float32, to n different histories: all at once where kernels run, else by length."""
     if kernel_dispatch.record_amaxes(histories, amaxes):
         return
     keep = torch.isfinite(amaxes) & (amaxes > 0)
@@ -67,7 +67,7 @@ class PendingAmaxes:
         self.note_all([identity], [history], amax.view(1), group)
 
     def note_all(self, identities: Sequence[int], histories: Sequence[Tensor], amaxes: Tensor, group: Groups) -> None:
-        """The same for amaxes [n] and n different histories, in a few launches."""
+        """Note amaxes [n] for n different histories, in a few launches."""
         later, earlier = [], []
         for identity, history, amax in zip(identities, histories, amaxes.detach().clone().split(1), strict=True):
             key = self._key(identity, history)

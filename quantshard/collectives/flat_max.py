@@ -23,8 +23,8 @@ class FlatMax:
     Values are float32 and not negative. They are compared as the integers that their bits spell: the order is the
     same, and NaN, which a floating-point MAX may lose, stands above infinity and survives.
 
-    `padded`: each collective is filled up to a power of two, so that ranks that are out of step mostly meet in one of
-    the same size, and can learn of it.
+    `padded`: each collective is filled up to a power of two. Ranks that are out of step then mostly meet in one of the
+    same size, and a digest that goes with the values tells them (`rank_digest`).
     """
 
     padded: bool = False
@@ -38,7 +38,8 @@ class FlatMax:
 
     def reduce(self) -> None:
         """Run the collectives. Every rank of a group must have registered the same shapes in the same order, empty
-        tensors too: the order of the groups, which is part of what is computed, must be the same on all ranks."""
+        tensors too: the groups are taken in the order of registration, and ranks that take them in another one wait
+        for each other."""
         pending, self._pending = self._pending, []
         for group in dict.fromkeys(group for _, groups in pending for group in groups):
             self._reduce_over(group, [tensor for tensor, groups in pending if group in groups])
@@ -47,29 +48,32 @@ class FlatMax:
         numel = sum(tensor.numel() for tensor in tensors)
         if numel == 0:
             return
-        # abs: torch's vectorized amax gives NaN with a sign bit, which would be below all numbers
         device = collective_device(group)  # parameters that FSDP2 offloaded are on the CPU
         parts = [tensor.reshape(-1).to(device) for tensor in tensors]
         if self.padded:
             parts.append(parts[0].new_zeros(max(_SMALLEST, 2 ** math.ceil(math.log2(numel))) - numel))
+        # abs: torch's vectorized amax gives NaN with a sign bit, which would be below all numbers
         flat = torch.cat(parts).abs().view(torch.int32)
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
         reduced = flat.view(torch.float32)[:numel].split([tensor.numel() for tensor in tensors])
         views = [part.view(tensor.shape) for tensor, part in zip(tensors, reduced, strict=True)]
-        torch.ops.aten._foreach_copy_.default(tensors, views)  # a few launches for all of them
+        # Now, and not after the last group: a tensor of two groups goes on from the first one's maxima. A few launches
+        # copy all of them. By overload: a packet prints the tensors of its arguments, and so waits for the device.
+        torch.ops.aten._foreach_copy_.default(tensors, views)
 
 
-_DIGEST = 0xFFFFFF  # a float32 holds integers of 24 bits exactly
+_DIGEST = 0xFFFFFF  # 24 bits, which a float32 holds exactly: digests travel among amaxes
 
 
 def rank_digest(identity: object, device: torch.device) -> Tensor:
     """Float32 [2], for `FlatMax`: a digest of what must be equal on all ranks, by its `repr`, and its complement."""
-    found = zlib.crc32(repr(identity).encode()) & _DIGEST
+    found = zlib.crc32(repr(identity).encode()) & _DIGEST  # not `hash`, which differs between processes
     return torch.tensor([found, _DIGEST - found], dtype=torch.float32, device=device)
 
 
 def was_alike(highest: float, complement: float) -> bool:
-    """Whether all ranks gave the same `rank_digest`, from what MAX made of it: else the two do not add up."""
+    """Whether all ranks gave the same `rank_digest`, from what MAX made of it: if two ranks differ, one has the larger
+    digest and the other the larger complement, and the maxima add up to more."""
     return highest + complement == _DIGEST
 
 
@@ -86,7 +90,7 @@ def check_equal_on_ranks(named: dict[str, Tensor], group: Groups, what: str, rem
     if not spanned(group) or not named:
         return
     values = torch.cat([v.reshape(1) for v in named.values()])
-    extremes = torch.stack([values, ~values])
+    extremes = torch.stack([values, ~values])  # ~ reverses the order, as minus would but for the smallest int64
     for each in spanned(group):
         extremes = extremes.to(collective_device(each))
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=each)

@@ -14,8 +14,8 @@ from quantshard import private_torch
 
 Group = dist.ProcessGroup | None
 Groups = Group | tuple[dist.ProcessGroup, ...]
-"""Whom to reduce over: a process group; the ranks that several span together, one for each mesh axis; or None or an
-empty tuple, this rank alone."""
+"""The ranks to reduce over: those of a process group; those that several groups span together, one for each mesh axis;
+or this rank alone (None or an empty tuple)."""
 
 _OTHERS = "_quantshard_others"
 
@@ -57,7 +57,7 @@ def is_spread(param: Tensor) -> bool:
 def spread_axis(module: nn.Module) -> DeviceMesh | None:
     """The axis whose ranks hold other parameters of a module in the place of these; None of most modules.
 
-    It says so itself, since `fully_shard` puts other tensors in the place of those that it noted.
+    The module says so itself: `fully_shard` puts other tensors in its parameters' place, and a note on those is lost.
     """
     axis: DeviceMesh | None = getattr(module, "_spread_axis", None)
     return axis

@@ -153,7 +153,8 @@ def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """As `gather_rows`, but every rank has the result's whole gradient, and takes its own rows of it."""
+    """Gather rows as `gather_rows` does. In backward every rank has the result's whole gradient already, and takes its
+    own rows of it."""
     return x if tp.size == 1 else _JoinRows.apply(x, tp)
 
 

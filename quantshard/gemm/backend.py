@@ -75,8 +75,8 @@ class ScaledProduct:
 
 @cache
 def _capability(device: torch.device) -> Capability | None:
-    """None for what is no GPU of NVIDIA, or for one that is not in this machine."""
-    has_one = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
+    """The compute capability of an NVIDIA GPU; None of any other device, and of a GPU that this machine lacks."""
+    has_one = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None  # AMD's are "cuda" too
     return torch.cuda.get_device_capability(device) if has_one else None
 
 
@@ -88,18 +88,18 @@ def _scalar(grid: Tensor) -> Tensor:
 
 
 def _strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
-    """A grid that lies so already, but for what PyTorch calls the stride of a dim of one entry: that can be anything,
-    and `contiguous` leaves it, but scaled products compare it like others."""
+    """A grid whose entries lie in memory as these strides say, with these very strides: `contiguous` leaves a dim of
+    one entry any stride, and PyTorch's scaled products check that one too."""
     return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
 
 
 def _row(grid: Tensor) -> Tensor:
-    """Of the left operand, [rows, 1]: strides (1, 1)."""
+    """Scales of the left operand's rows, [rows, 1]: strides (1, 1)."""
     return _strided(grid.contiguous(), (1, 1))
 
 
 def _row_right(grid: Tensor) -> Tensor:
-    """Of the right one, [1, rows]: strides (rows, 1)."""
+    """Scales of the right operand's rows, [1, rows]: strides (rows, 1)."""
     return _strided(grid.contiguous().t(), (grid.shape[0], 1))
 
 
@@ -109,7 +109,7 @@ def by_columns(grid: Tensor) -> Tensor:
 
 
 def by_four(grid: Tensor) -> Tensor:
-    """Of square blocks, transposed: strides (1, n) with n the blocks of a row, a multiple of 4."""
+    """Scales of square blocks, transposed: strides (1, n), n the blocks of a row, filled up to a multiple of 4."""
     more = -grid.shape[1] % 4
     padded = F.pad(grid, (0, more)) if more else grid
     return _strided(padded.contiguous().t(), (1, padded.shape[1]))
@@ -122,7 +122,7 @@ def swizzled(grid: Tensor) -> Tensor:
     layout").
     """
     rows, cols = (ceil_div(size, unit) for size, unit in zip(grid.shape, (128, 4), strict=True))
-    padded = F.pad(grid, (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0]))  # of strides as they were, maybe
+    padded = F.pad(grid, (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0]))  # of any strides
     return padded.reshape(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
 
 
@@ -148,6 +148,8 @@ _1XROW, _1X128, _128X128 = ((E4M3.name, FP32.name, *block) for block in ((1, ALL
 _MXFP8, _NVFP4 = (E4M3.name, E8M0.name, 1, 32), (E2M1.name, E4M3.name, 1, 16)
 _PER_TENSOR = ScaledProduct(_WHOLE, _WHOLE, (8, 9), seen="H200", fast=True)
 
+# cuBLAS multiplies no E5M2 by E5M2. After Hopper TransformerEngine emulates blocks of 1x128 and 128x128 by MXFP8 (it
+# pads scales of 1x128 to 4 rows, as `rows` does here), and it has MXFP8 in all directions on 10.x alone.
 NATIVE: Final[dict[tuple[Kind, Kind], ScaledProduct]] = {
     (_FP8, _FP8): _PER_TENSOR,
     (_FP8_WIDE, _FP8): _PER_TENSOR,
@@ -158,7 +160,7 @@ NATIVE: Final[dict[tuple[Kind, Kind], ScaledProduct]] = {
     (_MXFP8, _MXFP8): ScaledProduct(_MX, _MX, (10, 0), (11, 0)),
     (_NVFP4, _NVFP4): ScaledProduct(_NV, _NV, (10, 0), (11, 0)),
 }
-"""Hardware support: the scaled products there are."""
+"""Hardware support: the scaled products that there are, by the kinds of the left and the right operand."""
 
 
 # Products ------------------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class OperandSpec(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """As which a scaled product may take it."""
+        """By which `NATIVE` finds this operand."""
         return _kind(self.copy, self.block)
 
     @property
@@ -217,7 +219,7 @@ class OperandSpec(NamedTuple):
 
 
 def _side(operand: Operand, as_stored: bool) -> OperandSpec | None:
-    """An operand whose summed dim is the last, `as_stored`, or the first; None if it cannot be read so by codes."""
+    """Describe an operand whose summed dim is its last (`as_stored`) or its first; None if no codes can be read so."""
     if isinstance(operand, Tensor):
         return None
     wanted, fmt, shard = Copy.ROWWISE if as_stored else Copy.COLUMNWISE, operand.cell.format, operand.shard
@@ -245,17 +247,17 @@ class ScaledOperand(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """As which a scaled product may take it."""
+        """By which `NATIVE` finds this operand."""
         return _kind(self.copy, self.block)
 
     def expanded(self) -> ScaledOperand:
-        """The same with one row in a block."""
-        rows = self.block[0]
+        """This operand with its scales repeated, so that every row has its own."""
+        rows = self.block[0]  # perhaps ALL
         grid = self.grid.repeat_interleave(min(rows, self.shape[0]), 0)[: self.shape[0]]
         return self._replace(grid=grid, block=(1, self.block[1]))
 
     def padded(self, rows: int) -> ScaledOperand:
-        """With zeros, so that rows are a multiple of this, and the bytes of a row one of 16."""
+        """This operand with zeros appended, so that rows are a multiple of `rows`, and the bytes of a row one of 16."""
         bits = self.copy.codes.encoding.bits
         more_rows, more_cols = -self.shape[0] % rows, -self.shape[1] % (128 // bits)
         if more_rows == more_cols == 0:
@@ -269,7 +271,7 @@ class ScaledOperand(NamedTuple):
 
 
 def _rows(operand: QuantizedStorage, as_stored: bool) -> ScaledOperand:
-    """What `_side` says of an operand, read."""
+    """Read the codes and scales that `_side` describes."""
     wanted, fmt = Copy.ROWWISE if as_stored else Copy.COLUMNWISE, operand.cell.format
     storage = operand.with_copy(wanted) if wanted in fmt.copies else operand
     copy = fmt.copies[wanted if wanted in fmt.copies else Copy.ROWWISE]
@@ -297,7 +299,7 @@ def _kind(copy: QuantizedCopy, block: tuple[int, int]) -> Kind:
 
 
 def _product(left: Kind, right: Kind) -> ScaledProduct | None:
-    """Blocks of several rows can be read as several of one row."""
+    """The scaled product of two kinds, or else that of blocks of one row, as which blocks of several can be read."""
     return NATIVE.get((left, right)) or NATIVE.get((_flat(left), _flat(right)))
 
 
@@ -314,13 +316,14 @@ def _scaled(
     poison: Tensor | None,
     fast: bool,
 ) -> Tensor:
-    if (left.kind, right.kind) not in NATIVE:
+    if (left.kind, right.kind) not in NATIVE:  # `_product` found them by blocks of one row
         left, right = left.expanded(), right.expanded()
     rows, cols = left.shape[0], right.shape[0]
-    left, right = left.padded(native.rows), right.padded(16)
+    left, right = left.padded(native.rows), right.padded(16)  # PyTorch leaves the left operand's rows free
+    # the only biases that PyTorch's product adds by itself; others are added to its float32 sums, and rounded with them
     fused = bias is not None and bias.dtype == out_dtype and out_dtype in (torch.bfloat16, torch.float16)
     if poison is not None and right.copy.scale.encoding is FP32:
-        right, poison = right._replace(grid=right.grid + poison), None
+        right, poison = right._replace(grid=right.grid + poison), None  # spares a pass over the result
     a, b = (_codes(side) for side in (left, right))
     out = F.scaled_mm(
         a, b.t(),
@@ -336,7 +339,7 @@ def _scaled(
 
 def _codes(rows: ScaledOperand) -> Tensor:
     encoding, codes = rows.copy.codes.encoding, rows.codes
-    if codes.shape[0] == 1:  # of a column that was transposed
+    if codes.shape[0] == 1:  # a transposed column may have any stride here
         codes = _strided(codes.contiguous(), (codes.shape[1], 1))
     return codes.view(torch.float4_e2m1fn_x2 if encoding.native is None else encoding.native)
 
@@ -358,12 +361,13 @@ def _emulated(
     bias: Tensor | None,
     precision: torch.dtype,
 ) -> Tensor:
-    lasts = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))  # nothing is rounded that was not
+    lasts = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))  # else float32 would be rounded
     halves = a.device.type == "cuda" and precision.itemsize == 2 and lasts
     dtype = torch.bfloat16 if halves else torch.float32
     left = _values(a, Copy.COLUMNWISE if transpose_a else Copy.ROWWISE, dtype)
     right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE, dtype)
     left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
+    # `torch.mm` rounds its sums to bf16 itself; where more follows it is asked for them, which works on GPUs alone
     sums = dtype if bias is None and out_dtype is dtype else torch.float32
     with _without_autocast(a.device.type):
         out = torch.mm(left, right) if sums is dtype else torch.mm(left, right, out_dtype=sums)
@@ -373,7 +377,7 @@ def _emulated(
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """`torch.autocast` would round what is multiplied, and the sums; the meta device has none."""
+    """Turn `torch.autocast` off, which would round operands and sums; the meta device has none."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -389,17 +393,17 @@ def _values(operand: Operand, wanted: Copy, dtype: torch.dtype = torch.float32) 
 # Many experts at once ------------------------------------------------------------------------------------------------
 
 LARGEST_GROUPED: Final = 1 << 35
-"""Multiplications of one expert's fprop, in the mean over experts, above which experts go one by one: then products are
-faster by PyTorch's kernels of FP8, by more than what it takes to launch them. That is, on an H200 and its host, more
-than a millisecond an expert and step, and 350 beside 1200 TFLOP/s (benchmarks/experts.py)."""
+"""If the fprop of an expert, in the mean over experts, has more multiplications than this, experts go one by one:
+PyTorch's FP8 products then save more time (1200 TFLOP/s in place of 350) than it takes to launch them, which on an H200
+and its host is more than a millisecond an expert and step (benchmarks/experts.py)."""
 
 
 def block_together(recipe: Recipe) -> int | None:
-    """How many elements along the summed dim are under one scale in a recipe by which experts are multiplied at once: 0
-    for one scale of each expert's input, weight or gradient. None for another recipe.
+    """Whether a recipe lets all experts be multiplied at once, told as the number of elements along the summed dim that
+    are under one scale: 0 if each expert's input, weight and gradient has one scale. None: the recipe does not.
 
-    Such a recipe has one format for a role, of 8 bits, rounded to nearest: all of a tensor under one scale, or squares
-    of 32 or 128 of a weight and so many elements of a row of an activation or gradient.
+    A recipe that does has one format for a role, of 8 bits, rounded to nearest: all of a tensor under one scale, or
+    squares of 32 or 128 of a weight and as many elements of a row of an activation or gradient.
     """
     cells = [{cell for (role, _), cell in recipe.table.items() if role is of} for of in TensorRole]
     if any(len(found) != 1 or not _is_plain(*found) for found in cells):
@@ -419,7 +423,8 @@ def _is_plain(cell: Cell) -> bool:
 
 
 def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
-    """Whether `rows` of that many experts are multiplied faster at once, with weights of this shape."""
+    """Whether `rows` of that many experts are multiplied faster at once, with weights of this shape (whose elements the
+    kernels number in 32 bits)."""
     return experts > 1 and rows * shape[0] * shape[1] <= experts * LARGEST_GROUPED and shape[0] * shape[1] < 1 << 31
 
 

@@ -42,7 +42,7 @@ class OperandProducer(ABC):
 
     @abstractmethod
     def emit(self, outputs: EpilogueRequest) -> Targets:
-        """What is asked for, by one kernel."""
+        """Launch one kernel, which makes all that is asked for."""
 
     @property
     def shape(self) -> Pair:
@@ -60,7 +60,7 @@ class OperandProducer(ABC):
         return self.like.device
 
     def measured(self) -> TensorProducer:
-        """The same with the values at hand, and their amax from the same pass."""
+        """The matrix as values in memory, with their amax; one kernel makes both."""
         values, amax = torch.empty(self.shape, dtype=self.dtype, device=self.device), zero(self.device)
         self.emit(EpilogueRequest(high=values, amax=amax))
         return TensorProducer(values, amax.view(1, 1))
@@ -88,11 +88,11 @@ class TensorProducer(OperandProducer):
         return activation_kernels.quantize_gradient(self.values, outputs)
 
     def measured(self) -> TensorProducer:
-        """Itself."""
+        """This producer, whose values are in memory already."""
         return self
 
     def amaxes(self, covers: Pair, transposed: bool, hadamard: bool) -> Tensor:
-        """Of blocks of the values, or of their transpose."""
+        """Amaxes of the blocks of the values, or of their transpose; `hadamard`: of the transformed values."""
         whole = covers == (ALL, ALL) and not hadamard
         if whole and self.amax is not None:
             return self.amax
@@ -145,7 +145,7 @@ def zero(device: torch.device) -> Tensor:
 
 @dataclass
 class ReductionOutputs:
-    """What is wanted of the values besides codes; see `epilogue.EpilogueRequest`."""
+    """Where a kernel puts what is wanted of the values besides codes; see `epilogue.EpilogueRequest`."""
 
     amax: Tensor | None = None
     sums: Tensor | None = None
@@ -201,7 +201,7 @@ class BidirectionalQuantization:
     sinks: ReductionOutputs
 
     def prepared(self, like: OperandProducer, given: TensorProducer | None = None) -> PreparedQuantization:
-        """What a kernel is to be asked for, of a source of the shape of `like`; `given`: that, if it is at hand."""
+        """The request to a kernel for a source of the shape of `like`; `given`: its values, if they are in memory."""
         shape, dtype = like.shape, like.dtype
         one = None if self.first is None else _ResolvedSpec.of(self.first, shape, dtype, given, False)
         two = None if self.second is None else _ResolvedSpec.of(self.second, shape[::-1], dtype, given, True)

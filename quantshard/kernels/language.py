@@ -1,7 +1,7 @@
 """Functions that kernels are put together from, on tiles of values: the oracle's steps in Triton.
 
 An encoding reaches a kernel as a `KernelEncoding`, the rule of a scale as a `ScaleRule`, so that none of these names a
-format.
+format. Divisions are `tl.div_rn`, since Triton's own `/` is an approximation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
 
-# instructions that the compiler would not choose, or make more of
+# Instructions that the compiler would not choose, or make more of. MERGE_SIGN: bits of $1 where the mask has ones, else
+# of $2. ROUND_TWO: two float32 to two bfloat16 and back. HIGHEST_BYTES: byte 3 of four words, in order. CAST_TO_*: four
+# codes in one word; of two operands of a `cvt` the second becomes the lower code.
 MERGE_SIGN = tl.constexpr("lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xE4;")
 ROUND_TWO = tl.constexpr("{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}")
 HIGHEST_BYTES = tl.constexpr(
@@ -38,7 +40,7 @@ CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch kernels on this device, where it is a GPU."""
+    """Launch kernels on this device, if it is a GPU: Triton takes the current one, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -56,7 +58,8 @@ class KernelEncoding(NamedTuple):
 
 
 def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
-    """There is no instruction before compute capability 8.9, nor under the interpreter, whose conversion truncates."""
+    """An encoding as kernels on a device know it. GPUs before compute capability 8.9 have no instruction that casts;
+    the interpreter has one, which truncates and is not used."""
     has_cast = not kernels.INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
     cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
     return KernelEncoding(encoding.max, encoding.mantissa_bits, 1 - encoding.bias, encoding.bits, cast)
@@ -101,21 +104,23 @@ def narrow(x, dtype: tl.constexpr):
 def encode(x, E: tl.constexpr):
     """Float32 tile of products -> codes, one for each element, rounded to nearest even: `numerics.encode`.
 
-    Codes are int32; those of 4 bits are the highest bits of a uint32, for `pack`. These are right for NaN because a
-    GPU's product that is NaN is positive.
+    Codes are int32; those of 4 bits are the highest bits of a uint32, for `pack`. These keep the sign of a NaN, which
+    should be positive: it is so in every product that a GPU makes.
     """
-    if E.cast:  # the instruction saturates; four codes at once, or the compiler picks pairs of them apart
+    if E.cast:  # the instruction saturates; four codes at once, since the compiler would pick pairs apart
         CAST: tl.constexpr = CAST_TO_E4M3 if E.cast == 1 else CAST_TO_E5M2
         codes = tl.inline_asm_elementwise(CAST, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
-        # widened, or what codes are made of would go into the layout of each store: more bytes, and twice the work; the
-        # mask keeps the compiler from taking that back
+        # Widened: else the compiler moves the float32 values into the layout of each store, and converts them there:
+        # more bytes, and twice the work. The mask keeps it from taking the widening back.
         return codes.to(tl.int32) & 0xFF
     else:
-        # the last place of a sum with this power is the gap of x's binade, in units of which it ends with |x| rounded
+        # |x| is added to so large a multiple of its binade's power that the sum's last place is the gap between codes:
+        # so the addition rounds to nearest even, and the low bits count gaps. (The product is exact: fma is + here.)
         x, magnitude, power = parts_of(x, E)
         if E.bits == 4:
-            # ... and with 6 more; twice its exponent, which is the binade's number + 149, makes the code and a multiple
-            # of 8
+            # The sum is 2**22 + 3 powers, or 6 gaps, more. Its exponent field is the number n of the binade + 149, and
+            # the multiplication adds twice that to the gaps, at bit 28: 6 + gaps + 2 n + 298, the code and a multiple
+            # of 16.
             gaps = tl.fma(power, 4194307.0, magnitude).to(tl.int32, bitcast=True)
             return with_sign(x, gaps * ((1 << 28) + (1 << 6)))
         else:
@@ -127,8 +132,8 @@ def encode(x, E: tl.constexpr):
 def encode_stochastic(x, words, E: tl.constexpr, POSITIVE: tl.constexpr = False, original=None):
     """Float32 tile and uint32 words -> codes as of `encode`: `numerics.encode_stochastic`.
 
-    A power of two makes of the encoding's subnormal numbers those of float32, with the same bits lacking; so the bits
-    of the product, moved until codes are the highest but one, and words below them, add up to codes.
+    A product with a power of two makes the encoding's subnormal numbers float32's, so that each number lacks the same
+    bits. These bits are shifted until the code stands below the sign bit; a word is added below the code, and carries.
 
     x: results of arithmetic, of which a GPU makes no negative NaN. POSITIVE: the code is not 0 where `original` is
     positive.
@@ -139,7 +144,7 @@ def encode_stochastic(x, words, E: tl.constexpr, POSITIVE: tl.constexpr = False,
     bits = tl.minimum(magnitude.to(tl.int32, bitcast=True), NAN)
     if POSITIVE:
         bits = tl.where(original > 0, tl.maximum(bits, 1 << LACKING), bits)
-    if INTERPRETED:
+    if INTERPRETED:  # a CPU makes negative NaNs too
         x = tl.where(x != x, 0.0, x)
     code = with_sign(x, (bits << (32 - E.bits - LACKING)) + (words >> E.bits).to(tl.int32))
     if E.bits == 4:
@@ -152,7 +157,7 @@ def encode_stochastic(x, words, E: tl.constexpr, POSITIVE: tl.constexpr = False,
 
 @triton.jit
 def highest_bytes(x):
-    """Of each uint32."""
+    """The highest byte of each uint32 -> uint8."""
     if INTERPRETED:
         return (x >> 24).to(tl.uint8)
     else:
@@ -161,7 +166,7 @@ def highest_bytes(x):
 
 @triton.jit
 def parts_of(x, E: tl.constexpr):
-    """x, NaN of 4 bits as what it becomes; |x|, at most E.max; and the power of two of its binade: `numerics._round`.
+    """x; |x|, at most E.max, which a NaN of 4 bits becomes; and the power of two of its binade: `numerics._round`.
 
     Numbers smaller than normal ones are in the lowest binade. The gap between neighbours is this power * 2**-mantissa.
     """
@@ -187,7 +192,7 @@ def assemble(x, gaps, power, E: tl.constexpr):
 
 @triton.jit
 def with_sign(x, code):
-    """Codes of 4 bits: that of |x| in the highest bits but one -> uint32."""
+    """The bits of `code` below the highest, which becomes x's sign -> uint32."""
     bits = x.to(tl.int32, bitcast=True)
     if INTERPRETED:
         return ((code & 0x7FFFFFFF) | (bits & -0x80000000)).to(tl.uint32, bitcast=True)
@@ -197,10 +202,10 @@ def with_sign(x, code):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Float32 -> float32, rounded to dtype between."""
+    """Float32 -> the nearest values that dtype has, float32."""
     if INTERPRETED or dtype != tl.bfloat16:
         return widen(narrow(x, dtype))
-    else:  # two at once, which the compiler does for values that it stores alone
+    else:  # two at once: the compiler does so only for values that it stores
         return tl.inline_asm_elementwise(ROUND_TWO, "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)
 
 
@@ -267,7 +272,7 @@ class ScaleRule(NamedTuple):
 
 
 def scale_rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
-    """Of one copy of a format, for values of `dtype`."""
+    """The rule of one copy of a format, for values of `dtype`."""
     kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
     return ScaleRule(
         kind,
@@ -283,7 +288,7 @@ def scale_rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device
 @triton.jit
 def scales(amax, second, R: tl.constexpr):
     """Amaxes -> what is stored, and what values are multiplied by; `second`: amax of the whole tensor, if it counts."""
-    if R.kind == 0 and R.power_of_two and R.top >= 4:
+    if R.kind == 0 and R.power_of_two and R.top >= 4:  # else top / amax may be subnormal, with no exponent to write
         return powers_of_two(amax, R)
     elif R.kind == 0:
         multiplier = fp32_encode_scale(amax, R)
@@ -302,10 +307,10 @@ def scales(amax, second, R: tl.constexpr):
 
 @triton.jit
 def powers_of_two(amax, R: tl.constexpr):
-    """The same where scales are powers of two, without a division.
+    """`scales` without a division, for scales that are powers of two.
 
-    The difference of the bits of two floats, its fraction dropped, is the exponent of their quotient, rounded down. It
-    is so of subnormal amaxes too: that of so large a quotient, infinity.
+    The difference of the bits of two floats, its fraction dropped, is the exponent of their quotient, rounded down. For
+    a subnormal amax that exponent is beyond the largest, and the quotient counts as infinity, which it is.
     """
     if R.epsilon > 0:
         amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
@@ -341,10 +346,10 @@ def tensor_encode_scale(amax, R: tl.constexpr):
 
 @triton.jit
 def row_order(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
-    """The rows of a tile in the order in which it holds them: so many neighbours lie as far apart as they can.
+    """The rows of a tile in the order in which it holds them: TOGETHER neighbours lie as far apart as they can.
 
-    A layout gives the elements of a row to neighbouring threads, then rows to others, and then more rows, far from the
-    first, to each thread: in this order they are neighbours, whose codes lie together in the transpose.
+    A layout gives the elements of a row to neighbouring threads, the next rows to other threads, and only rows far from
+    the first to the same thread again. In this order those are neighbours, whose codes lie together in the transpose.
     """
     if TOGETHER == 1:
         return tl.arange(0, SIZE)
@@ -414,7 +419,7 @@ def line_amax(
 
 @triton.jit
 def _larger_pair(a, b):
-    """Of two bfloat16 each, not negative; NaN wins."""
+    """The larger of each half of two words of two bfloat16, not negative; NaN wins."""
     if INTERPRETED:
         return tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a >> 16, b >> 16) << 16
     else:
@@ -458,6 +463,7 @@ def _butterflies(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, COLS))
 
 
+# bits, since a kernel cannot index a tuple by a tile
 SIGN_MASK = tl.constexpr(sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0))
 
 

@@ -101,7 +101,11 @@ class _SafetensorsInspector:
         self.files = files
 
     def inspection(self, path: str, data: bool) -> Inspection:
-        """All of it."""
+        """A row for each weight of the files. `data`: whether codes and scales are read, for figures of them.
+
+        Raises:
+            CheckpointError: the files hold no tensors, or cannot be read.
+        """
         rows = tuple(self._row(weight, data) for weight in self._weights())
         if not rows:
             raise CheckpointError(f"{path} holds no tensors")
@@ -151,14 +155,14 @@ class _SafetensorsInspector:
         return math.prod(shape) * dtype.itemsize
 
     def _shape(self, weight: _StoredWeight) -> tuple[int, ...]:
-        """Of the values: two codes of four bits are a byte."""
+        """The shape of a weight's values: a byte holds two codes of four bits."""
         shape = self.files.tensors[weight.codes][1]
         if weight.encoding is None or not shape:
             return shape
         return (*shape[:-1], shape[-1] * (8 // weight.encoding.bits))
 
     def _tag(self, weight: _StoredWeight) -> str:
-        """What it is stored as."""
+        """How a weight is stored, in words: its dtype, or its encoding, its scales' and their block."""
         if weight.encoding is None or weight.scale is None:
             return _said(self.files.tensors[weight.codes][0])
         dtype, grid = self.files.tensors[weight.scale]
@@ -166,7 +170,7 @@ class _SafetensorsInspector:
         return f"{weight.encoding.name}, {scale} a {_block(self._shape(weight), grid)}"
 
     def _figures(self, weight: _StoredWeight) -> TensorStatistics:
-        """What the data of a quantized weight say.
+        """Figures from the codes and scales of a quantized weight.
 
         Raises:
             CheckpointError: they cannot be read.

@@ -37,7 +37,8 @@ BATCH_BYTES: Final = 2**28
 """Float32 values that are quantized together, on all ranks: as many weights as fit, or one larger one."""
 
 _SKIPPED: Final = ("rotary_emb.inv_freq", "input_scale", "input_global_scale", "k_scale", "v_scale")
-"""What the names of tensors end in that say nothing of weights."""
+"""Endings of the names of tensors that are no part of a weight: tables of rotary embeddings, scales of activations and
+of the KV cache. A load passes over them."""
 
 
 @dataclass
@@ -103,6 +104,7 @@ def load(
         loader.judge(lossy)
         load.writes = True
         loader.write()
+        # it wrote all parameters; what an earlier, failed load may have left in buffers it has not, as files have none
         load.mends = not load.is_mixed or covers_buffers(model)
     return loader.report
 
@@ -140,11 +142,11 @@ class _ParameterSlices:
 
 
 class _LayoutLoader:
-    """What is to be loaded from where: by headers alone, equal on all ranks."""
+    """Finds in the headers of the files where each parameter comes from, alike on all ranks; then reads and writes."""
 
     def __init__(self, path: Path, model: nn.Module, names: Names, config: Mapping[str, Any] | None) -> None:
         given = config is not None
-        has_file = os.path.lexists(path / CONFIGURATION)
+        has_file = os.path.lexists(path / CONFIGURATION)  # a broken link too: it is refused, and no missing file
         self.config = dict(config or {}) if given or not has_file else files.read_layout_json(path / CONFIGURATION)
         self.tied = is_tied(self.config)
         self.files = SafetensorsFiles(path)
@@ -178,7 +180,7 @@ class _LayoutLoader:
         return "model.embed_tokens.weight" if tied else name
 
     def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[RowRun]) -> bool:
-        """Check the tensors of a weight of theirs; whether it is quantized."""
+        """Check that the tensors of a weight of theirs are as the layout says. Returns whether it is quantized."""
         rows, layout = sum(run.length for run in runs), self.layout
         wanted: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *param.shape[1:]))}
         stem = theirs.removesuffix("weight")
@@ -189,8 +191,8 @@ class _LayoutLoader:
             if key not in self.files:
                 raise CheckpointError(f"{self.report.path} lacks {key}, which is {ours} of this model")
             held, found = self.files.tensors[key]
-            of_scale = dtype == torch.float32 and held in (torch.bfloat16, torch.float16)  # some write these
-            is_value = dtype is None and held.is_floating_point and held.itemsize > 1
+            of_scale = dtype == torch.float32 and held in (torch.bfloat16, torch.float16)  # some write these instead
+            is_value = dtype is None and held.is_floating_point and held.itemsize > 1  # float8 has scales
             is_scale = dtype is not None and layout is not None and key != stem + layout.codes_key
             same = found == shape or (is_scale and _flat(found) == _flat(shape))
             if not same or not (held == dtype or of_scale or is_value):
@@ -230,7 +232,7 @@ class _LayoutLoader:
         scale = fmt.copies[Copy.ROWWISE].scale
         extents = storage.shard.resident(scale)
         rows, cols = storage.shard.global_shape
-        start, stop = (min(entry * scale.covers[0], rows) for entry in extents[0])
+        start, stop = (min(entry * scale.covers[0], rows) for entry in extents[0])  # covers may be ALL
         try:
             item.grid = conversion.our_grid(self._scales(item, start, stop), self.layout, fmt, extents, cols)
             item.amax = self._amax(item)
@@ -246,6 +248,7 @@ class _LayoutLoader:
         for name, first, length in item.runs(start, stop):
             key = name.removesuffix("weight") + layout.scale_key
             low, high = first // height, ceil_div(first + length, height)
+            # a scale of shape [] has no rows to slice
             read = self.files.read(key, slice(low, high)) if self.files.tensors[key][1] else self.files.read(key)
             grid = conversion.stored_scale(layout, read)
             found.append(grid[torch.arange(first, first + length) // height - low])
@@ -275,6 +278,7 @@ class _LayoutLoader:
         """Copy, and quantize in batches; a collective call."""
         batch: list[_ParameterSlices] = []
         for item in agreement.alike(self._copy_what_may_be):
+            # numel of a DTensor is that of the whole, so all ranks make the same batches: each is a collective call
             if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
                 self._quantize(batch)
                 batch = []
@@ -283,7 +287,7 @@ class _LayoutLoader:
             self._quantize(batch)
 
     def _copy_what_may_be(self) -> list[_ParameterSlices]:
-        """Returns what is left to be quantized."""
+        """Write all that needs no quantization, and return the rest."""
         anew = []
         for item in self.items:
             storage = item.storage
@@ -321,7 +325,7 @@ class _LayoutLoader:
         cols: tuple[int, int] | None,
         viewed: torch.dtype | None,
     ) -> Tensor:
-        """A rectangle of the rows of ours; `cols`: in entries of the file."""
+        """A rectangle of a weight of ours, read from the tensors `key` of theirs; `cols`: in entries of the file."""
         across = () if cols is None else (slice(*cols),)
         found = []
         for name, first, length in item.runs(*rows):
@@ -342,11 +346,12 @@ class _LayoutLoader:
         assert self.layout.element is not None
         (r0, r1), (c0, c1) = extents
         packed, element = 8 // self.layout.element.bits, self.layout.element
+        # a piece may begin or end inside a byte of two codes: whole bytes are read, and the other codes dropped
         codes = self._rows(item, self.layout.codes_key, (r0, r1), (c0 // packed, ceil_div(c1, packed)), torch.uint8)
         numbers = numerics.unpack(codes, element, codes.shape[1] * packed)[:, c0 % packed :][:, : c1 - c0]
         scale = numerics.decode(self._scales(item, r0, r1), self.layout.scale)
         second = self.layout.second
-        if second is not None and r1 > r0:
+        if second is not None and r1 > r0:  # q, k and v, one weight here, have second scales of their own
             of_rows = [
                 self.files.read(name.removesuffix("weight") + second.key).reshape(1).expand(length)
                 for name, _, length in item.runs(r0, r1)
@@ -356,7 +361,11 @@ class _LayoutLoader:
         return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1) // self.layout.block[1]]
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
-        """Those of a weight that is to be quantized."""
+        """The local values of a weight that is to be quantized.
+
+        Raises:
+            CheckpointError: one is infinite or NaN.
+        """
         values = self._values(item)
         told = requantize.non_finite(values, components.storage_of(item.param).shard.origin)
         if told:
@@ -364,7 +373,7 @@ class _LayoutLoader:
         return values
 
     def _fill(self, item: _ParameterSlices) -> None:
-        """A parameter in high precision."""
+        """Write a parameter in high precision, and report whether its values were copied or rounded."""
         values, local = self._values(item), private_torch.local_tensor(item.param)
         if values.dtype.itemsize > local.dtype.itemsize and item.name not in self.report.requantized:
             self.report.rounded.append(item.name)
@@ -384,17 +393,19 @@ class _LayoutLoader:
             if item.name not in self.report.requantized:
                 self.report.quantized.append(item.name)
         pairs = zip(batch, values, strict=True)
+        # judged by `_finite_values`; it drops the initial values that were kept, so those of the file come afterwards
         requantize.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs], judged=True)
         for storage, value in kept:
             storage.high_precision = value
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its last dims of one: one scale is stored as [] or [1, 1], one for each row as [N] or [N, 1]."""
+    """A shape without its last dims of size 1: programs store one scale as [] or [1, 1], a row's as [N] or [N, 1]."""
     return _flat(shape[:-1]) if shape and shape[-1] == 1 else shape
 
 
 def _float(noted: str | None) -> float | None:
+    # a damaged note is as good as none: `conversion.amax_of` then takes the nearest float32
     try:
         return None if noted is None else float.fromhex(noted)
     except (ValueError, OverflowError):
@@ -402,5 +413,5 @@ def _float(noted: str | None) -> float | None:
 
 
 def _united(found: dict[str, str]) -> dict[str, str]:
-    """What any rank found, in one order on all of them."""
+    """What any rank found, in one order on all of them; of several reasons for a weight the lowest rank's."""
     return {name: why for one in reversed(agreement.gathered(found)) for name, why in one.items()}

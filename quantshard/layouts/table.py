@@ -365,7 +365,7 @@ def detect(config: Any, names: Iterable[str], where: str) -> Layout | None:
 
 
 def _signature(config: Config) -> tuple[str, ...]:
-    """What tells configurations apart."""
+    """The entries of a `quantization_config` by which layouts differ."""
     method = str(config.get("quant_method"))
     if "mxfp8" in method:
         return ("mxfp8",)

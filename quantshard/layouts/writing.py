@@ -31,13 +31,16 @@ from quantshard.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.layouts.table import EXACT, UNDEFINED, Layout
 
 LINEAR: Final = re.compile(r"_proj\.weight$")
-"""Names, of theirs, of the weights that are quantized where a checkpoint in high precision is."""
+"""Finds, by their names, the weights that a quantized layout quantizes where the checkpoint is in high precision:
+embeddings, norms and the output head stay as they are."""
 
 _FUSED: Final = re.compile(r"\b(q|k|v|gate|up)_proj\b")
-"""Weights that vLLM fuses: those whose names are equal when this is replaced (gate and up are no part of attention)."""
+"""What tells apart the names of weights that vLLM fuses: with a * in its place they are equal. (Those of q, k, v and of
+gate, up stay apart: one module is an attention, the other an MLP.)"""
 
 NOTED_AMAX: Final = "quantshard.amax."
-"""What begins the entry of a header that notes a weight's amax, from which the second scale was rounded."""
+"""Prefix of the entries of a header that note weights' amaxes, in hexadecimal digits and so exactly: the second scale
+is rounded, and an import of our own export brings every bit back (`conversion.amax_of`)."""
 
 _BESIDE: Final = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -46,7 +49,7 @@ _BESIDE: Final = (
 HEAD: Final = "lm_head"
 CONFIGURATION: Final = "config.json"
 MOST, MOST_HEADS = 1 << 30, 1 << 16
-"""Sizes, and numbers of heads, that a configuration may say."""
+"""The largest size, and the largest number of heads, that a configuration may say: it comes from anybody."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
 
@@ -54,8 +57,9 @@ _EMBEDDING: Final = "model.embed_tokens.weight"
 class Export:
     """What an export wrote: names (theirs) of the weights by how they went over, bytes, and what there is to say.
 
-    `exact`: codes and scales as they were. `requantized`: name -> why. `high_precision`: name -> shape, as they were,
-    or as a plain layout asks. `masters`: how many values came from masters.
+    `exact`: names of the weights whose codes and scales are as they were. `requantized`: name -> why. `high_precision`:
+    name -> shape of the tensors in their own dtype, or in that of a plain layout. `masters`: of how many tensors the
+    values came from masters.
     """
 
     path: Path
@@ -128,7 +132,7 @@ def export(
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from None
     try:
-        folder.chmod(0o777 & ~_umask())
+        folder.chmod(0o777 & ~_umask())  # as mkdir would make it; mkdtemp makes folders for their owner alone
         plan.report.bytes = files.write_safetensors(folder, groups, max_shard_bytes, plan.noted)
         _write_configuration(folder, plan, None if isinstance(config, Mapping) else config)
         os.rename(folder, target)
@@ -136,15 +140,15 @@ def export(
         whose = "" if error.filename is None else f" ({error.filename})"
         raise CheckpointError(f"{target} could not be written: {error.strerror or error}{whose}") from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # after the rename there is none
     return plan.report
 
 
-_NONE: Final = table.LAYOUTS["plain-fp32"]
+_NONE: Final = table.LAYOUTS["plain-fp32"]  # stands in a report until `_ExportPlan.groups` puts its own there
 
 
 def _umask() -> int:
-    before = os.umask(0)
+    before = os.umask(0)  # the only way to read it is to set it
     os.umask(before)
     return before
 
@@ -181,6 +185,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathLike[str] | None) -> None:
     layout, ignore = plan.report.layout, plan.ignored()
+    # of the configuration that was given: it may be of other weights
     config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
     if not config:
         plan.report.notes.append("config.json says nothing of the architecture: pass the model's configuration")
@@ -191,6 +196,7 @@ def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathL
         files.write_json(folder / "hf_quant_config.json", layout.producer(ignore))
     for name in _BESIDE if beside is not None and Path(beside).is_dir() else ():
         if os.path.lexists(Path(beside or "") / name):
+            # no link is followed, and no pipe waited for: the folder may come from anybody
             with open_regular(Path(beside or "") / name) as file, open(folder / name, "wb") as copy:
                 shutil.copyfileobj(file, copy)
 
@@ -228,7 +234,11 @@ class _ExportPlan:
         return found
 
     def _untied(self) -> list[CheckpointWeight]:
-        """The weights, without an output head that is the embedding."""
+        """The weights, without an output head that the configuration says is the embedding.
+
+        Raises:
+            ConfigurationError: it says so, and they differ.
+        """
         weights = list(self.source.weights.values())
         if not is_tied(self.config):
             return weights
@@ -273,7 +283,7 @@ class _ExportPlan:
     def _plain_group(
         self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None
     ) -> TensorBatch:
-        plain = self.layout.is_plain and weight.dtype != torch.int64
+        plain = self.layout.is_plain and weight.dtype != torch.int64  # not cast, so that it is refused below
         dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
         if dtype not in files.DTYPES:
             raise ConfigurationError(f"{weight.name} is {weight.dtype}, which no layout has")
@@ -315,7 +325,7 @@ class _ExportPlan:
         return make
 
     def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
-        """Why a weight does not go over exactly; None if it does. Of its tensors only the small ones are read."""
+        """Why a weight does not go over exactly; None if it does. Only scales are read: codes are many."""
         cell = None if weight.tag is None else table.cell_of_tag(weight.tag)
         found = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
         if found.kind == UNDEFINED:
@@ -354,7 +364,7 @@ class _ExportPlan:
             )
 
     def ignored(self) -> list[str]:
-        """The modules whose weights stay in high precision, and the output head, though it be the embedding."""
+        """The modules whose weights stay in high precision, and the output head, even where it is the embedding."""
         kept = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
         return sorted({HEAD, *(name.removesuffix(".weight") for name in kept)})
 
@@ -366,7 +376,7 @@ class _ExportPlan:
             if name.endswith(layout.codes_key) and len(shape) == 2 and name not in self.report.high_precision
             and any(size % block for size, block in zip(shape, layout.block, strict=True) if block != ALL)
         ]  # fmt: skip
-        if ragged and not layout.whole_blocks:  # else it is known that none is
+        if ragged and not layout.whole_blocks:  # `conversion.shapes` refused such
             notes.append(
                 f"{len(ragged)} weights end inside a block of {table.said(layout.block)} (first: {ragged[0]}): vLLM "
                 "refuses some tensor-parallel sizes, and transformers dequantizes such weights wrongly"

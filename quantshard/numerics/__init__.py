@@ -58,11 +58,11 @@ def sqrt(x: Tensor) -> Tensor:
 def exceeds(x: Tensor, largest: float) -> Tensor:
     """How far any element is beyond `largest`, rounded to x's dtype, in magnitude: float32 scalar.
 
-    0 if none is, 1 if all that are above it are finite, 2 if one is infinite or NaN.
+    0: none is. 1: some are, all of them finite. 2: one is infinite or NaN.
     """
     finite = torch.finfo(x.dtype).max
     top = x.abs().amax() if x.numel() else x.new_zeros(())
-    beyond = ~(top <= min(largest, finite))  # above float16's range the limit would be infinite; NaN is not <= either
+    beyond = ~(top <= min(largest, finite))  # ~<=: NaN is beyond; min: a limit must not round to infinity
     return beyond.float() + (~(top <= finite)).float()
 
 
@@ -72,9 +72,9 @@ def exceeds(x: Tensor, largest: float) -> Tensor:
 def encode(x: Tensor, encoding: Encoding) -> Tensor:
     """Encode `x` (any float dtype, any shape) as uint8, one code per byte; FP16 as float16; return FP32 as float32.
 
-    Rounds to nearest, ties to even, of the float32 value; saturates at +-max, infinities too. NaN becomes the positive
-    NaN code, whatever its sign; E2M1 has none, and NaN becomes +max as CUDA's `__nv_cvt_float_to_fp4` does. Equal to
-    PyTorch's cast after a clamp but for the sign of NaN. E8M0 rounds up: see `encode_e8m0_round_up`.
+    Rounds the float32 value to nearest, ties to even; saturates at +-max, infinities too. NaN becomes the positive NaN
+    code, since devices make NaNs of either sign; E2M1 has none, and NaN becomes +max as CUDA's `__nv_cvt_float_to_fp4`
+    does. Equal to PyTorch's cast after a clamp but for the sign of NaN. E8M0 rounds up: see `encode_e8m0_round_up`.
     """
     if encoding == FP32:
         return x.float()
@@ -99,9 +99,9 @@ def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
 
 
 def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
-    """In the bits of |x|: what is added to those which the encoding lacks, and dropped with them, carries.
+    """Add the word's bits to those bits of |x| which the encoding lacks, then drop these: a carry rounds up.
 
-    Below the normal range the lowest normal number is added first, after which the same bits are lacking.
+    Below the normal range the lowest normal number is added first: then the encoding lacks the same bits of the sum.
     """
     lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
     lacking = 23 - mantissa
@@ -110,6 +110,7 @@ def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tenso
     subnormal = magnitude < 2.0**lowest
     bits = magnitude.add_(subnormal, alpha=2.0**lowest).view(torch.int32)
     bits.add_(words >> (32 - lacking))
+    # the lowest normal number has the exponent field 127 + lowest in a float32, and 1 in a code
     code = (bits >> lacking).sub_((126 + lowest) << mantissa).sub_(subnormal.int(), alpha=1 << mantissa)
     return _coded(x, code, encoding)
 
@@ -130,7 +131,8 @@ def _round(x: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
-    """Codes of |x|, int32, with the sign of x, as they are stored; NaN becomes the largest positive one."""
+    """Codes of |x|, int32, with the sign of x, as they are stored; NaN becomes all ones but the sign, which is a NaN of
+    every encoding but E2M1, whose largest number it is."""
     sign_bit = 1 << (encoding.bits - 1)
     code |= (x.view(torch.int32) >> 31).bitwise_and_(sign_bit)
     bits = torch.uint8 if encoding.bits <= 8 else torch.int16
@@ -174,7 +176,7 @@ def split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 -> the nearest bfloat16 and the low 16 bits (int16), of which `join_bfloat16` makes the same float32.
 
     A tie is rounded away from zero. To the even neighbour, as usual, an even bfloat16 would stand for 2**16 + 1
-    float32s, one more than 16 bits can tell apart. A NaN stays some NaN.
+    float32s, one more than 16 bits can tell apart. TransformerEngine's masters are split so. A NaN stays some NaN.
     """
     bits = values.view(torch.int32)
     high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + (bits >> 15 & 1))
@@ -213,7 +215,7 @@ def unpack(stored: Tensor, encoding: Encoding, num_cols: int) -> Tensor:
 def _touched(origin: int, size: int, covers: int) -> tuple[int, int]:
     """First grid entry of a dim and the number of them that [origin, origin + size) touches."""
     if covers == ALL:
-        return 0, 1
+        return 0, 1  # of an empty dim too: its rank takes part in the reduction of that entry
     first = origin // covers
     return first, -((origin + size) // -covers) - first if size else 0
 
@@ -230,7 +232,7 @@ def _amax_along(x: Tensor, dim: int, covers: int, origin: int) -> Tensor:
     lead = -origin % covers
     whole = (size - lead) // covers
     end = lead + whole * covers
-    spans = ((0, lead, 1), (lead, end - lead, whole), (end, size - end, 1))  # start, length, number of blocks
+    spans = ((0, lead, 1), (lead, end - lead, whole), (end, size - end, 1))  # start, length, blocks; ends are cut off
     pieces = [x.narrow(dim, at, n).unflatten(dim, (blocks, -1)).amax(dim + 1) for at, n, blocks in spans if n]
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
@@ -288,14 +290,15 @@ def _encode_scale(copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dt
     if copy.scale.encoding == E8M0:
         return decode(254 - stored, E8M0)  # 2**-(e - 127); 254 - 0xFF wraps to 0xFF, NaN
     scale = _reciprocal(decode(stored, copy.scale.encoding) * _reciprocal(_tensor_encode_scale(copy, amaxes)))
-    return torch.fmin(scale, torch.full_like(scale, _FLOAT32_MAX))  # a block of scale 0 is multiplied by a finite one
+    return torch.fmin(scale, torch.full_like(scale, _FLOAT32_MAX))  # stored scale 0: 0 * inf would be NaN
 
 
 def _stored_scale(copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
     amax, element = amaxes[copy.scale.name], copy.codes.encoding
     if copy.scale.encoding == FP32:
         return _reciprocal(_fp32_encode_scale(amax, copy, scaling, input_dtype))
-    if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh; of every element encoding
+    # TE multiplies by float32 constants in this order; dividing, or another order, gives other codes for some amaxes
+    if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh, for E4M3; here E2M1 too
         return encode_e8m0_round_up(amax * (1.0 / element.max))
     per_amax = _tensor_encode_scale(copy, amaxes) * (1.0 / element.max)  # TE, cast/nvfp4/core_nvfp4.cuh
     return encode(amax * per_amax, copy.scale.encoding)
@@ -321,7 +324,7 @@ def _tensor_encode_scale(copy: QuantizedCopy, amaxes: Grids) -> Tensor:
     assert copy.amax is not None
     amax = amaxes[copy.amax.name]
     scale = torch.full_like(amax, copy.scale.encoding.max * copy.codes.encoding.max) / amax
-    scale = torch.fmin(scale, torch.full_like(amax, _FLOAT32_MAX))
+    scale = torch.fmin(scale, torch.full_like(amax, _FLOAT32_MAX))  # drops NaN; the stored amax makes values NaN then
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
@@ -374,7 +377,7 @@ def quantize(
     one tensor per copy, used if `scaling.stochastic_rounding`. With `scaling.random_hadamard`, for formats in blocks
     along dim 1 only, it is `hadamard16(x)` that is quantized: C rounded up to a multiple of 16.
     """
-    if scaling.random_hadamard:
+    if scaling.random_hadamard:  # groups of 16 are those of the global row, wherever a rectangle begins
         assert len(fmt.copies) == 1 and fmt.copies[Copy.ROWWISE].block[0] == 1 and origin[1] % 16 == 0, fmt.name
         x = hadamard16(x)
     assert words is not None or not scaling.stochastic_rounding, "stochastic rounding needs words"
@@ -475,7 +478,7 @@ def random_words(
     if rows <= 0 or cols <= 0:
         return torch.empty(max(rows, 0), max(cols, 0), dtype=torch.int64, device=device)
     start = origin[0] * global_shape[1] + origin[1]
-    if cols == global_shape[1] or rows == 1:
+    if cols == global_shape[1] or rows == 1:  # one run of elements: no gather, and no word is computed twice
         call = start // 4
         calls = torch.arange(call, -((start + rows * cols) // -4), device=device)
         words = _words_of_calls(calls, key, draw, stream).flatten()

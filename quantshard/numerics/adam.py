@@ -20,7 +20,8 @@ SMALL_EPS = 2.0**-60
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of one step. `step` counts from 1; `decoupled` chooses AdamW, else weight decay is added to the gradient (L2).
+    """The numbers of one step. `step` counts from 1; `decoupled` chooses AdamW, else weight decay is added to the
+    gradient (L2).
 
     `step` (int64) and `lr` (float32) may be scalar tensors, and then no value is read back from their device.
     """
@@ -46,7 +47,7 @@ class Hyperparameters:
 
     @cached_property
     def largest_ratio(self) -> float:
-        """What |m| / sqrt(v) stays below, whatever the gradients were: see the function of this name."""
+        """A bound of |m| / sqrt(v), whatever the gradients were: see the function of this name."""
         return largest_ratio(self.beta1, self.beta2)
 
 

@@ -45,7 +45,7 @@ def gather_bytes(fmt: Format, shard: Shard, *, in_backward: bool) -> int:
 
 @dataclass(frozen=True)
 class SharedScaleCost:
-    """What it costs a rank that scale blocks of one weight are not its own alone.
+    """What a rank pays for scale blocks of one weight that other ranks hold parts of.
 
     `scale_bytes`: the scales that other ranks keep too. `blocks`: the blocks that reach beyond the rank's piece.
     `reduced_bytes`: its part of a step's amax reduction. `note` says so; `warning`, where it weighs, names the way out.

@@ -36,7 +36,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 _SCALE_SUFFIX = "_scale_inv"
 _REMAINDER_SUFFIX = "_low"
-"""Of the 16 bits that a BF16 parameter lacks of its float32 master."""
+"""Suffix of the entry with the 16 bits that a BF16 parameter lacks of its float32 master."""
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
 
 
@@ -284,7 +284,7 @@ class _OptimizerStates:
         return sum(map(_nbytes, self.tensors(param).values()))
 
     def note(self, param: Tensor) -> str:
-        """Which states stay in float32 although those of other parameters have scales."""
+        """Names the states that stay in float32 although those of other parameters have scales."""
         kept = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
         return costs.float_states(kept, " and ".join(dict.fromkeys(self.scaled[state] for state in kept)))
 

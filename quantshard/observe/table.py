@@ -124,7 +124,7 @@ class Report:
     rows: tuple[Row, ...]
     totals: Totals
     attention: tuple[str, ...] = ()
-    """Which backend attention would run by, without mask and dropout, each with the modules that it is about."""
+    """The backends by which attention would run without mask and dropout, each with its modules."""
 
     @classmethod
     def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
@@ -137,12 +137,12 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What should be changed, each with the parameters that it is about."""
+        """Advice on what to change, each piece with the parameters that it is about."""
         return tuple(_merged((row.name, text) for row in self.rows for text in row.warnings))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """What takes a slower or larger path than its native one, why, and what to do; each with its parameters."""
+        """The fallbacks that are taken: each says why, what to do, and by which parameters."""
         return tuple(_merged((row.name, f"{name}: {FALLBACKS[name]}") for row in self.rows for name in row.fallbacks))
 
     def to_json(self) -> str:
@@ -186,7 +186,7 @@ class FittedTable:
             yield Text(f"no room for the columns {names}: a wider terminal or a file has them\n")
 
     def _width(self, left_out: int, console: Console, options: ConsoleOptions) -> int:
-        """Of the table, its names folded as far as may be."""
+        """The width of the table, with its names folded as far as may be."""
         longest = max((cell_len(printable(cells[0])) for cells in self.rows), default=0)
         whole = self._table(left_out).__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum
         return whole - max(0, longest - _NAME_WIDTH)

@@ -99,7 +99,8 @@ def _error(name: str, feature: str, instead: str = "") -> TorchVersionError:
 
 
 def needs_attributes(feature: str) -> Callable[[Function], Function]:
-    """Of a function that reads private attributes of PyTorch's objects: one that an object lacks raises by its name."""
+    """Decorate a function that reads private attributes of PyTorch's objects: if an object lacks one, the function
+    raises a TorchVersionError that names it and the `feature` that it costs."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)

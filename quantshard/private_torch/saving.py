@@ -31,8 +31,8 @@ flatten_state_dict = private_name(f"{_DCP}._nested_dict.flatten_state_dict", _LO
 save_checkpoint = private_name(f"{_DCP}.state_dict_saver._save_state_dict", _SAVING)
 
 load_checkpoint = private_name(f"{_DCP}.state_dict_loader._load_state_dict", _LOADING)
-"""What `dcp.save` and `dcp.load` do, without their remark on a single process. That cannot be silenced beside training:
-filters of warnings are of the whole process, so a save in a thread would change what training hears."""
+"""What `dcp.save` and `dcp.load` do, but without the warning that they give in a single process. A filter of warnings,
+the public way to silence it, is the whole process's: a save in a thread would silence warnings of training."""
 
 
 _checkpoint_wrapper = private_name(

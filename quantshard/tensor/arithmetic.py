@@ -222,7 +222,7 @@ def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operatio
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
-    """Those of the `members` whose values change."""
+    """The `members` whose values change on any rank."""
     highest, complement, *change = flags.tolist()
     if not flat_max.was_alike(highest, complement):
         raise RankMismatchError(

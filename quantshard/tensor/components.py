@@ -40,21 +40,22 @@ def quantized_local(tensor: object) -> QuantizedTensor | None:
 
 
 PARAMETER_ENTRIES = ("params", "param_names")
-"""The entries of an optimizer's group that say whose it is, which a load compares and leaves as they are. The others
-are its options."""
+"""The entries of an optimizer's group that name its parameters: a load compares them and leaves them as they are. All
+other entries are options."""
 
-_LARGEST_INTEGER = (1 << 63) - 1
+_LARGEST_INTEGER = (1 << 63) - 1  # of int64, as which PyTorch takes Python's integers
 
 
 def own_settings(optimizer: Optimizer) -> set[str]:
-    """The options in a group that the optimizer itself put there: an LR scheduler adds `initial_lr`, a user what they
-    like."""
+    """The options in a group that the optimizer itself put there, by default or as our own name them (`group_entries`):
+    an LR scheduler adds `initial_lr`, and a user what they like."""
     return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
 
 
 def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether what was saved of an option can stand where this optimizer has something: a number for a number, so many
-    numbers for so many, a switch or none. What is not the optimizer's own may be anything, but where it is a number.
+    """Whether a saved option can take the place of this optimizer's `own`: a number or bool that of one, a list that of
+    a list of its length, None that of a bool or a string, and anything that of None. An option that somebody else put
+    there (not `is_own`) may be anything, unless it is a number here.
     """
     return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
 
@@ -75,14 +76,14 @@ def _is_like(saved: Any, own: Any) -> bool:
 
 
 def as_setting(saved: Any, own: Any) -> Any:
-    """What was saved of an option, as this optimizer has it: a number where that is one, though a tensor was saved."""
+    """A saved option in the form that this optimizer has: for a number of its own, a tensor of one element is one."""
     is_number = isinstance(own, bool | int | float) and isinstance(saved, Tensor)
     return saved.item() if is_number and saved.numel() == 1 else saved
 
 
 def canonical_name(name: str) -> str:
-    """A module's or parameter's name as the keys of the model's state dict have it: with or without
-    `checkpoint_wrapper`."""
+    """A module's or parameter's name as the keys of the model's state dict have it: without the parts that
+    `checkpoint_wrapper` puts in."""
     return private_torch.without_wrappers(name)
 
 
@@ -92,9 +93,10 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
-    """Those keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
+    """The keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
     found: set[str] = set()
     for prefix, module in model.named_modules():
+        # asked of any module: `GroupedLinear` stands on a higher floor, and cannot be imported here
         is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
         if is_held_elsewhere is not None:
             start = f"{canonical_name(prefix)}." if prefix else ""
@@ -144,11 +146,11 @@ def component_placements(shard: Shard, component: Component, placements: tuple[P
 
 
 def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that DTensor's metadata, by which checkpoints are saved and loaded, has the pieces of these tensors where
-    they are. It is arithmetic over the mesh, so all ranks find the same; plain tensors are passed over.
+    """Check that DTensor's metadata, by which DCP saves and loads, place the pieces of these tensors where FSDP2 and
+    tensor parallelism really cut them. It is arithmetic over the mesh, so all ranks find the same; plain tensors pass.
 
     Raises:
-        ConfigurationError: naming the first tensor that it does not, and a rank and the two places.
+        ConfigurationError: naming the first tensor whose piece is elsewhere, with a rank and the two places.
     """
     for name, tensor in named:
         if isinstance(tensor, DTensor):
@@ -165,12 +167,13 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
     """A rank whose piece is not where DTensor says, in words."""
     dims = private_torch.cut_dims(placements)
     for dim, size in enumerate(shape):
+        # the last axis cuts first; only what FSDP2 cuts after it along the same dim (3 ranks or more) is misplaced
         axes = [axis for axis in reversed(range(len(dims))) if dims[axis] == dim and mesh_shape[axis] > 1]
         if len(axes) < 2:
             continue
         inner = mesh_shape[axes[0]]
         if len(axes) == 2 and size % inner == 0 and private_torch.is_strided_over(placements[axes[1]], inner):
-            continue  # equal pieces are told right; to look at each of a thousand ranks would take long
+            continue  # DTensor places equal pieces right; to look at each of a thousand ranks would take long
         for at in product(*(range(mesh_shape[axis]) for axis in axes)):
             held = (0, size)
             for axis, index in zip(axes, at, strict=True):
@@ -178,7 +181,7 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
             place = dict(zip(axes, at, strict=True))
             coordinate = tuple(place.get(axis, 0) for axis in range(len(dims)))
             told = private_torch.told_extents(shape, mesh_shape, placements, coordinate)[dim]
-            if told != held and (told[0] < told[1] or held[0] < held[1]):
+            if told != held and (told[0] < told[1] or held[0] < held[1]):  # where an empty piece is does not matter
                 here, there = (f"[{start}:{stop}]" for start, stop in (held, told))
                 return f"of dim {dim} the rank at {coordinate} holds {here}, DTensor says {there}"
     return None
@@ -197,7 +200,7 @@ def shard_of(param: Tensor) -> Shard:
         for axis in reversed(range(mesh.ndim)):  # tensor parallelism, whose axes stand last, cuts first
             dim = dims[axis]
             if dim is not None:
-                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))
+                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))  # that of torch.chunk, as both cut
                 shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
     return shard
 
@@ -209,11 +212,12 @@ def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape:
 
 @torch.no_grad()
 def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """Move or cast a quantized parameter as `nn.Module` does a plain one: it remains the object that it is, so that
-    optimizers follow, with its attributes, its hooks and its gradient. `change`: what makes the other tensor.
+    """Move or cast a quantized parameter as `nn.Module` does a plain one: it remains the object that optimizers hold,
+    and keeps its attributes, its hooks and its gradient. `change` makes the moved or cast tensor of a given one.
 
-    PyTorch itself swaps a tensor subclass with a new one, and then the parameter has the attributes and hooks of that.
-    To or from the meta device there is no other way: the hooks are lost, as of a plain parameter, which is replaced.
+    PyTorch itself swaps a tensor subclass with a new one, and the parameter then has that one's attributes and hooks.
+    To or from the meta device there is no other way: the hooks are lost, like those of a plain parameter, which PyTorch
+    replaces there.
     """
     changed, grad = change(param), param.grad
     if private_torch.takes_data(param, changed):
@@ -221,7 +225,7 @@ def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         if grad is not None:
             grad.data = change(grad)
         return
-    param.grad = None
+    param.grad = None  # as in `nn.Module._apply`: a gradient that Python has looked at prevents the swap
     with attributes_kept([param]):
         torch.utils.swap_tensors(param, nn.Parameter(changed, requires_grad=param.requires_grad))
     if grad is not None:
@@ -230,7 +234,7 @@ def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
-    """Give tensors those attributes again that they had before, where PyTorch swaps them with others."""
+    """Give tensors back the attributes that they had on entry: PyTorch may swap them with others in between."""
     kept = [(param, dict(vars(param))) for param in params]
     yield
     for param, attributes in kept:
@@ -247,7 +251,7 @@ def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
 
 
 def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
-    """Component name -> live component, a DTensor where `owner`, whose storage it is, is one."""
+    """Component name -> live component; a DTensor if `owner`, the parameter or state that has this storage, is one."""
     if not isinstance(owner, DTensor):
         return dict(storage.components)
     return {
@@ -273,6 +277,7 @@ def state_of(param: Tensor) -> dict[str, Tensor]:
         ConfigurationError: see `check_offsets`.
     """
     storage = storage_of(param)
+    # here, since each save and load comes through here: DCP would mix misplaced pieces up in silence
     check_offsets([(f"the {storage.cell.tag} weight", param)])
     by_name = storage.cell.format.by_name
     found = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
@@ -328,8 +333,8 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
 
 
 def power_of_two_scales(param: Tensor) -> list[str]:
-    """The key suffixes of those scales of a parameter that its scaling wants to be powers of two, in an encoding that
-    holds others too: the format tag does not tell whether they are."""
+    """The key suffixes of a parameter's float32 scales, if its scaling wants powers of two: the encoding holds others
+    too, and the format tag does not tell whether a checkpoint has such."""
     local = quantized_local(param)
     if local is None or not local.quantized_storage.cell.scaling.power_of_two:
         return []
@@ -338,7 +343,7 @@ def power_of_two_scales(param: Tensor) -> list[str]:
 
 
 def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
-    """Check the values of the scales among loaded components, by key suffix; a rank looks at those that it is given.
+    """Check the scales among loaded components (by key suffix); each rank checks those that it is given.
 
     Raises:
         CheckpointError: the parameter's scaling wants powers of two, and one is none.
@@ -355,7 +360,7 @@ def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None
 
 @torch.no_grad()
 def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy what was found to fit into a parameter, quantized or not."""
+    """Copy the pairs that `fitting_pairs` found into a parameter, quantized or not."""
     for target, source in pairs:
         target.copy_(source)
     local = quantized_local(param)
@@ -365,8 +370,8 @@ def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
-    """A quantized parameter like this one around the loaded components themselves, which lie where they were loaded to;
-    its random key, draws and amax history are copies. `pairs`: what was found to fit."""
+    """A quantized parameter like this one around the loaded components themselves, which stay where they were loaded
+    to; its random key, draws and amax history are copies. `pairs`: see `fitting_pairs`; targets are live tensors."""
     storage, loaded = storage_of(param), {id(target): source for target, source in pairs}
     parts = {name: loaded[id(part)] for name, part in storage.components.items()}
     device = next(iter(parts.values())).device
@@ -383,8 +388,8 @@ def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
 
 
 def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tensor:
-    """A copy of a loaded piece of a weight's state, on the device of its own one, or, if that is meta, on another.
-    Without a loaded one a copy of its own, or zeros."""
+    """A copy of a loaded piece of a weight's state, on the device of its `own` one, or on `device` if that is on meta.
+    If nothing was loaded: a copy of its own, or zeros if that is on meta."""
     where = device if own.is_meta else own.device
     if loaded is None:
         return torch.zeros_like(own, device=where) if own.is_meta else own.clone()
@@ -394,6 +399,7 @@ def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tens
 def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
     """The local tensors to copy to and from."""
     target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
+    # a plain tensor may be the whole component, as rank 0 or another program has it: this rank takes its entries
     if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
         (r0, r1), (c0, c1) = shard.resident(component)
         source = source[r0:r1, c0:c1]

@@ -2,13 +2,13 @@
 
 A `QuantizedTensor` looks to PyTorch like a bf16 (or fp32, fp16) tensor of the weight's shape and holds only codes and
 scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
-the same storage, so nothing that only looks at a weight ever dequantizes it. Which ATen operations are allowed, and who
-needs each, stands in `ops` and `arithmetic`; every other operation raises instead of dequantizing in silence.
+the same storage, so nothing that only looks at a weight ever dequantizes it. `aten_rules` and `arithmetic` say which
+ATen operations are allowed, and who needs each; every other operation raises instead of dequantizing in silence.
 
-FSDP2 cuts, pads, gathers and frees weights through the operations in `ops` and the two hooks at the end of this file.
-What it does to a subclass, in order: `split` into chunks; `new_zeros` of the padded chunk, of which a `narrow` is
-`copy_`-ed into and another `narrow` becomes the sharded parameter; `view(-1)`. The padding is never built: `new_zeros`
-returns a placeholder, whose storage `copy_` fills.
+FSDP2 cuts, pads, gathers and frees weights through the operations in `aten_rules` and the two hooks at the end of the
+class. It calls, in this order: `split` into chunks; `new_zeros` of the padded chunk; `copy_` into a `narrow` of that;
+another `narrow`, which becomes the sharded parameter; `view(-1)`. The padding is never built: `new_zeros` returns a
+placeholder, whose storage `copy_` fills.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""ATen operation -> what it does to a quantized tensor. Filled by `ops` and `arithmetic`."""
+"""ATen operation -> what it does to a quantized tensor. Filled by `aten_rules` and `arithmetic`."""
 
 _COMPONENT, _STATE = "component_", "state_"  # attribute names that __tensor_flatten__ hands to torch.compile
 
@@ -49,6 +49,7 @@ class QuantizedTensor(Tensor):
 
     quantized_storage: QuantizedStorage
 
+    # all rules are ATen's, in __torch_dispatch__: a level above would cost time in every operation
     __torch_function__ = private_torch.disabled_torch_function  # type: ignore[assignment]
 
     def __new__(
@@ -124,8 +125,8 @@ class QuantizedTensor(Tensor):
     def data_ptr(self) -> int:
         """Address of the first component's entries, its codes: one for all handles to a storage, 0 on the meta device.
 
-        Where there are none, in an empty shard or a placeholder, it is one that nothing else has as long as that lives:
-        there are libraries that tell parameters apart by it, also those without elements.
+        An empty shard or a placeholder has no entries, and gets a number that no other living one has: there are
+        libraries that tell parameters apart by their addresses, those without elements too.
         """
         if self.is_meta:
             return 0
@@ -164,6 +165,7 @@ class QuantizedTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        # `components.move_parameter` assigns it, so that a moved module keeps its parameters; `w.data -= update` does
         if not isinstance(value, QuantizedTensor) or not _is_in_place_of(value, self):
             given = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
             raise UnsupportedOperationError(limits.refusal("new data", f"{given} as .data of {self!r}"))
@@ -188,7 +190,7 @@ class QuantizedTensor(Tensor):
             copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
         else:
             copied.requires_grad_(self.requires_grad)
-        memo[id(self)] = copied
+        memo[id(self)] = copied  # before the attributes are copied, one of which may refer to this tensor
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in vars(copied)}, memo))
         return copied
 
@@ -198,6 +200,7 @@ class QuantizedTensor(Tensor):
     # torch.compile ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Tensor:
+        # only for the names that __tensor_flatten__ gives: PyTorch reads them with getattr
         for prefix, part in ((_COMPONENT, "components"), (_STATE, "state")):
             if name.startswith(prefix):
                 found = getattr(self.quantized_storage, part).get(name.removeprefix(prefix))
@@ -209,7 +212,8 @@ class QuantizedTensor(Tensor):
         self.check_filled("__tensor_flatten__")
         names = [_COMPONENT + name for name in self.quantized_storage.components]
         names += [_STATE + name for name in self.quantized_storage.state]
-        # the names too: a graph is for the copies that were there, and what FSDP2 gathers differs between passes
+        # Names belong to what guards a graph: it is good for the copies that it was traced with, and FSDP2 gathers one
+        # in forward and another in backward.
         return names, (self.quantized_storage.cell, self.quantized_storage.shard, self.dtype, tuple(names))
 
     @staticmethod
@@ -242,7 +246,8 @@ class QuantizedTensor(Tensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
         """What this rank sends: the components that other ranks lack, of the copies that the coming pass needs.
 
-        The signature with the mesh alone: with the longer one FSDP2 wants inputs of the padded parameter's size.
+        The hook takes the mesh alone. FSDP2 has a longer signature too, but demands of a hook with that, where a shard
+        is padded, inputs of the padded parameter's size, which scales do not have.
         """
         storage = self.quantized_storage
         plan = _fsdp_plan(self)
@@ -253,7 +258,7 @@ class QuantizedTensor(Tensor):
             return (next(iter(storage.components.values())).reshape(-1)[:1],), GatherMetadata(storage, (), mesh)
         both = tuple(storage.cell.format.copies)
         passes: tuple[tuple[Copy, ...], ...] = (both,)
-        if len(both) > 1 and plan.frees_between_passes:
+        if len(both) > 1 and plan.frees_between_passes:  # fprop reads the rowwise copy, dgrad the columnwise one
             passes = tuple((which,) for which in both)
         this_pass = passes[-1] if private_torch.in_backward() else passes[0]
         slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
@@ -269,11 +274,11 @@ class QuantizedTensor(Tensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The gathered weight: gathered components alias FSDP2's buffers, resident ones are copied from the shard."""
         gathered = _assemble(metadata, all_gather_outputs)
-        if out is not None:
+        if out is not None:  # FSDP2 filled the first gather's buffers again; under TP a DTensor
             unsharded: Any = private_torch.local_tensor(out)
             unsharded.quantized_storage.take(gathered)
             return None
-        return QuantizedTensor(gathered, param_dtype), ()
+        return QuantizedTensor(gathered, param_dtype), ()  # FSDP2 frees its own buffers; the few cloned scales may stay
 
 
 def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
@@ -286,8 +291,8 @@ def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
 
 
 def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
-    """True if `new` could be the values of `old`: of one format, shape and place in the global tensor. What FSDP2
-    gathered has no others."""
+    """True if `new` could be the values of `old`: of one format, shape and place in the global tensor. Neither may be a
+    copy that FSDP2 gathered: it lies in buffers that FSDP2 frees and fills again."""
     ours, theirs = new.quantized_storage, old.quantized_storage
     if ours is theirs:
         return True  # `weight.data -= update` ends with it
@@ -314,6 +319,8 @@ class Placeholder(QuantizedStorage):
 
     def fill(self, source: QuantizedStorage) -> None:
         """Become a real storage: the source itself if the placeholder was made from it, else a copy of it."""
+        # fully_shard pads a chunk, which is a view of the whole weight: a copy lets go of that. reset_sharded_param, at
+        # the first forward and after loads, pads the shard itself: optimizers and state dicts hold its very tensors.
         filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
         if filled is not source and filled.high_precision is not None:
             filled.high_precision = filled.high_precision.clone()  # not a view of the whole
@@ -334,7 +341,8 @@ _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDic
 
 
 def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
-    """The plan at the first gather: FSDP2 fixes the sizes of its buffers then, so it must not change for two copies."""
+    """The plan at the first gather, when FSDP2 fixes the sizes of its buffers: of a weight of two copies, whose passes
+    gather other things under another plan, it must not change after that."""
     storage = tensor.quantized_storage.home
     if storage not in _plans:
         _plans[storage] = private_torch.fsdp_plan(storage)
@@ -346,7 +354,7 @@ def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
 
 def _padded(storage: QuantizedStorage, slot: sharding.GatherSlot) -> Tensor:
     reference = next(iter(storage.components.values()))
-    if slot.name is None:
+    if slot.name is None:  # only in formats of two copies, which store bytes alone: the dtype of any component is right
         return reference.new_zeros(slot.numel)
     part = storage.components[slot.name]
     if part.numel() == slot.numel:
@@ -368,12 +376,14 @@ def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...]) -> Quantiz
         rows = shard.component_shape(by_name[slot.name])[0]
         components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
     for name, part in local.components.items():
-        if part.is_cuda:  # CPU offload made this copy on FSDP2's own stream, which must not reuse it too early
+        if part.is_cuda:  # CPU offload made it on FSDP2's stream, which must not reuse it before this one is done
             part.record_stream(torch.cuda.current_stream(part.device))
         if not gathering.slots:
             components[name] = part  # a mesh of one rank
         elif not local.shard.gathers(by_name[name]):
-            components[name] = part.clone()  # a few scales: new ones must not meet the codes gathered before
+            # A few scales. Where FSDP2 keeps gathered codes over an optimizer's step, which writes the shard's scales
+            # in place, old codes must not meet new scales.
+            components[name] = part.clone()
     # CPU offload gathers from a copy of the shard on another device; the draws to count are those of the shard
     return QuantizedStorage(
         local.cell, shard, components, local.home.state, version=local.version, gathered=True,
@@ -386,8 +396,8 @@ def _gather_copy(
 ) -> dict[str, Tensor]:
     """Gather one copy of a weight apart from FSDP2, which gathered the other for this pass.
 
-    Activation recomputation needs it: it runs a forward in backward. Every rank recomputes the same, so every rank is
-    in this collective.
+    Activation recomputation needs it, which runs a forward, and so fprop, in backward. Every rank recomputes the same
+    layers, so every rank is in this collective.
     """
     home = shard()
     assert home is not None
@@ -402,6 +412,7 @@ def _gather_copy(
 
 
 class _Dequantize(torch.autograd.Function):
+    # without a function of its own what `dequantize` returns would have no gradient: it is made of components
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         tensor.check_filled("dequantize")

@@ -31,22 +31,22 @@ INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER
 that differs between ranks adds rank * STREAMS_PER_RANK."""
 
 
-_versions = count(1)
+_versions = count(1)  # one count for all storages: no two writes of a process share a version
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # compared and hashed by identity: storages are keys of weak dictionaries
 class QuantizedStorage:
     """Components of a rectangle of a 2-D tensor.
 
     `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries.
     `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
-    the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that the last write
-    or load of new values has given, of this storage or the one that it is a copy of, and no other. `gathered`: FSDP2's
-    copy of the whole weight, which lasts until it is resharded; it may hold only the copy that the pass needs, and
-    `fetch` then gathers the components of another, a collective call. `source`: for a copy made by a gather or a move,
-    the storage that it was made from. `mesh`: of a piece that tensor parallelism cut, its axis; pieces of such a piece
-    do not need it, since FSDP2 knows their parameters.
+    the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that no other write
+    has; the last write or load of new values gave it to this storage, or to the one that this is a copy of. `gathered`:
+    this is FSDP2's copy of the whole weight, which lasts until a reshard; it may hold only the quantized copy that the
+    pass needs, and `fetch` then gathers the components of another, a collective call. `source`: for a copy made by
+    a gather or a move, the storage that it was made from. `mesh`: the axis of tensor parallelism, of a piece that this
+    alone cut. Pieces that FSDP2 cuts have none: their DTensors are found among FSDP2's parameters.
     """
 
     cell: Cell
@@ -59,16 +59,17 @@ class QuantizedStorage:
     fetch: Callable[[Copy], dict[str, Tensor]] | None = None
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
-    _in_place: int | None = field(default=None, init=False, repr=False)
+    _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's count of writes
 
     def mark_written(self) -> None:
-        """Note that it has new values: optimizers with masters look at `version`, and who uses a gathered copy."""
+        """Note that there are new values: by `version` optimizers find their masters outdated, and modules a gathered
+        copy."""
         self.version, self._in_place = next(_versions), None
 
     def seen_version(self) -> int:
-        """`version`, after a look at what was written to the components themselves since the last such look.
+        """`version`, which is a new one if the components were written in place since the last such look.
 
-        `dcp.load` into a state dict does that, whose tensors they are, and nobody calls `mark_written`.
+        `dcp.load` writes them so, as the tensors of a state dict, and nobody calls `mark_written`.
         """
         changes = private_torch.count_in_place_changes(self.components.values())
         if self._in_place not in (None, changes):
@@ -104,6 +105,7 @@ class QuantizedStorage:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """A storage whose components are `change(component)`; the state is shared."""
+        # what `dcp.load` wrote is noticed before the copy takes the version: later the copy would seem stale
         version = self.version if self._in_place is None else self.seen_version()
         components = {name: change(part) for name, part in self.components.items()}
         return replace(self, components=components, version=version)
@@ -114,7 +116,7 @@ class QuantizedStorage:
         return replace(self.map(torch.clone), state=state, gathered=False, fetch=None, source=None)
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
-        """An independent copy on another device (None: the same one). The key stays on the CPU."""
+        """An independent copy on another device (None: the same one). The key stays on the CPU, which reads it."""
         state = {name: value.clone() for name, value in self.state.items()}
         if AMAX_HISTORY in state:
             state[AMAX_HISTORY] = state[AMAX_HISTORY].to(device)
@@ -135,17 +137,17 @@ class QuantizedStorage:
             components[name] = part[tuple(slices)]
         kept = self.high_precision
         if kept is not None:
-            kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])
+            kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])  # min: an empty piece past the end
         return QuantizedStorage(self.cell, shard, components, self.state, kept, self.version)
 
     def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
-        """What `piece` gives for each start, made together: a cut over a thousand ranks has as many pieces."""
-        size = self.shard.shape[dim]
+        """All pieces of a cut, as `piece` gives them, but made together: a cut over a thousand ranks has a thousand."""
+        size = self.shard.shape[dim]  # 0 gives one empty piece, as in torch.split
         shards = [self.shard.piece(dim, start, chunk) for start in range(0, max(size, 1), max(chunk, 1))]
         by_name, columns = self.cell.format.by_name, {}
         for name, part in self.components.items():
             if shards[0].replicates(by_name[name], dim):
-                columns[name] = [part] * len(shards)
+                columns[name] = [part] * len(shards)  # blocks straddle pieces, so each keeps all entries
             else:
                 columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].covers[dim]), 1), dim))
         parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -173,7 +175,7 @@ class QuantizedStorage:
         self.mark_written()
         fmt, scaling = self.cell.format, self.cell.scaling
         stored = numerics.scales(amaxes, fmt, scaling, values.dtype)
-        for name, scale in stored.items():
+        for name, scale in stored.items():  # of all resident blocks: the state dict says that ranks replicate them
             self.components[name].copy_(scale)
         touched = {name: grid[self.shard.touched(fmt.by_name[name])] for name, grid in amaxes.items()}
         multipliers = numerics.encode_scales(touched, fmt, scaling, values.dtype)
@@ -183,9 +185,9 @@ class QuantizedStorage:
 
     @torch.no_grad()
     def write_whole(self, values: Tensor, words: RandomBits | None = None) -> None:
-        """`write` by the amaxes of the values themselves, a whole matrix, in one pass: where
-        `kernel_dispatch.sees_blocks`."""
+        """`write` a whole matrix by its own amaxes, in one pass; only where `kernel_dispatch.sees_blocks`."""
         self.mark_written()
+        # not in place: it is for operands, whose new components nobody else holds
         self.components.update(kernel_dispatch.quantize(values, self.cell.format, self.cell.scaling, words))
 
     @torch.no_grad()
@@ -196,7 +198,7 @@ class QuantizedStorage:
         grids = {}
         for name, grid in found.items():
             component = fmt.by_name[name]
-            resident = grid.new_zeros(self.shard.component_shape(component))
+            resident = grid.new_zeros(self.shard.component_shape(component))  # zeros lose against other ranks in MAX
             resident[self.shard.touched(component)] = grid
             grids[name] = resident
         return grids
@@ -206,7 +208,7 @@ class QuantizedStorage:
         """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`."""
         which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)
         if not self.has(which):
-            return self.with_copy(which).dequantize(which, dtype)
+            return self.with_copy(which).dequantize(which, dtype)  # a gathered weight: a collective call
         copy = self.cell.format.copies[which]
         return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype)
 
@@ -256,28 +258,28 @@ def random_key() -> Tensor:
 
 
 def counts_on_host(state: dict[str, Tensor]) -> bool:
-    """True if a parameter's draws are counted on the host, as they are unless `modules.capturable_` was called."""
+    """True if the host counts a parameter's draws, as it does unless `modules.capturable_` was called."""
     return state[DRAWS].is_cpu
 
 
 def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
-    """Count draws where a weight goes (None: it stays), unless they are counted on the host or it has no values there.
+    """Move the count of draws with a weight to its new device (None: it stays there), unless the host counts them.
 
-    Nothing is counted on the meta device, so that the count of a weight which loses its values is kept.
+    The meta device has no values: the count of a weight that goes there goes to the CPU, so that it is kept.
     """
     if device is not None and DRAWS in state and not counts_on_host(state):
         state[DRAWS] = state[DRAWS].to("cpu" if device.type == "meta" else device)
 
 
 def next_draw(state: dict[str, Tensor]) -> int | Tensor:
-    """The number of a parameter's next draw, which is counted with that: an int64 scalar if counted on a GPU.
+    """Count one draw more of a parameter, and return its number: an int64 scalar if a GPU counts them.
 
     Raises:
-        UnsupportedOperationError: it is counted on the host, and a CUDA graph is being captured.
+        UnsupportedOperationError: the host counts them, and a CUDA graph is being captured.
     """
     draws = state[DRAWS]
     if not counts_on_host(state):
-        number: int | Tensor = draws.view(()).clone()
+        number: int | Tensor = draws.view(()).clone()  # `add_` below would change a view
     elif kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured draws", "stochastic rounding"))
     else:

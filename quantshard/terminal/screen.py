@@ -19,7 +19,7 @@ from rich.text import Text
 from quantshard.errors import printable
 
 TEXT_WIDTH = 200
-"""Of tables that do not go to a terminal."""
+"""The width of tables that do not go to a terminal."""
 
 _KEPT = "\n\t"
 
@@ -33,11 +33,11 @@ class Screen(Console):
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As rich does it, of the escaped text: a table then knows how wide it is."""
+        """Escape a text before rich measures it: a table then knows how wide it is."""
         return super().render_str(printable(text, but=_KEPT), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does it, but for what is escaped, also of texts that were made for rich elsewhere."""
+        """Escape what rich renders: texts that were made for it elsewhere did not pass `render_str`."""
         for segment in super().render(renderable, options):
             text = segment.text
             yield segment if segment.control else Segment(printable(text, but=_KEPT), segment.style)

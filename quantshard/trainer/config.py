@@ -23,7 +23,7 @@ from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.schema import SettingType, check_value, read_table
 
 MOST_BYTES = 32 << 20
-"""That a configuration may have; that of a run lists its data, about 150 bytes a file."""
+"""The most bytes of a configuration; that of a run lists its data, about 150 bytes a file."""
 
 TABLES = ("launch", "corpus")
 """Tables that a run's `config.toml` has beside the settings; `--config` skips them."""

@@ -37,7 +37,7 @@ from quantshard.errors import ConfigurationError, LostRankError, QuantshardError
 from quantshard.terminal import outputs
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""What asks a run to finish its step, save and end."""
+"""The signals that ask a run to finish its step, save and end."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -45,7 +45,7 @@ INTERRUPTED = 130
 _MONITOR_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 20
 _PROCESSES, _PROCESSES_A_CORE = 64, 4
-"""That are started here at most: of either figure the larger one."""
+"""The most processes that are started here: so many, or so many for each core if that is more."""
 _PARENT_CHECK_SECONDS = 0.2
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ON_PURPOSE, _CRASHED, _FOLLOWS = 0, 1, 2

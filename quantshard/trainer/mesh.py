@@ -21,7 +21,7 @@ TP = "tp"
 """The axis of tensor parallelism."""
 
 _DIGITS = 6
-"""Of the number of processes along an axis."""
+"""The most digits of a number of processes along an axis."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from quantshard.trainer.config import (
 )
 
 _RECORD_BYTES = 1 << 30
-"""That a file of records may have: four million steps."""
+"""The most bytes of a file of records: four million steps."""
 
 _STEP_DIGITS = 6
 
@@ -230,6 +230,6 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a record; infinite for a line that is none."""
+    """The step of a record; infinite for a line that is no record."""
     step = _record(line).get("step")
     return step if type(step) is int else math.inf

@@ -1,5 +1,5 @@
-"""What a value of a configuration may be, and the line that refuses any other. Files come from anybody, and so may the
-commands that somebody copies: each value has a range before anything is done with it."""
+"""What a value of a configuration may be, and the line that refuses any other. Files come from anybody, and so may
+commands that a user copies: each value is checked against its range before anything is done with it."""
 
 from __future__ import annotations
 

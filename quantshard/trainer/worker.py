@@ -35,9 +35,9 @@ from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.run_dir import RunDir
 
 _CHANGES = 20
-"""Of the environment, that are told."""
+"""The most changes of the environment that a resume tells."""
 _PATHS = 5
-"""Of the data, that are told."""
+"""The most paths of the data that a message names."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def of_mesh(settings: TrainSettings) -> int:
 def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int = 0) -> TrainSettings:
     """The settings of a run that is resumed with some of them changed, checked.
 
-    `processes`: of which the mesh will be. Where that of the run is not, and no other is named, it is all in dp_shard.
+    `processes`: the size that the mesh will have. If the run's mesh has another and none is named, all are in dp_shard.
     """
     given = from_mapping(overrides, "resume")
     if settings.mesh and "dp_replicate" in given and "mesh" not in given:

@@ -49,8 +49,8 @@ _FAR = 0.5
 
 @dataclass
 class Conversion:
-    """What `convert` did. `exact`: names of the tensors that went over bit for bit; `inexact`: of the others, and why;
-    `own`: what is the new model's own, since TransformerEngine has none; `left`: what was left behind, and why."""
+    """What `convert` did. `exact`: names of the tensors that went over bit for bit; `inexact`: names of the others, and
+    why they did not; `own`: entries that come from the new model, and why; `left`: what was left behind, and why."""
 
     source: str
     out: str
@@ -114,6 +114,7 @@ class _CheckpointConverter:
         self.has_optimizer = source.has_optimizer and any(key.startswith(_STATE) for key in like.entries)
         self.own_names = [name for _, name, _ in like.parameters] if self.has_optimizer else []
         self.states = source.states(self.own_names) if self.has_optimizer else {}
+        # names say whose a state is; numbers do so only by the model's order, which `_check_master` doubts
         self.is_numbered = self.has_optimizer and bool(source.numbered(self.own_names))
         self.made: dict[str, Any] = {}
 
@@ -136,7 +137,7 @@ class _CheckpointConverter:
         return _nested({self.like.paths[key]: value for key, value in self.made.items()})
 
     def facts(self) -> dict[str, Any]:
-        """What the manifest says."""
+        """What the manifest says of the run: its step, recipe and mesh."""
         groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
         steps = {self.made[f"{group}.step"] for group in groups}
         like = manifest.read_manifest(self.like.path)
@@ -149,6 +150,7 @@ class _CheckpointConverter:
         like, source = self.like, self.source
         own = {name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL)}
         missing = sorted(name for name in own - set(source.names) if not self._is_own(name))
+        # TransformerEngine's modules save an `_extra_state`, empty or a pickle: `_tell_left` says what is not read
         unknown = sorted(name for name in set(source.names) - own if not name.endswith(EXTRA_STATE))
         if missing or unknown:
             raise CheckpointError(
@@ -196,6 +198,7 @@ class _CheckpointConverter:
             )
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
+        # TransformerEngine dequantizes shards that it cannot quantize (MXFP8: rows that are no multiple of 32)
         quantized = [piece for piece in pieces if isinstance(piece, WeightPiece)]
         try:
             if len(quantized) < len(pieces):
@@ -235,6 +238,7 @@ class _CheckpointConverter:
         key, source = self.states.get(name, {}).get(role), self.source
         if key is None:
             return None
+        # numbered in another order than the model's, a state would mostly be that of a parameter of another shape
         sizes = source.size(key), source.size(source.model + name)
         if sizes[0] != sizes[1]:
             raise CheckpointError(
@@ -244,7 +248,8 @@ class _CheckpointConverter:
         return found
 
     def _master(self, name: str) -> Tensor | None:
-        """The float32 master of a parameter; joined of both halves where only the low one was stored."""
+        """The float32 master of a parameter, or None. With `store_param_remainders` TransformerEngine stores only its
+        low half, int16; the high half is the parameter."""
         found = self._stored_state(name, MASTER)
         if found is None or found.dtype != torch.int16:
             return None if found is None else found.float()
@@ -279,6 +284,7 @@ class _CheckpointConverter:
         assert isinstance(entry, TensorStorageMetadata)
         if entry.properties.dtype not in STATE_CELLS:
             raise CheckpointError(f"{self.like.path}: {key} is {entry.properties.dtype}, which no state is")
+        # a stand-in for the parameter, of which a state needs the shape and the device alone
         state = make_state(torch.empty(shape, dtype=torch.float32), entry.properties.dtype, role)
         assign(state, values.float())
         if label not in self.report.own:
@@ -287,7 +293,7 @@ class _CheckpointConverter:
         return {f"{_STATE}{number}.{entry}": tensor for entry, tensor in state.tensors(role).items()}
 
     def _remainder(self, key: str, name: str, master: Tensor | None) -> dict[str, Any]:
-        """The low half of a master whose high half is the parameter."""
+        """The entry of a master's low half. Its high half is the parameter, which is replaced here if it differs."""
         weight, label = self.made[_MODEL + name], f"{name} {MASTER}"
         if weight.dtype != torch.bfloat16:
             raise CheckpointError(
@@ -303,11 +309,12 @@ class _CheckpointConverter:
             self.report.inexact[name] = "it is the upper half of its master here, which is rounded otherwise there"
         if label not in self.report.own:
             self.report.exact.append(label)
+        # bytes, as `optimizers.state.RemainderState` keeps them
         return {key: low.contiguous().view(torch.uint8).reshape(*low.shape, 2)}
 
     def _leave_state(self, name: str, role: str, values: Tensor) -> None:
         if role == MASTER and torch.equal(self._values_here(name), values):
-            return  # it is the weight
+            return  # the weight has the same values, so nothing is lost
         self.report.inexact[f"{name} {role}"] = (
             "the optimizer of --like has none for this parameter, so it is left behind"
         )
@@ -323,7 +330,7 @@ class _CheckpointConverter:
         return numerics.dequantize(copy, parts, (group.shape[0], group.shape[1]))
 
     def _settings(self) -> dict[str, Any]:
-        """TransformerEngine's settings of the groups: all parameters of one must have the same there."""
+        """TransformerEngine's settings for our groups: all parameters of one of ours must have the same there."""
         there, found = self.source.settings(self.own_names), dict[str, Any]()
         for _, name, group in self.like.parameters:
             for setting in SETTINGS:
@@ -348,11 +355,12 @@ class _CheckpointConverter:
     # What is neither ------------------------------------------------------------------------------------------------
 
     def _copy_own(self) -> None:
-        """Entries that are the new model's own, and of the optimizer what TransformerEngine does not save."""
+        """Take the remaining entries from --like: the new model's own, and settings that TransformerEngine lacks."""
         kept = []
         for key in self._remaining():
             value = self.like.value(key)
             if key.endswith(AMAX_HISTORY) and isinstance(value, Tensor):
+                # a new model's history has the amaxes of its initial weights, and these are others
                 value = torch.zeros_like(value)
             self.made[key] = value
             if not key.endswith((FORMAT_SUFFIX, ".params", ".param_names")):
@@ -393,11 +401,12 @@ class _CheckpointConverter:
 
 
 def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """A state dict from its entries by their paths; of numbers, only those of the optimizer's groups are of a list."""
+    """A state dict from its entries by their paths. Numbers in a path are keys of dicts, as those of the optimizer's
+    states are; only its groups are a list."""
     root: dict[Any, Any] = {"model": {}, EXTRA: {}}
     for path, value in made.items():
         at = root
-        if path[0] == EXTRA:  # its entries are whole
+        if path[0] == EXTRA:  # an entry of `extra` is one object, whatever dots are in its key (docs/format.md)
             path = (EXTRA, ".".join(map(str, path[1:])))
         for part in path[:-1]:
             at = at.setdefault(part, {})
@@ -412,7 +421,7 @@ def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 
 def _plain_setting(value: Any) -> Any:
-    """A setting as our groups have it: with `capturable` some are tensors there."""
+    """A setting as our groups have it. With `capturable` TransformerEngine keeps some as tensors."""
     found = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return tuple(found) if isinstance(found, list) else found
 
@@ -420,13 +429,13 @@ def _plain_setting(value: Any) -> Any:
 def _is_setting(name: str, value: Any) -> bool:
     if name == "betas":
         return isinstance(value, tuple) and len(value) == 2 and all(isinstance(beta, float) for beta in value)
-    if name == "step":
+    if name == "step":  # not isinstance: a bool is an int
         return type(value) is int and 0 <= value < 1 << 62
     return isinstance(value, bool | int | float)
 
 
 def _scaling_of(fmt: Format) -> Scaling:
-    """How the recipe whose weights have this format scales them; a format of no recipe as by itself."""
+    """How the first named recipe whose weights have this format scales them; without powers of two if none has."""
     cells = (kind().weight for kind in dict.fromkeys(recipe.NAMES.values()))
     found = next((cell for cell in cells if cell is not None and cell.format == fmt), None)
     return Scaling(power_of_two=False) if found is None else Scaling(power_of_two=found.scaling.power_of_two)

@@ -77,7 +77,7 @@ class _TensorClass:
 
     @property
     def call(self) -> str:
-        """What the pickle names."""
+        """The function by which a pickle makes such a tensor, by its full name."""
         return f"{_PACKAGE}tensor.{self.module}.{self.function}"
 
 

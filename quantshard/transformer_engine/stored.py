@@ -214,7 +214,7 @@ class TargetCheckpoint:
 
     @cached_property
     def parameters(self) -> list[tuple[int, str, str]]:
-        """Of each parameter of the optimizer: its number, its name, and the key of its group.
+        """The optimizer's parameters: the number, the name and the key of the group of each.
 
         Raises:
             CheckpointError: the optimizer was built without names, or with others than the model's.

@@ -100,7 +100,7 @@ def _whole(pieces: Sequence[WeightPiece], which: Copy, shape: tuple[int, int]) -
 
 
 def _check_one(found: Sequence[object], what: str, values: Sequence[Tensor]) -> None:
-    """Of a weight's shards, what stands once for all."""
+    """Check that all shards of a weight have the same value of what the whole has once."""
     if any(not torch.equal(value, values[0]) for value in values):
         every = sorted({float(value.float().max()) for value in values})
         raise InexactConversionError(

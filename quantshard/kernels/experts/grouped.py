@@ -43,7 +43,7 @@ WARPS: Final = 8
 
 @dataclass(frozen=True)
 class ExpertSegments:
-    """Which rows of a matrix of codes are of which expert.
+    """The rows of a matrix of codes that belong to each expert.
 
     `rows`: the most rows in a tile. `values`, `total`: rows without and with those between experts. `spans`: int64
     [experts, 4] on the device: number of the expert, its first row, the one after its last, and by how many rows its
@@ -80,7 +80,7 @@ class ExpertSegments:
 
 @triton.jit
 def expert_tile(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Whose rows this program's tile has, its rows and columns, and which have a value."""
+    """This program's tile: the number of its expert, its rows and columns, and which of its places have a value."""
     row = tiles + tl.program_id(0) * 4
     i = tl.load(row + 1) + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)

@@ -151,7 +151,7 @@ def weights_by_blocks_kernel(
     a_ptr, b_ptr, a_scales, b_scales, poison, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same of [rows, length] and [cols, length], with a scale for each BLOCK elements of a row."""
+    """`weights_kernel` of transposes [rows, length] and [cols, length] with a scale for BLOCK elements of a row."""
     expert = tl.program_id(2).to(tl.int64)
     first = tl.multiple_of(tl.load(spans + expert * 4 + 1), BLOCK)
     count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
@@ -197,13 +197,13 @@ class EncodedRows(NamedTuple):
     poison: Tensor | None = None
 
     def element(self) -> ql.KernelEncoding:
-        """What a kernel knows of the encoding."""
+        """The encoding as kernels know it."""
         return ql.element(self.encoding, self.codes.device)
 
 
 class ExpertWeights(NamedTuple):
-    """Of each expert the codes of 8 bits of its weight, uint8 [out_features, in_features], contiguous, its scales,
-    float32 or E8M0, and its bias [out_features], if it has one. All of one shape, encoding and device.
+    """The weights of all experts: for each its codes of 8 bits, uint8 [out_features, in_features], contiguous, its
+    scales, float32 or E8M0, and its bias [out_features], if it has one. All are of one shape, encoding and device.
 
     `block`: 0 if there is one scale; else rows and columns of the square under one.
     """
@@ -243,7 +243,7 @@ def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
 
 
 def scale_type(scale: Tensor) -> Any:
-    """What kernels read scales as that are stored so."""
+    """The element type of a pointer to scales that are stored as this tensor is."""
     return tl.uint8 if scale.dtype is torch.uint8 else tl.float32
 
 
@@ -254,8 +254,8 @@ def _table(weights: ExpertWeights) -> tuple[Tensor, bool]:
 
 
 def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:
-    """Of rows a [R, M] and b [R, N] the sums of a^T b over each expert's rows: `dtype` [experts, M, N], rounded once;
-    zeros for an expert without rows. With blocks a and b are the transposes [M, R] and [N, R]."""
+    """a^T b of the rows of each expert, of a [R, M] and b [R, N]: `dtype` [experts, M, N], rounded once; zeros for an
+    expert without rows. With blocks a and b are the transposes [M, R] and [N, R]."""
     assert a.block == b.block, "blocks differ"
     across = 0 if a.block else 1
     rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)

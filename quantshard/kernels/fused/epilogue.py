@@ -124,7 +124,7 @@ class EpilogueRequest:
         return blocks._replace(together=16) if self.other.scaling.random_hadamard else targets.smallest_tile(blocks)
 
     def extent(self, rows: int, cols: int) -> Region:
-        """Of the results in the global matrix."""
+        """Where the results lie in the global matrix, and how many columns codes have besides."""
         origin = self.request.origin if self.request else self.other.origin[::-1] if self.other else (0, 0)
         return Region(rows, cols + _padding(cols, self.request), cols, *origin)
 
@@ -145,10 +145,10 @@ Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
 """Codes and scales of a matrix and of its transpose, as far as asked for."""
 
 TILE: Final = TileShape(32, 256)
-"""Of a kernel that quantizes nothing."""
+"""The tile of a kernel that quantizes nothing."""
 
 _MOST_REGISTERS: Final = 255
-"""Of a thread."""
+"""The most registers that a thread can have."""
 
 
 @dataclass(frozen=True)

@@ -46,19 +46,22 @@ from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver,
 from quantshard.kernels.quantize.matrix import tile_of
 
 LONGEST: Final = 16384
-"""Elements of a row, or of a piece of it, that are held in registers."""
+"""Elements of a row, or of a piece of it, that are held in registers: `PER_THREAD` by each of 1024 threads, the most
+that a program has."""
 LONGEST_CENTERED: Final = 8192
-"""The same for the backward of LayerNorm, which keeps two sums beside them, and for pieces there."""
+"""Elements that the backward of LayerNorm, which keeps two sums beside them, and every backward in pieces hold so."""
 PROGRAMS: Final = 528
-"""Of backward, at most: 4 for each of the 132 multiprocessors of an H100 or H200. Each writes its sums once."""
+"""The most programs of backward: 4 for each of the 132 multiprocessors of an H100 or H200. Each writes its sums once.
+No device is asked for its number: the order of sums, and so their bits, follow from the shape alone."""
 PROGRAMS_IN_PIECES: Final = 132
-"""The same for rows in pieces: so few sums that they stay in the L2 cache."""
+"""The most programs of backward for rows in pieces: so few that the sums to which they add stay in the L2 cache."""
 PER_THREAD: Final = 16
-"""Elements of a row."""
+"""Elements of a row that a thread holds."""
 
 
 def depth(n: int) -> int:
-    """Most additions on the way of one of n terms to their sum: of a thread, of a row's 1024 threads, of pieces."""
+    """Most additions on the way of one of n terms to their sum: in a thread, over a row's 1024 threads, over pieces."""
+    # 32: backward has 512 threads for LONGEST elements; 10: a tree over 1024
     return 32 + 10 + -(n // -LONGEST_CENTERED)
 
 
@@ -74,7 +77,7 @@ def load_row(ptr, j, size):
 @triton.jit
 def load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued):
     z = load_tile(x_ptr, x_stride, i, j, valued)
-    if residual_ptr is not None:
+    if residual_ptr is not None:  # rounded, as the sum is stored: backward reads it there, and the oracle has it so
         total = z + load_tile(residual_ptr, residual_stride, i, j, valued)
         z = ql.widen(ql.narrow(total, x_ptr.dtype.element_ty))
     return z
@@ -107,15 +110,16 @@ def statistics_kernel(
             at = i.to(tl.int64)[:, None] * size + j[None, :]
             tl.store(sum_ptr + at, ql.narrow(z, sum_ptr.dtype.element_ty), mask=valued)
         total += tl.sum(z if CENTERED else z * z, 1)
+    # div_rn and sqrt_rn, here and below: Triton's own `/` and `sqrt` are approximations
     mean = tl.div_rn(total, tl.zeros_like(total) + size)
     square = mean  # RMSNorm: that was the mean square
-    if CENTERED:
+    if CENTERED:  # a second pass: the mean square less the squared mean would cancel where the mean is large
         tl.store(mean_ptr + i, mean, mask=i < rows)
         total = tl.zeros((ROWS,), tl.float32)
         for piece in tl.static_range(PIECES):
             j = piece * PIECE + tl.arange(0, PIECE)
             valued = (i < rows)[:, None] & (j < size)[None, :]
-            if PIECES > 1:
+            if PIECES > 1:  # one piece is still in registers
                 z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
             centered = tl.where(valued, z - mean[:, None], 0.0)
             total += tl.sum(centered * centered, 1)
@@ -131,10 +135,10 @@ def statistics_kernel(
                 z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
             y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED, OFFSET)
             amax = tl.maximum(amax, largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
-        tl.atomic_max(amax_ptr, amax, sem="relaxed")
+        tl.atomic_max(amax_ptr, amax, sem="relaxed")  # of integers, so the order of programs does not matter
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=RANDOM)  # else a draw that is 1, or a multiple of 16, would compile another kernel
 def normalize_kernel(
     x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, where, sink, out, other_where, other_out,
     k0, k1, draw, stream, width, other_stream, other_width,
@@ -144,7 +148,7 @@ def normalize_kernel(
     _, _, i, j, valued = place
     z = load_tile(x_ptr, x_stride, i, j, valued)
     rstd = load_row(rstd_ptr, i, where.rows)
-    mean = load_row(mean_ptr, i, where.rows) if CENTERED else rstd
+    mean = load_row(mean_ptr, i, where.rows) if CENTERED else rstd  # RMSNorm does not read it
     y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, where.value_cols, CENTERED, OFFSET)
     deliver(
         tl.where(valued, y, 0.0), place, where, sink, out, other_where, other_out,
@@ -183,7 +187,8 @@ def backward_kernel(
     dx_ptr, dgamma_ptr, dbeta_ptr, rows, size,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows: every so many of them, in order, go to one program."""
+    """Whole rows: each program takes every so many of them, in order, and writes its own sums of gamma and beta, which
+    are added afterwards: atomic additions would come in any order."""
     j = tl.arange(0, PIECE)
     dgamma = tl.zeros((ROWS, PIECE), tl.float32)
     dbeta = tl.zeros((ROWS, PIECE), tl.float32)
@@ -232,7 +237,8 @@ def backward_pieces_kernel(
     dx_ptr, dgamma_ptr, dbeta_ptr, rows, size,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Rows longer than a piece: read twice; a program adds to its sums, which start at zero, where they lie."""
+    """Rows longer than a piece, which are read twice. A program adds to its sums, zero at first, where they are stored:
+    registers hold no whole row of them."""
     row = tl.program_id(0)
     while row < rows:
         i = row + tl.arange(0, 1)
@@ -270,7 +276,7 @@ def backward_pieces_kernel(
 
 
 class NormStatistics(NamedTuple):
-    """Of rows: float32 [R]; `mean` is None for RMSNorm."""
+    """Statistics of rows, float32 [R] each; `mean` is None for RMSNorm."""
 
     rstd: Tensor
     mean: Tensor | None
@@ -294,14 +300,14 @@ class RowTiling(NamedTuple):
 
 
 def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
-    """At least 4096 elements a program."""
+    """How kernels that read rows lay them out: a program has at least 4096 elements, in one row or several."""
     piece = min(max(triton.next_power_of_2(size), 16), longest)
     rows = max(1, 4096 // piece)
     return RowTiling(rows, piece, -(size // -piece), max(rows * piece // (32 * PER_THREAD), 1))
 
 
 def backward_row_tiling(size: int, centered: bool) -> RowTiling:
-    """In pieces where registers would not hold a row and what is summed."""
+    """How backward lays rows out: in pieces where registers would not hold a row and its sums."""
     whole = size <= (LONGEST_CENTERED if centered else LONGEST)
     r = row_tiling(size, LONGEST if whole else LONGEST_CENTERED)
     return r._replace(warps=min(r.warps, 16))
@@ -333,8 +339,9 @@ def norm_statistics(
     total = None if residual is None else torch.empty((rows, size), dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     found = NormStatistics(rstd, torch.empty_like(rstd) if centered else None)
-    gamma, beta, offset = parameters or NormParameters(rstd)
+    gamma, beta, offset = parameters or NormParameters(rstd)  # without an amax the kernel reads none
     r = row_tiling(size)
+    # enable_fp_fusion=False: a fused multiply-add in one kernel would make its y another than the other kernel's
     if rows > 0:
         with ql.on(x.device):
             statistics_kernel[(-(rows // -r.rows),)](
@@ -393,6 +400,7 @@ def norm_backward(
     dy, x = epilogue.by_rows(dy), epilogue.by_rows(x)
     residual = None if residual_gradient is None else epilogue.by_rows(residual_gradient)
     dx = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    # zeros: the kernel in pieces adds to them, and without rows or columns no kernel runs
     dgamma = torch.zeros((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
     dbeta = torch.zeros_like(dgamma) if dgamma is not None and parameters.beta is not None else None
     if rows * size > 0:

@@ -19,7 +19,8 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 
 LEAST_HEADS, MOST_HEADS = 8, 32
-"""Heads of a token in one program, which read its cosines and sines once, if there are so many."""
+"""The fewest and the most heads of a token in one program, if the token has so many. The program reads the cosines and
+sines of the token once for all of them."""
 
 
 @triton.jit

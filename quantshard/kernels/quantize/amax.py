@@ -66,4 +66,4 @@ def _tiling(covers: tuple[int, int], hadamard: bool) -> KernelConfig:
 
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0)
 NO_RULE = ql.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
-"""Of tiles that are not quantized."""
+"""The rule of tiles that are not quantized."""

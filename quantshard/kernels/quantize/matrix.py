@@ -118,7 +118,8 @@ def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _amaxes(values, x, out, H: tl.constexpr):
-    """Of the blocks of a tile of x, made of values, as held; anything, if their multipliers are given."""
+    """Amaxes of the blocks of a tile x of `values`, in the order in which it is held. If multipliers are given nobody
+    reads them, and x serves."""
     ROWS: tl.constexpr = H.cols if H.transposed else H.rows
     COLS: tl.constexpr = H.rows if H.transposed else H.cols
     BLOCK_ROWS: tl.constexpr = H.block_cols if H.transposed else H.block_rows
@@ -168,7 +169,8 @@ def _as_held(entries, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _multipliers(amax, row, col, where, out, H: tl.constexpr):
-    """One for each element of the tile: as given for its block, or from its amax, and then the scale is stored."""
+    """A multiplier for each element of the tile: the one given for its block, or one from the block's amax, whose scale
+    is stored here too."""
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows // H.block_rows
     COLS: tl.constexpr = H.cols // H.block_cols

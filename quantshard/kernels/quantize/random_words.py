@@ -47,7 +47,7 @@ def words_of_transposed_tile(
     row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
-    """The same of a tile that is held as its transpose, uint32 [COLS, ROWS]."""
+    """`words_of_tile` for a tile that is held as its transpose: uint32 [COLS, ROWS]."""
     width = words[4]
     if BY_FOUR:
         tl.static_assert(TOGETHER % 4 == 0)

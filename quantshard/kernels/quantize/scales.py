@@ -26,9 +26,9 @@ def scales_kernel(amax_ptr, stored_ptr, multiplier_ptr, numel, R: tl.constexpr, 
 
 
 def scales(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What is stored, and what values of `dtype` are multiplied by (float32), both of the shape of the grid `amax`.
+    """The scales to store, and the multipliers (float32) of values of `dtype`, both of the shape of the grid `amax`.
 
-    For copies with one scale: of those with two, the multiplier depends on the amax of the whole tensor too.
+    Only for copies with one scale: with two, the multiplier depends on the amax of the whole tensor as well.
     """
     assert copy.amax is None, "a scale under a second one"
     amax = amax.contiguous()

@@ -163,14 +163,14 @@ def tile(request: QuantizeRequest, other: QuantizeRequest | None, dtype: torch.d
 
 
 BOTH_WAYS: Final = TileShape(128, 64, 4)
-"""Of a kernel that writes codes of the transpose too, but for a transform: whole lines of memory, and rows of four
-bytes that lie together in the transpose held together."""
+"""The smallest tile of a kernel that writes codes of the transpose too, and transforms nothing: it writes whole lines
+of memory, and a thread holds four neighbouring rows, whose codes are four neighbouring bytes of the transpose."""
 LARGE_BOTH_WAYS: Final = BOTH_WAYS._replace(cols=128)
-"""The same for blocks of 128 columns, and where a program is to have more work between two loads."""
+"""The tile for blocks of 128 columns, and where a program is to have more work between two loads."""
 
 
 def smallest_tile(blocks: TileShape) -> TileShape:
-    """The smallest such tile of whole blocks."""
+    """The smallest tile of whole blocks that is no smaller than `BOTH_WAYS`."""
     return TileShape(*map(max, blocks, BOTH_WAYS))
 
 
@@ -274,7 +274,8 @@ def quantize_launch_options(shared: TileShape, both: bool, dtype: torch.dtype) -
 
 
 def registers(warps: int, beside: int) -> int:
-    """Of a thread, so that so many programs run beside each other on a multiprocessor of an NVIDIA GPU."""
+    """Registers that each thread may have if so many programs are to run beside each other on a multiprocessor of an
+    NVIDIA GPU, which has 65536."""
     return 65536 // (beside * 32 * warps) // 8 * 8
 
 
