@@ -6,6 +6,7 @@ nothing).
 """
 
 import ast
+import builtins
 import importlib
 import inspect
 import re
@@ -187,6 +188,22 @@ def imports_are_not_lazy(tree: Tree) -> list[str]:
         for node in ast.walk(function)
         for target in own_imports(tree, path, node)
     ]
+
+
+def raised_names_exist(tree: Tree) -> list[str]:
+    """What docstrings say of exceptions: classes of the package, or Python's own."""
+    classes = {
+        node.name for source in tree.values() for node in ast.walk(parse(source)) if isinstance(node, ast.ClassDef)
+    }
+    found = []
+    for path, source in tree.items():
+        for node in ast.walk(parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                said = (ast.get_docstring(node) or "").partition("Raises:\n")[2].partition("\n\n")[0]
+                names = re.findall(r"^    (\w[\w., ]*):", said, re.MULTILINE)
+                unknown = [n for name in names for n in re.split(r",? or |, ", name) if not hasattr(builtins, n)]
+                found += [f"{at(path, node)}: raises {n}, which is no class" for n in unknown if n not in classes]
+    return found
 
 
 def formats_are_not_named(tree: Tree, names: Iterable[str] = ()) -> list[str]:
@@ -459,6 +476,16 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"ops.py": "import quantshard.tensor\ndef f():\n    import torch"}, 0),
         ({"ops.py": "def f():\n    from .tensor import QuantizedTensor"}, 1),
         ({"ops.py": "def f():\n    importlib.import_module('quantshard.tensor.quantized_tensor')"}, 1),
+    ],
+    raised_names_exist: [
+        (
+            {
+                "a.py": "class AError: ...",
+                "b.py": "def f():\n    '''F.\n\n    Raises:\n        AError, OSError: x.\n    '''",
+            },
+            0,
+        ),
+        ({"b.py": "def f():\n    '''F.\n\n    Raises:\n        AError: x.\n            or: y.\n    '''"}, 1),
     ],
     partial(formats_are_not_named, names={"FP9", "fp9_row"}): [
         ({"tensor.py": '"""Such as FP9."""\nFP9_MAX = 1\n"""Of fp9_row."""'}, 0),

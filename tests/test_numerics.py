@@ -327,7 +327,7 @@ def test_unpack_undoes_pack(rows, cols, seed):
 
 
 def touched(origin, size, covers):
-    """First entry and the one after the last, per dim, as DESIGN says it, empty dims included."""
+    """First entry and the one after the last, per dim, empty dims included."""
     if covers == ALL:
         return 0, 1
     return origin // covers, -(-(origin + size) // covers) if size else origin // covers

@@ -88,7 +88,7 @@ def to_layout(
     `rows`: the rows of ours that the weight there consists of, in its order (None: all of them).
 
     Raises:
-        NotExact: a block there would need two scales, or a scale has no encoding there.
+        InexactConversionError: a block there would need two scales, or a scale has no encoding there.
     """
     codes = parts[fmt.copies[Copy.ROWWISE].codes.name]
     found = {layout.codes_key: codes if rows is None else codes[rows], **layout_scales(layout, fmt, parts, shape, rows)}
@@ -105,7 +105,7 @@ def layout_scales(
     """The scales of `to_layout` alone, as a grid; of `parts` the codes are not needed.
 
     Raises:
-        NotExact: see `to_layout`.
+        InexactConversionError: see `to_layout`.
     """
     copy = fmt.copies[Copy.ROWWISE]
     if copy.codes.encoding != layout.element:
@@ -189,7 +189,7 @@ def our_grid(
     For a format and a layout whose `import_verdict` is not lossy.
 
     Raises:
-        NotExact: several blocks of theirs in one of ours have different scales, or a scale has no encoding here.
+        InexactConversionError: several blocks of theirs in one of ours have different scales, or a scale has no encoding here.
     """
     copy = fmt.copies[Copy.ROWWISE]
     block = copy.block

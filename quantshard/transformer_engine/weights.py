@@ -26,7 +26,7 @@ def components_of(
     """The components of a weight `shape` in a format, by their names, with the same values; and what was left out.
 
     Raises:
-        NotExact: they cannot be; the text says why.
+        InexactConversionError: they cannot be; the text says why.
     """
     _check_encodings(pieces, fmt)
     found: dict[str, Tensor] = {}
