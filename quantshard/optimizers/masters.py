@@ -58,6 +58,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         if "lr" not in defaults:
             raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
         self._roles = [spec.role for spec in self.states]
+        named = {role for spec in self.states for role in (spec.role, spec.words_of or spec.role)}
+        if len({*self._roles, MASTER, WEIGHT}) < len(self._roles) + 2 or not named <= set(self._roles):
+            raise ConfigurationError(
+                f"{self._name}.states = {self.states}: roles must differ, from {MASTER!r} and {WEIGHT!r} too, and "
+                "words_of name one of them"
+            )
         if unknown := given.keys() - set(self._roles):
             raise ConfigurationError(
                 f"{self._name}(state_dtypes): it has no state {sorted(unknown)}, but {self._roles}"
