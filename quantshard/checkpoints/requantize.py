@@ -25,6 +25,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
@@ -36,7 +37,7 @@ BATCH_ELEMENTS = 1 << 26
 HIGH_PRECISION = "high precision"
 """In place of a format's name."""
 
-_MASTER, _LOW, _SCALE = "master_param", "master_param_low", "_scale_inv"
+_LOW, _SCALE = MASTER + REMAINDER_SUFFIX, "_scale_inv"
 _SUFFIXES = {
     "",
     components.FORMAT_SUFFIX,
@@ -124,7 +125,7 @@ def _numbers(optimizer: Optimizer | None) -> dict[int, int]:
 
 def _live_masters(optimizer: Optimizer | None, param: Tensor) -> dict[str, Tensor]:
     state = {} if optimizer is None else optimizer.state.get(param, {})
-    return {key: value for key, value in state.items() if key.startswith(_MASTER)}
+    return {key: value for key, value in state.items() if key.startswith(MASTER)}
 
 
 def _sets_master(
@@ -133,7 +134,7 @@ def _sets_master(
     """Whether the optimizer has a master of this parameter, of another kind than the checkpoint."""
     live = _live_masters(optimizer, param)
     prefix = f"optimizer.state.{index}."
-    theirs = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + _MASTER)}
+    theirs = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + MASTER)}
     if not live or theirs != live.keys():
         return bool(live)
     return any(_dtype(stored[prefix + key]) != value.dtype for key, value in live.items())
@@ -144,7 +145,7 @@ def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
 
 
 def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES], saved: str) -> str:
-    if f"optimizer.state.{index}.{_MASTER}" in stored:
+    if f"optimizer.state.{index}.{MASTER}" in stored:
         return "master"
     if f"optimizer.state.{index}.{_LOW}" in stored and saved == HIGH_PRECISION:
         return "split master"
@@ -163,7 +164,7 @@ def left_out(found: list[ParameterConversion], key: str, there: bool, here: bool
             suffix = key.removeprefix(prefix)
             if suffix in _SUFFIXES or (suffix in (f"_{KEY}", f"_{DRAWS}") and not (there and here)):
                 return True
-        if change.index is not None and key.startswith(f"optimizer.state.{change.index}.{_MASTER}"):
+        if change.index is not None and key.startswith(f"optimizer.state.{change.index}.{MASTER}"):
             return change.sets_master or not here
     return key.endswith(AMAX_HISTORY) and there != here
 
@@ -233,7 +234,7 @@ def _reading(
         low = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8, 2)
         parts = (private_torch.local_tensor(part) for part in (high, low))
         return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
-    key = state + _MASTER if change.source == "master" else weight
+    key = state + MASTER if change.source == "master" else weight
     dtype = _dtype(stored[key])
     cell: Cell | None = None
     if change.source == "master" and key + _SCALE in stored and dtype is not None:
@@ -259,7 +260,7 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConvers
         param, whole = change.param, value
         if hasattr(param, "device_mesh"):
             whole = components.as_dtensor(value, param, list(param.placements), tuple(param.shape))  # type: ignore[arg-type,attr-defined]
-        write(param, _MASTER, whole)
+        write(param, MASTER, whole)
 
 
 def tell(path: Path_, found: list[ParameterConversion]) -> str:

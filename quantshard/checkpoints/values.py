@@ -13,10 +13,10 @@ from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.numerics.states import MASTER
 from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
-_MASTER = "master_param"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STATES = tuple(f"_{name}" for name in (KEY, DRAWS, AMAX_HISTORY))
 
@@ -124,7 +124,7 @@ def _check_master(name: str, param: Tensor, optimizer: Optimizer) -> None:
 
 
 def _has_master(param: Tensor, optimizer: Optimizer) -> bool:
-    return any(key.startswith(_MASTER) for key in optimizer.state.get(param, {}))
+    return any(key.startswith(MASTER) for key in optimizer.state.get(param, {}))
 
 
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
@@ -152,7 +152,7 @@ def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | Non
     master = None
     if optimizer is not None and _has_master(param, optimizer) and not _is_behind(param, optimizer):
         read = getattr(optimizer, "get_unscaled_state", None)  # it may be split, or scaled
-        master = optimizer.state[param][_MASTER] if read is None else read(param, _MASTER)
+        master = optimizer.state[param][MASTER] if read is None else read(param, MASTER)
     if master is not None:
         values = private_torch.local_tensor(master).detach().to(wanted, copy=True)
     elif quantized is not None:

@@ -19,7 +19,7 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Role
 from quantshard.layouts.table import cell_of_tag
 from quantshard.numerics import join_bfloat16
-from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES

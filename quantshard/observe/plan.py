@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
+from quantshard.numerics.states import MASTER
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, gemm_of
@@ -68,7 +70,7 @@ def plan(
         raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
     place = _MeshRank.of(mesh, rank)
     cut_by_tp, inner = dict(tensor_parallel or {}), {id(module) for layer in layers for module in layer.modules()}
-    moments = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+    moments = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
     _check_arguments(model, place, cut_by_tp, moments)
     rows, optimized = [], 0
     for name, leaf, module, param in _parameters(model):
@@ -237,7 +239,7 @@ def _optimizer(
     kept = [name for name, dtype in moments.items() if STATE_CELLS[dtype] is not None and param.ndim != 2]
     dtypes = {name: torch.float32 if name in kept else dtype for name, dtype in moments.items()}
     if storage is not None or param.dtype is not torch.float32:
-        dtypes["master_param"] = torch.float32
+        dtypes[MASTER] = torch.float32
     size = 0
     for dtype in dtypes.values():
         cell = STATE_CELLS[dtype]

@@ -1,4 +1,4 @@
-"""Steps of FusedAdam from which nothing is read back (`capturable`): counts and learning rates are tensors.
+"""Steps from which nothing is read back (`capturable`): counts and learning rates are tensors.
 
 What is wrong with a step is then known to the device alone: the step is undone there, and said later, when somebody
 reads the counts.

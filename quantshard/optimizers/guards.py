@@ -225,7 +225,6 @@ class GradientFlags:
         ranks hold different ones."""
         if not self._parts:
             self.table = torch.zeros(3, 0, dtype=torch.float32)
-            self._warn_of_no_gradient()
             return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._spread:
@@ -237,21 +236,23 @@ class GradientFlags:
             reduction.reduce()
             self.table = torch.cat([self.table, others], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]
-        self._warn_of_no_gradient()
 
-    def _warn_of_no_gradient(self) -> None:
-        """The parameters of a model that was wrapped later are not trained, which nothing else would tell."""
+    def warn_of_no_gradient(self) -> None:
+        """The parameters of a model that was wrapped later are not trained, which nothing else would tell.
+
+        Called by an optimizer's `step`, whose caller is named.
+        """
         capturing = self.table.is_cuda and torch.cuda.is_current_stream_capturing()
         if not self._has_none or capturing or self.table[0].any():  # which is read in this case alone
             return
         if not self._names:
-            warnings.warn("this optimizer has no parameter that is trained, so the step changes nothing", stacklevel=6)
+            warnings.warn("this optimizer has no parameter that is trained, so the step changes nothing", stacklevel=5)
             return
         warnings.warn(
             f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
             "step changes nothing; if they were replaced in the model after the optimizer was built, as by "
             "fully_shard, build it after",
-            stacklevel=6,
+            stacklevel=5,
         )
 
     def bad(self) -> Tensor:

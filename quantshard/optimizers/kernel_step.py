@@ -12,7 +12,7 @@ blocks that is one collective more than in `step`, and a pass over states and we
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,25 +21,17 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.formats import Copy
+from quantshard.kernels.optimizer.stored import AdamParameter, MatrixRegion
 from quantshard.numerics.adam import Hyperparameters
+from quantshard.numerics.states import WEIGHT
 from quantshard.optimizers.guards import LARGEST_GRADIENT
 from quantshard.optimizers.rounding import TensorRegion
-from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
 from quantshard.optimizers.step import ParameterStep
 from quantshard.tensor import components
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, WEIGHT_STREAM
+from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
-    from quantshard.kernels.optimizer import parameters as adam_parameters
-    from quantshard.kernels.optimizer.parameters import (
-        AdamParameter,
-        MasterRemainder,
-        MatrixRegion,
-        PlainTensor,
-        ScaledTensor,
-    )
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, AdamLaunchPlan
 
 
@@ -63,10 +55,17 @@ class KernelStep:
         self._work: Sequence[ParameterStep] = ()
         self._left: set[int] = set()
 
-    def take(self, work: Sequence[ParameterStep], hyperparameters: Sequence[Hyperparameters], seed: int | None) -> bool:
+    def take(
+        self,
+        work: Sequence[ParameterStep],
+        hyperparameters: Sequence[Hyperparameters],
+        seed: int | None,
+        is_bounded: Callable[[Tensor], bool],
+    ) -> bool:
         """Begin a step: True if kernels run where any of its parameters is, and so on every rank.
 
-        `hyperparameters`: of each group. `seed`: of the optimizer's random words.
+        `hyperparameters`: of each group. `seed`: of the optimizer's random words. `is_bounded`: of a parameter, as for
+        `numerics.adam.adam`.
 
         Raises:
             UnsupportedOperationError: the step is captured in a CUDA graph, and there is no plan for it yet.
@@ -77,7 +76,7 @@ class KernelStep:
         signature = _signature(work)
         if signature != self._signature:
             self._captured += [planned.plan for planned in self._planned if planned.plan.is_captured]
-            self._planned = self._plans(work, len(hyperparameters))
+            self._planned = self._plans(work, len(hyperparameters), is_bounded)
             self._signature = signature
         self._work, self._left = work, set(range(len(work)))
         for planned in self._planned:
@@ -93,11 +92,11 @@ class KernelStep:
         return True
 
     @staticmethod
-    def _plans(work: Sequence[ParameterStep], groups: int) -> list[_DevicePlan]:
+    def _plans(work: Sequence[ParameterStep], groups: int, is_bounded: Callable[[Tensor], bool]) -> list[_DevicePlan]:
         found: dict[torch.device, list[tuple[int, AdamParameter]]] = {}
         for place, item in enumerate(work):
             local = private_torch.local_tensor(item.param)
-            parameter = _parameter(item) if kernel_dispatch.has_kernels(local) else None
+            parameter = _parameter(item, is_bounded(item.param)) if kernel_dispatch.has_kernels(local) else None
             if parameter is not None:
                 found.setdefault(local.device, []).append((place, parameter))
         planned = []
@@ -147,18 +146,20 @@ class KernelStep:
             planned.plan.finish()
         return [self._work[place] for place in sorted(self._left)]
 
-    def finished(self) -> None:
-        """Count that the step was made, with the parameters that kernels wrote."""
-        for place, item in enumerate(self._work):
+    def finished(self, is_made: bool) -> None:
+        """Let go of the work, whose gradients else would live until the next step; if it was made, count that, with the
+        parameters that kernels wrote."""
+        for place, item in enumerate(self._work if is_made else ()):
             if place not in self._left and item.grad is not None:
                 item.weight.written(drawn=item.source is item.weight)
+        self._work = ()
 
 
 def _signature(work: Sequence[ParameterStep]) -> list[int]:
     """What plans depend on, but for what is fixed when a state is made."""
     found: list[int] = []
     for item in work:
-        found.append(item.group)
+        found.append(item.group.number)
         for state in item.targets.values():
             found += state.signature()
     return found
@@ -178,37 +179,26 @@ def _shared(
     item: ParameterStep, number: int, grids: dict[tuple[int, str, str], Tensor]
 ) -> Iterator[tuple[Tensor, Groups]]:
     """The amaxes of a parameter that ranks share, in the order of `ParameterStep.measure`."""
-    plans_roles = dict(zip(ROLES, adam_parameters.ROLES, strict=True))
     for role, state in item.targets.items():
         if state.storage is None:
             continue
         for name in storages.scale_names(state.storage.cell):
             if name in state.shared:
-                yield grids[number, plans_roles[role], name], state.shared[name]
+                yield grids[number, role, name], state.shared[name]
 
 
 # ------------------------------------------------------------------------------------------------ what a plan is told
 
 
-def _parameter(item: ParameterStep) -> AdamParameter | None:
+def _parameter(item: ParameterStep, bounded: bool) -> AdamParameter | None:
     """What a plan is told of a parameter; None if kernels do not take it."""
-    rectangle = _rectangle(item.param)
-    things = {role: _thing(state) for role, state in {**item.targets, WEIGHT: item.weight}.items()}
-    if rectangle is None or None in things.values():
+    states = {**item.targets, WEIGHT: item.weight}
+    stored = {role: found for role, state in states.items() if (found := state.for_kernels()) is not None}
+    rectangle, storage = _rectangle(item.param), item.weight.storage
+    if rectangle is None or len(stored) < len(states):
         return None
-    storage = item.weight.storage
     key = 0 if storage is None else int(storage.state[KEY])
-    return AdamParameter(
-        weight=things[WEIGHT],  # type: ignore[arg-type]
-        exp_avg=things[EXP_AVG],  # type: ignore[arg-type]
-        exp_avg_sq=things[EXP_AVG_SQ],  # type: ignore[arg-type]
-        master=things.get(MASTER),
-        rectangle=rectangle,
-        group=item.group,
-        stream=item.stream,
-        key=key,
-        key_stream=WEIGHT_STREAM,
-    )
+    return AdamParameter(stored, rectangle, item.group.number, item.stream, key, WEIGHT_STREAM, bounded)
 
 
 def _rectangle(param: Tensor) -> MatrixRegion | None:
@@ -223,21 +213,3 @@ def _rectangle(param: Tensor) -> MatrixRegion | None:
     return MatrixRegion(
         (whole[0], math.prod(whole[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:]))
     )
-
-
-def _thing(state: OptimizerState) -> PlainTensor | MasterRemainder | ScaledTensor | None:
-    """One state or weight; None if kernels do not take it."""
-    storage = state.storage
-    if storage is None:
-        tensor = state.live()[-1]
-        if not tensor.is_contiguous():
-            return None
-        if isinstance(state, RemainderState):
-            return MasterRemainder(tensor)
-        return PlainTensor(tensor)
-    fmt, origin = storage.cell.format, storage.shard.origin
-    packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
-    if origin[1] % packed or not all(part.is_contiguous() for part in storage.components.values()):
-        return None
-    history = storage.state.get(AMAX_HISTORY)
-    return ScaledTensor(fmt, storage.cell.scaling, storage.shard, storage.components, history, frozenset(state.shared))

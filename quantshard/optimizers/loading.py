@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers import guards
-from quantshard.optimizers.state import MASTER, MOMENTS, REMAINDER_SUFFIX
 from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -151,17 +151,17 @@ def _described(value: Any) -> str:
     return f"{local.dtype} {tuple(value.shape)} (local {tuple(local.shape)})"
 
 
-def fused_adam_options(live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
-    """What a FusedAdam must be constructed with; with the values that the saved one had where they differ."""
-    pairs = [(_option(live, role), _option(loaded, role)) for role in (*MOMENTS, MASTER)]
+def state_options(roles: Sequence[str], live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
+    """What an optimizer with states of these roles must be constructed with; with the saved one's where they differ."""
+    pairs = [(_option(live, role), _option(loaded, role)) for role in (*roles, MASTER)]
     options = [theirs for ours, theirs in pairs if ours != theirs and loaded]
-    return "the master_weights, exp_avg_dtype and exp_avg_sq_dtype that it was saved with" + (
-        f" ({', '.join(options)})" if options else ""
-    )
+    *names, last = ["master_weights", *(f"{role}_dtype" for role in roles)]
+    said = f"{', '.join(names)} and {last}" if names else last
+    return f"the {said} that it was saved with" + (f" ({', '.join(options)})" if options else "")
 
 
 def _option(states: Mapping[str, Tensor], role: str) -> str:
-    """The option of FusedAdam that a state tells of."""
+    """The option that a state tells of."""
     if role + REMAINDER_SUFFIX in states:
         return "store_param_remainders=True"
     dtype = states[role].dtype if role in states else None

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.numerics.states import MASTER
 from quantshard.optimizers import guards, loading, options, parameter_registry, rounding
 from quantshard.optimizers.state import PLAIN_DTYPES
 from quantshard.tensor import components, requantize
 
-MASTER, UPDATES = "master_param", "updates"
+UPDATES = "updates"
 OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
 """What a group holds besides the inner optimizer's entries."""
 
@@ -281,6 +282,7 @@ class MasterWeights(torch.optim.Optimizer):
         flags = guards.GradientFlags(gradients, reduction, wrong=self._overflown)
         reduction.reduce()
         flags.gather()
+        flags.warn_of_no_gradient()
         if flags.skips(self.param_groups, self._max_skipped_in_a_row):
             return loss
         with self._inner_step():

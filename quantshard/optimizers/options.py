@@ -69,8 +69,10 @@ def betas(where: str, given: Any) -> tuple[float, float]:
     return beta1, beta2
 
 
-def check_any(where: str, group: Mapping[str, Any]) -> None:
+def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:
     """Check the numbers of a group of an optimizer that is not known.
+
+    `signed`: the learning rate and weight decay may be negative.
 
     Raises:
         ConfigurationError: one is NaN, or the learning rate or weight decay is infinite or too large.
@@ -79,7 +81,7 @@ def check_any(where: str, group: Mapping[str, Any]) -> None:
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.device.type != "cpu"):
             continue  # which would wait for the device
         if name in ("lr", "weight_decay"):
-            _check_number(where, name, abs(float(value)))
+            _check_number(where, name, abs(float(value)) if signed else float(value))
         elif isinstance(value, float) and math.isnan(value):
             raise ConfigurationError(f"{where}({name}={value}): it must be a number")
 

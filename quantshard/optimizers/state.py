@@ -1,8 +1,8 @@
 """Optimizer states and parameters behind one interface: read in float32, written in what they are stored in.
 
-A state is allocated like its parameter and visible to checkpoints as plain (D)Tensors. The kinds are few: a plain
-tensor (`FloatState`), components of a format row (`QuantizedState`), and the low half of a float32 whose high half is
-the parameter (`RemainderState`). A parameter itself is read and written in the same way (`make_weight`).
+A state is allocated like its parameter and visible to checkpoints as plain (D)Tensors. Each `StateKind` has its class:
+`FloatState`, `RemainderState`, `QuantizedState`. A parameter itself is read and written in the same way
+(`make_weight`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from quantshard import numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
+from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, StateKind
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
 from quantshard.recipe import STATE_CELLS, Cell
@@ -26,14 +28,6 @@ from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
-
-EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = ROLES = ("exp_avg", "exp_avg_sq", "master_param", "param")
-"""What a step reads and writes of a parameter; all but the last are states, and the first part of their keys."""
-
-MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-
-REMAINDER_SUFFIX = "_low"
-"""What is appended to `master_param` for the low half of a master whose high half is the parameter."""
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of masters, and of parameters that are not quantized: float32, in which all arithmetic is, holds their values."""
@@ -60,10 +54,9 @@ class OptimizerState(ABC):
         return True
 
     @property
-    def floor(self) -> float:
-        """How small a value can be beside others under one scale (`Encoding.floor`); 0 where each has an exponent."""
-        storage = self.storage
-        return 0.0 if storage is None else storage.cell.format.copies[Copy.ROWWISE].codes.encoding.floor
+    def writes_weight(self) -> bool:
+        """True of a master whose write is the parameter's too."""
+        return False
 
     @abstractmethod
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -72,6 +65,10 @@ class OptimizerState(ABC):
     @abstractmethod
     def live(self) -> list[Tensor]:
         """Every local tensor that `write` changes."""
+
+    @abstractmethod
+    def for_kernels(self) -> StoredTensor | None:
+        """What kernels over many tensors are told of it; None if they do not take it as it lies."""
 
     @property
     def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
@@ -113,8 +110,7 @@ class OptimizerState(ABC):
 class FloatState(OptimizerState):
     """A float32 or bfloat16 state: one tensor of the parameter's shape.
 
-    `keep_positive`: a positive value never becomes zero. For the second moment: a zero under the square root would
-    blow up the step of an element whose first moment survived.
+    `keep_positive`: see `StateSpec`.
     """
 
     def __init__(self, param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> None:
@@ -146,6 +142,9 @@ class FloatState(OptimizerState):
 
     def live(self) -> list[Tensor]:
         return [self.local]
+
+    def for_kernels(self) -> StoredTensor | None:
+        return PlainTensor(self.local) if self.local.is_contiguous() else None
 
     def read(self) -> Tensor:
         return self.local.float()
@@ -186,12 +185,20 @@ class RemainderState(OptimizerState):
     def rounds(self) -> bool:
         return False
 
+    @property
+    def writes_weight(self) -> bool:
+        return True
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name + REMAINDER_SUFFIX: self.bytes}
 
     def live(self) -> list[Tensor]:
         low = private_torch.local_tensor(self.bytes).view(torch.int16).squeeze(-1)
         return [private_torch.local_tensor(self.owner), low]
+
+    def for_kernels(self) -> StoredTensor | None:
+        low = self.live()[-1]
+        return PlainTensor(low, StateKind.REMAINDER) if low.is_contiguous() else None
 
     def read(self) -> Tensor:
         return numerics.join_bfloat16(*self.live())
@@ -202,7 +209,10 @@ class RemainderState(OptimizerState):
 
 
 class QuantizedState(OptimizerState):
-    """A state in components of a format row, blocked by index in the global tensor. `keep_positive`: see above."""
+    """A state in components of a format row, blocked by index in the global tensor.
+
+    `keep_positive`: see `StateSpec`.
+    """
 
     def __init__(self, param: Tensor, cell: Cell, keep_positive: bool = False) -> None:
         self.owner = param
@@ -226,6 +236,15 @@ class QuantizedState(OptimizerState):
 
     def live(self) -> list[Tensor]:
         return list(self.storage.components.values())
+
+    def for_kernels(self) -> StoredTensor | None:
+        storage = self.storage
+        fmt, shard, parts = storage.cell.format, storage.shard, storage.components
+        packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
+        if shard.origin[1] % packed or not all(part.is_contiguous() for part in parts.values()):
+            return None
+        history = storage.state.get(AMAX_HISTORY)
+        return ScaledTensor(fmt, storage.cell.scaling, shard, parts, history, frozenset(self.shared))
 
     def read(self) -> Tensor:
         return self.storage.dequantize()
@@ -275,26 +294,27 @@ class QuantizedWeight(QuantizedState):
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 
-def check_dtype(role: str, dtype: torch.dtype) -> None:
+def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
     """Raise ConfigurationError if states of this role cannot have the dtype."""
     allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
         raise ConfigurationError(
-            f"FusedAdam({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
+            f"{optimizer}({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
             + (" (uint8: FP8)" if torch.uint8 in allowed else "")
         )
 
 
 def floor_of(dtype: torch.dtype) -> float:
-    """`OptimizerState.floor` of states of 2-D parameters that are asked for by this dtype."""
+    """How small a value can be beside others under one scale (`Encoding.floor`), of the states of matrices that this
+    dtype asks for; 0 where each has an exponent of its own."""
     cell = STATE_CELLS[dtype]
     return 0.0 if cell is None else cell.format.copies[Copy.ROWWISE].codes.encoding.floor
 
 
-def make_state(param: Tensor, dtype: torch.dtype, role: str) -> OptimizerState:
+def make_state(param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> OptimizerState:
     """A zero state for a parameter. Scaled states are for 2-D parameters; the few others stay float32."""
-    cell, keep_positive = STATE_CELLS[dtype], role == EXP_AVG_SQ
+    cell = STATE_CELLS[dtype]
     if cell is not None and param.ndim == 2:
         return QuantizedState(param, cell, keep_positive)
     return FloatState(param, torch.float32 if cell is not None else dtype, keep_positive)
@@ -315,7 +335,7 @@ def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> Optimize
             return None
         if remainders and param.dtype is torch.bfloat16:
             return RemainderState(param)
-    return make_state(param, dtype, MASTER)
+    return make_state(param, dtype)
 
 
 def assign(state: OptimizerState, values: Tensor) -> None:

@@ -7,17 +7,24 @@ once to write, so that no copy of the model is held between the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.numerics.adam import Hyperparameters, adam
+from quantshard.errors import ConfigurationError
+from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
 from quantshard.optimizers.rounding import StateDraw
-from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER, ROLES, WEIGHT, OptimizerState, RemainderState
+from quantshard.optimizers.state import OptimizerState
 from quantshard.tensor.requantize import Requantization
+
+Update = tuple[Tensor, Mapping[str, Tensor]]
+"""New values of a master, and of states by role."""
 
 
 def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
@@ -29,11 +36,35 @@ def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
     return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 
+@dataclass(frozen=True)
+class UpdateFormula:
+    """What an optimizer is to a step: the `states` of a parameter and `update`, as `ElementwiseOptimizer` has them."""
+
+    optimizer: str
+    states: tuple[StateSpec, ...]
+    update: Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], Any], Update]
+
+    @cached_property
+    def words(self) -> dict[str, tuple[int, bool]]:
+        """Of each role: the number of its stream of random words, and whether their halves are exchanged."""
+        streams = {role: at for at, role in enumerate([*(spec.role for spec in self.states), MASTER, WEIGHT])}
+        drawn_by = {spec.role: spec.words_of for spec in self.states if spec.words_of is not None}
+        return {role: (streams[drawn_by.get(role, role)], role in drawn_by) for role in streams}
+
+
+class GroupSettings(NamedTuple):
+    """What a step is given of a group: its number, the step (from 1), and what `update` is told of it."""
+
+    number: int
+    step: int | Tensor
+    settings: Any
+
+
 class ParameterStep:
     """One parameter's part of a step: `measure`d where ranks share blocks, and finished after the reduction.
 
-    `targets`: by role, what is written; a parameter whose master writes it is left out. `group`: the number of its
-    group. `stream`: number of the random words of the first role, under the `seed`; those of the others follow.
+    `targets`: by role, what is written; a parameter whose master writes it is left out. `stream`: number of the random
+    words of the first role, under the `seed`; those of the others follow.
     """
 
     def __init__(
@@ -42,20 +73,19 @@ class ParameterStep:
         grad: Tensor | None,
         states: Mapping[str, OptimizerState],
         weight: OptimizerState,
-        group: int,
-        hyperparameters: Hyperparameters,
+        group: GroupSettings,
+        formula: UpdateFormula,
         seed: int | None,
         stream: int,
     ) -> None:
         self.param = param
         self.grad = None if grad is None else private_torch.local_tensor(grad)
-        self.group, self.hyperparameters = group, hyperparameters
+        self.group, self.formula = group, formula
         self.seed, self.stream = seed, stream
         self.weight, self.source = weight, states.get(MASTER, weight)
         self.targets = dict(states)
-        if not isinstance(self.source, RemainderState):
+        if not self.source.writes_weight:
             self.targets[WEIGHT] = weight
-        self.bounded = states[EXP_AVG].floor > states[EXP_AVG_SQ].floor
         self.begun: dict[str, Requantization | None] = {}
 
     def measure(self, reduction: FlatMax) -> None:
@@ -70,18 +100,20 @@ class ParameterStep:
         return {role: self._draw(self.seed, role) for role in rounded_roles(self.targets)}
 
     def _draw(self, seed: int, role: str) -> StateDraw:
-        """The moments share their words, which take a good part of a step's time."""
-        swapped = role == EXP_AVG_SQ
-        stream = self.stream + ROLES.index(EXP_AVG if swapped else role)
-        return StateDraw(seed, self.hyperparameters.step, stream, swapped)
+        number, swapped = self.formula.words[role]
+        return StateDraw(seed, self.group.step, self.stream + number, swapped)
 
     def _new_values(self) -> dict[str, Tensor]:
         master = self.source.read()
-        grad = torch.zeros_like(master) if self.grad is None else self.grad
-        moments = (self.targets[EXP_AVG].read(), self.targets[EXP_AVG_SQ].read())
-        updated = adam(grad, master, *moments, self.hyperparameters, self.bounded)
-        by_role = {EXP_AVG: updated.exp_avg, EXP_AVG_SQ: updated.exp_avg_sq}
-        return {role: by_role.get(role, updated.master) for role in self.targets}
+        grad = torch.zeros_like(master) if self.grad is None else self.grad.float()
+        states = {spec.role: self.targets[spec.role].read() for spec in self.formula.states}
+        master, updated = self.formula.update(self.param, grad, master, states, self.group.settings)
+        if updated.keys() != states.keys():
+            raise ConfigurationError(
+                f"{self.formula.optimizer}.update returned the states {sorted(updated)}; `states` declares "
+                f"{sorted(states)}"
+            )
+        return {role: updated.get(role, master) for role in self.targets}
 
     def _begin(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
         self.begun = {role: state.begin(values[role], reduction) for role, state in self.targets.items()}

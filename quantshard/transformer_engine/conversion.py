@@ -26,7 +26,9 @@ from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Scaling
 from quantshard.layouts.conversion import InexactConversionError
-from quantshard.optimizers.state import MASTER, REMAINDER_SUFFIX, assign, make_state
+from quantshard.numerics.adam import EXP_AVG_SQ
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
+from quantshard.optimizers.state import assign, make_state
 from quantshard.recipe import STATE_CELLS
 from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
@@ -285,7 +287,9 @@ class _CheckpointConverter:
         if entry.properties.dtype not in STATE_CELLS:
             raise CheckpointError(f"{self.like.path}: {key} is {entry.properties.dtype}, which no state is")
         # a stand-in for the parameter, of which a state needs the shape and the device alone
-        state = make_state(torch.empty(shape, dtype=torch.float32), entry.properties.dtype, role)
+        state = make_state(
+            torch.empty(shape, dtype=torch.float32), entry.properties.dtype, keep_positive=role == EXP_AVG_SQ
+        )
         assign(state, values.float())
         if label not in self.report.own:
             is_same = torch.equal(state.read(), values.float())

@@ -21,7 +21,8 @@ from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.reader import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.layouts.source import are_named
-from quantshard.optimizers.state import EXP_AVG, EXP_AVG_SQ, MASTER
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
+from quantshard.numerics.states import MASTER
 from quantshard.transformer_engine.pieces import CALLS, WeightPiece, piece_of
 from quantshard.transformer_engine.weights import values_of
 

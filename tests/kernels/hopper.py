@@ -47,20 +47,14 @@ from quantshard.kernels.experts import grouped, grouped_matmul  # noqa: E402
 from quantshard.kernels.fused import activation, epilogue, norm, rotary, rounded_sum  # noqa: E402
 from quantshard.kernels.fused.epilogue import EpilogueRequest  # noqa: E402
 from quantshard.kernels.optimizer import adam  # noqa: E402
-from quantshard.kernels.optimizer.parameters import (  # noqa: E402
-    AdamParameter,
-    AdamPasses,
-    MatrixRegion,
-    PlainTensor,
-    ScaledTensor,
-    adam_kernel_config,
-    passes_of,
-)
+from quantshard.kernels.optimizer.parameters import AdamPasses, adam_kernel_config, passes_of  # noqa: E402
 from quantshard.kernels.optimizer.plan import launch_options  # noqa: E402
+from quantshard.kernels.optimizer.stored import AdamParameter, MatrixRegion, PlainTensor, ScaledTensor  # noqa: E402
 from quantshard.kernels.quantize import amax, dequantize, targets, transpose  # noqa: E402
 from quantshard.kernels.quantize import matrix as quantize  # noqa: E402
 from quantshard.kernels.quantize.targets import QuantizeRequest, Region  # noqa: E402
 from quantshard.numerics import RandomBits  # noqa: E402
+from quantshard.numerics.adam import ROLES  # noqa: E402
 from quantshard.recipe import FP8_STATE, Cell, resolve  # noqa: E402
 from quantshard.tensor import storage as storages  # noqa: E402
 
@@ -256,15 +250,16 @@ def stepped(recipe: str, moments: bool) -> Any:
     """A step of Adam with float32 masters, and float32 moments or such of 8 bits."""
     shard = sharding.whole((ROWS, COLS))
 
-    def stored(cell: Cell, history: torch.Tensor | None = None) -> ScaledTensor:
+    def scaled(cell: Cell, history: torch.Tensor | None = None) -> ScaledTensor:
         return ScaledTensor(cell.format, cell.scaling, shard, storages.empty(cell, shard, "cpu").components, history)
 
     cell = resolve(recipe).weight
     assert cell is not None
-    weight = stored(cell, torch.zeros(16) if cell.scaling.history else None)
+    weight = scaled(cell, torch.zeros(16) if cell.scaling.history else None)
     plain = PlainTensor(torch.empty(ROWS, COLS))
-    state = stored(FP8_STATE) if moments else plain
-    p = AdamParameter(weight, state, state, plain, MatrixRegion((ROWS, COLS), (0, 0), (ROWS, COLS)))
+    state = scaled(FP8_STATE) if moments else plain
+    stored = dict(zip(ROLES, (state, state, plain, weight), strict=True))
+    p = AdamParameter(stored, MatrixRegion((ROWS, COLS), (0, 0), (ROWS, COLS)))
     once = passes_of(p) is AdamPasses.ONCE
     how, table = (
         adam_kernel_config(p, True, not once or weight.history is not None, True, once),

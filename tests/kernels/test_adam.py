@@ -19,17 +19,11 @@ from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import Scaling
 from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer.adam import quotient_by_root
-from quantshard.kernels.optimizer.parameters import (
-    AdamParameter,
-    AdamPasses,
-    MasterRemainder,
-    MatrixRegion,
-    PlainTensor,
-    ScaledTensor,
-    passes_of,
-)
+from quantshard.kernels.optimizer.parameters import AdamPasses, passes_of
 from quantshard.kernels.optimizer.plan import AdamLaunchPlan
+from quantshard.kernels.optimizer.stored import AdamParameter, MatrixRegion, PlainTensor, ScaledTensor
 from quantshard.numerics.adam import Hyperparameters, adam
+from quantshard.numerics.states import StateKind
 from quantshard.optimizers import rounding
 from quantshard.recipe import Cell
 from quantshard.tensor import storage as storages
@@ -43,6 +37,7 @@ SEED = -987654321987654321
 KEY = 123456789123456789
 DRAW = 5
 
+ROLES = ("exp_avg", "exp_avg_sq", "master_param", "param")
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 DELAYED = Scaling(history=4)
@@ -116,7 +111,8 @@ class Thing:
 
     def for_plan(self):
         if self.storage is None:
-            return MasterRemainder(self.plain) if self.plain.dtype is torch.int16 else PlainTensor(self.plain)
+            is_low = self.plain.dtype is torch.int16
+            return PlainTensor(self.plain, StateKind.REMAINDER if is_low else StateKind.PLAIN)
         s = self.storage
         return ScaledTensor(
             s.cell.format, s.cell.scaling, s.shard, s.components, s.state.get(AMAX_HISTORY), self.shared
@@ -163,18 +159,16 @@ class Case:
         return self.kinds in {("fp8", "fp16"), *itertools.product(("fp8", "fp16"), ("bfloat16", "float32"))}
 
     def parameter(self):
-        master = None if self.master is None else self.master.for_plan()
-        return AdamParameter(
-            self.weight.for_plan(), self.exp_avg.for_plan(), self.exp_avg_sq.for_plan(), master, self.rectangle,
-            self.group, self.stream, KEY, WEIGHT_STREAM,
-        )  # fmt: skip
+        stored = {role: thing.for_plan() for role, thing in self.things().items()}
+        return AdamParameter(stored, self.rectangle, self.group, self.stream, KEY, WEIGHT_STREAM, self.bounded)
 
     def things(self):
-        named = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": self.master, "weight": self.weight}
-        return {role: thing for role, thing in named.items() if thing is not None}
+        held = zip(ROLES, (self.exp_avg, self.exp_avg_sq, self.master, self.weight), strict=True)
+        return {role: thing for role, thing in held if thing is not None}
 
     def clone(self):
-        return replace(self, **{role: thing.clone() for role, thing in self.things().items()})
+        fields = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master_param": "master", "param": "weight"}
+        return replace(self, **{fields[role]: thing.clone() for role, thing in self.things().items()})
 
     def words(self, key, draw, stream):
         rectangle = self.rectangle
@@ -196,15 +190,15 @@ class Case:
                 (self.weight.plain, self.master.plain), numerics.split_bfloat16(new.master), strict=True
             ):
                 target.copy_(half)
-        values = {"exp_avg": new.exp_avg, "exp_avg_sq": new.exp_avg_sq, "master": new.master, "weight": new.master}
+        values = dict(zip(ROLES, (new.exp_avg, new.exp_avg_sq, new.master, new.master), strict=True))
         for role, thing in self.things().items():
-            if low and role in ("master", "weight"):
+            if low and role in ("master_param", "param"):
                 continue
             swapped = role == "exp_avg_sq"  # the words of the first moment, halves exchanged
-            stream = self.stream + ("exp_avg", "exp_avg_sq", "master", "weight").index("exp_avg" if swapped else role)
+            stream = self.stream + ROLES.index("exp_avg" if swapped else role)
             words = self.words(SEED, h.step, stream)
             words = words >> 16 | (words & 0xFFFF) << 16 if swapped else words
-            if role == "weight":
+            if role == "param":
                 words = None if self.master is not None else words
                 if self.master is None and thing.storage is not None:
                     words = self.words(KEY, DRAW, WEIGHT_STREAM)

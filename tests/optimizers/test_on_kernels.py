@@ -143,6 +143,7 @@ def check(recipe: str, masters: str, moments: str, second: str | None = None, **
     found, optimizer = train(recipe, options, DEVICE)
     [planned] = optimizer._kernels._planned
     assert len(planned.places) == 8 and optimizer._kernels._left == set()
+    assert not optimizer._kernels._work  # whose gradients would live on
     assert not differing(found, expected)
     assert optimizer.skipped_steps == 1
 

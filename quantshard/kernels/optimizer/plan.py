@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -30,49 +30,16 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.optimizer import adam as ka
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
-from quantshard.kernels.optimizer.parameters import (
-    ROLES,
-    AdamParameter,
-    AdamPasses,
-    MasterRemainder,
-    PlainTensor,
-    ScaledTensor,
-    adam_kernel_config,
-    is_aligned,
-    passes_of,
-    scaled_states,
-)
+from quantshard.kernels.optimizer.parameters import AdamPasses, adam_kernel_config, is_aligned, passes_of
+from quantshard.kernels.optimizer.stored import AdamParameter, ScaledTensor, StoredTensor
+from quantshard.numerics.adam import ROLES, Hyperparameters
+from quantshard.numerics.states import WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
 """Dtypes of gradients; others are cast to float32."""
 
 WARPS: Final = 8
 REDO_PROGRAMS: Final = 64
-
-
-class HyperparametersProtocol(Protocol):
-    """`numerics.adam.Hyperparameters`."""
-
-    @property
-    def step(self) -> int | Tensor: ...
-    @property
-    def lr(self) -> float | Tensor: ...
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def decoupled(self) -> bool: ...
-    @property
-    def bias_correction(self) -> bool: ...
-    @property
-    def corrections(self) -> tuple[Tensor, Tensor]: ...
-    @property
-    def largest_ratio(self) -> float: ...
 
 
 class AmaxGrid(NamedTuple):
@@ -171,7 +138,7 @@ class AdamLaunchPlan:
     def _reserved(self) -> _AmaxWorkspace:
         workspace = _AmaxWorkspace()
         for number, p in enumerate(self.parameters):
-            for role, thing in scaled_states(p).items():
+            for role, thing in p.scaled.items():
                 for copy in thing.fmt.copies.values():
                     if thing.is_given(copy):
                         shape = thing.shard.component_shape(copy.scale)
@@ -220,18 +187,16 @@ class AdamLaunchPlan:
 
     def _row(self, number: int, across: int, first: int) -> list[int]:
         p = self.parameters[number]
-        redo = self._workspace.address(number, ROLES[3], _REDO)
+        redo = self._workspace.address(number, WEIGHT, _REDO)
         row = [
             number, p.group, *p.rectangle.shape, *p.rectangle.origin, p.rectangle.global_shape[1], across, first,
             p.stream, p.key, p.key_stream, redo,
         ]  # fmt: skip
-        for role, thing in zip(ROLES, (p.exp_avg, p.exp_avg_sq, p.master, p.weight), strict=True):
-            row += self._slot(number, role, thing, Copy.ROWWISE)
-        return row + self._slot(number, ROLES[3], p.weight, Copy.COLUMNWISE)
+        for role in ROLES:
+            row += self._slot(number, role, p.stored.get(role), Copy.ROWWISE)
+        return row + self._slot(number, WEIGHT, p.weight, Copy.COLUMNWISE)
 
-    def _slot(
-        self, number: int, role: str, thing: PlainTensor | MasterRemainder | ScaledTensor | None, which: Copy
-    ) -> list[int]:
+    def _slot(self, number: int, role: str, thing: StoredTensor | None, which: Copy) -> list[int]:
         """Addresses of `ks.SLOT`."""
         if not isinstance(thing, ScaledTensor):
             present = thing is not None and which is Copy.ROWWISE
@@ -259,7 +224,7 @@ class AdamLaunchPlan:
         """For each rule of scales: how many entries and the table of `km.scales_kernel`."""
         rows: dict[ql.ScaleRule, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in scaled_states(p).items():
+            for role, thing in p.scaled.items():
                 for copy in thing.fmt.copies.values():
                     if not thing.is_later(copy):
                         continue
@@ -279,7 +244,7 @@ class AdamLaunchPlan:
         """Of delayed scaling: whether the newest amax counts, the longest history, and the table."""
         rows: dict[bool, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in scaled_states(p).items():
+            for role, thing in p.scaled.items():
                 if thing.history is None:
                     continue
                 (copy,) = thing.fmt.copies.values()
@@ -295,7 +260,7 @@ class AdamLaunchPlan:
     def take(
         self,
         gradients: Sequence[Tensor | None],
-        hyperparameters: Sequence[HyperparametersProtocol],
+        hyperparameters: Sequence[Hyperparameters],
         seed: int | None,
         draws: Sequence[int] | None = None,
     ) -> None:
@@ -370,7 +335,7 @@ class AdamLaunchPlan:
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
-    def _correct(self, hyperparameters: Sequence[HyperparametersProtocol]) -> None:
+    def _correct(self, hyperparameters: Sequence[Hyperparameters]) -> None:
         """Where step and lr are on the device, fill in what follows from them there."""
         steps = [h.step for h in hyperparameters if isinstance(h.step, Tensor)]
         if not steps:
@@ -450,7 +415,7 @@ def launch_options(how: ks.AdamKernelConfig) -> dict[str, Any]:
     return options
 
 
-def _settings(hyperparameters: Sequence[HyperparametersProtocol], seed: int | None) -> list[int]:
+def _settings(hyperparameters: Sequence[Hyperparameters], seed: int | None) -> list[int]:
     """What stands of the groups in the table of a step; what lies on the device is filled in there."""
     groups: list[int] = []
     betas: list[float] = []

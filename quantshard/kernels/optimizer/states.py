@@ -16,21 +16,19 @@ import triton.language as tl
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.quantize import random_words as rw
+from quantshard.numerics.adam import ROLES
+from quantshard.numerics.states import StateKind
 
-ABSENT: Final = tl.constexpr(0)
-PLAIN: Final = tl.constexpr(1)
-HALVES: Final = tl.constexpr(2)
-SCALED: Final = tl.constexpr(3)
-"""How a state is stored: not at all; as a plain tensor; as the low half of a float32, the high half being the weight
-(`numerics.join_bfloat16`); in components of a format row."""
+ABSENT, PLAIN, REMAINDER, SCALED = (tl.constexpr(kind.value) for kind in StateKind)
 
 
 class StateConfig(NamedTuple):
     """How one state, or one copy of the weight, is stored, and what a launch does with it; constants of a kernel.
 
-    `dtype`: of what is stored. `rule`: of the scales. `block_rows`, `block_cols`: of a scale block; `rows`, `cols`: of
-    what a tile holds of it. `given`: scales derive from amaxes that were taken before, else from the tile's. `second`:
-    there is an amax of the whole tensor too, taken before. `measures`, `measures_second`: such amaxes are taken.
+    `kind`: a `StateKind`. `dtype`: of what is stored. `rule`: of the scales. `block_rows`, `block_cols`: of a scale
+    block; `rows`, `cols`: of what a tile holds of it. `given`: scales derive from amaxes that were taken before, else
+    from the tile's. `second`: there is an amax of the whole tensor too, taken before. `measures`, `measures_second`:
+    such amaxes are taken.
     """
 
     kind: int
@@ -80,11 +78,8 @@ class AdamKernelConfig(NamedTuple):
 ENTRY: Final = ("parameter", "group", "rows", "cols", "row_origin", "col_origin", "width", "across", "first", "stream",
                 "key", "key_stream", "redo")  # fmt: skip
 SLOT: Final = ("codes", "scale", "stride", "second", "measured", "given", "new_second")
-EXP_AVG: Final = tl.constexpr(0)
-EXP_AVG_SQ: Final = tl.constexpr(1)
-MASTER: Final = tl.constexpr(2)
-WEIGHT: Final = tl.constexpr(3)
-COLUMNWISE: Final = tl.constexpr(4)
+EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = (tl.constexpr(slot) for slot in range(len(ROLES)))
+COLUMNWISE: Final = tl.constexpr(len(ROLES))
 COLUMNS: Final = tl.constexpr(len(ENTRY) + 5 * len(SLOT))
 _ENTRIES: Final = tl.constexpr(len(ENTRY))
 _SLOTS: Final = tl.constexpr(len(SLOT))
@@ -218,7 +213,7 @@ def read_state(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
     slot = slot_of(entry, role)
     if S.kind == PLAIN:
         return load_plain(slot.codes, tile, S.dtype, H)
-    elif S.kind == HALVES:
+    elif S.kind == REMAINDER:
         weight = slot_of(entry, WEIGHT)
         high = tl.load(pointer(weight.codes, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
         low = tl.load(pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
@@ -372,7 +367,7 @@ def write_state(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.conste
         slot = slot_of(entry, role)
         if S.kind == PLAIN:
             write_plain(x, slot, tile, words, S, H)
-        elif S.kind == HALVES:
+        elif S.kind == REMAINDER:
             bits = x.to(tl.int32, bitcast=True)
             weight = slot_of(entry, WEIGHT)
             tl.store(

@@ -1,0 +1,43 @@
+"""The words for what a step of an optimizer reads and writes of a parameter: roles, and kinds in which it is stored.
+
+Optimizers (`optimizers.state`), their kernels (`kernels.optimizer`) and checkpoints all take them from here.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+MASTER: Final = "master_param"
+"""The role of the values that a step reads and updates where the parameter is coarser, and their key in state dicts."""
+
+WEIGHT: Final = "param"
+"""The role of the parameter itself, which is no state."""
+
+REMAINDER_SUFFIX: Final = "_low"
+"""What is appended to `MASTER` in state dicts for the low half of a master whose high half is the parameter."""
+
+
+class StateSpec(NamedTuple):
+    """A state that an optimizer keeps of each parameter beside the master: its role, which is its key in state dicts.
+
+    `keep_positive`: a positive value never becomes zero when it is rounded. `words_of`: role of a state whose words of
+    stochastic rounding it takes, halves exchanged, to save the time of drawing others.
+    """
+
+    role: str
+    keep_positive: bool = False
+    words_of: str | None = None
+
+
+class StateKind(IntEnum):
+    """How a state, a master or a parameter is stored."""
+
+    ABSENT = 0
+    """Not at all."""
+    PLAIN = 1
+    """One float32, bfloat16 or float16 tensor."""
+    REMAINDER = 2
+    """The low half of a float32, the high half being the parameter (`numerics.join_bfloat16`)."""
+    SCALED = 3
+    """Components of a format row."""

@@ -1,0 +1,325 @@
+"""What optimizers with masters keep of their parameters: allocated, followed, set, saved and loaded; all but a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quantshard import private_torch
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
+from quantshard.optimizers import guards, loading, options, parameter_registry
+from quantshard.optimizers.capturable import COUNTERS, BadStepRecord, make_numbers, make_tensors
+from quantshard.optimizers.state import (
+    PLAIN_DTYPES,
+    OptimizerState,
+    assign,
+    check_dtype,
+    make_master,
+    make_state,
+    make_weight,
+)
+from quantshard.optimizers.step import rounded_roles
+from quantshard.tensor import components
+
+SEED = "rounding_seed"
+
+
+class MasterOptimizer(torch.optim.Optimizer):
+    """An optimizer's parameters, with their masters and the `states` that it declares; `ElementwiseOptimizer` steps
+    them, and says what the arguments are.
+    """
+
+    states: ClassVar[tuple[StateSpec, ...]] = ()
+    """The states of each parameter, which begin as zeros. Roles are their keys in state dicts, so they stay."""
+
+    group_entries = (SEED,)
+    """Entries of a group that `defaults` does not name and a checkpoint must have where this optimizer has them."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        state_dtypes: Mapping[str, torch.dtype] | None = None,
+        capturable: bool = False,
+        master_weights: bool = True,
+        master_weight_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        max_skipped_in_a_row: int = 10,
+    ) -> None:
+        self._name, given = type(self).__name__, dict(state_dtypes or {})
+        if "lr" not in defaults:
+            raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
+        self._roles = [spec.role for spec in self.states]
+        named = {role for spec in self.states for role in (spec.role, spec.words_of or spec.role)}
+        if len({*self._roles, MASTER, WEIGHT}) < len(self._roles) + 2 or not named <= set(self._roles):
+            raise ConfigurationError(
+                f"{self._name}.states = {self.states}: roles must differ, from {MASTER!r} and {WEIGHT!r} too, and "
+                "words_of name one of them"
+            )
+        if unknown := given.keys() - set(self._roles):
+            raise ConfigurationError(
+                f"{self._name}(state_dtypes): it has no state {sorted(unknown)}, but {self._roles}"
+            )
+        self._dtypes = {role: given.get(role, torch.float32) for role in self._roles} | {MASTER: master_weight_dtype}
+        for role, dtype in self._dtypes.items():
+            check_dtype(self._name, role, dtype)
+        self._master_weights, self._remainders = master_weights, store_param_remainders
+        if store_param_remainders:
+            self._check_remainders()
+        self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
+        self._max_skipped_in_a_row = max_skipped_in_a_row
+        self._members, self._kept = parameter_registry.ParameterRegistry(self._name), ""
+        super().__init__(
+            parameter_registry.checked_params(self._name, params), {**defaults, **dict.fromkeys(COUNTERS, 0)}
+        )
+        if capturable:
+            self.register_state_dict_post_hook(make_numbers)  # the first, so that others see what is returned
+        self._states: dict[Tensor, dict[str, OptimizerState]] = {}
+        self._weights: dict[Tensor, OptimizerState] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._names: dict[Tensor, str] = {}
+        self._streams: dict[Tensor, int] = {}
+        self._remembered = BadStepRecord()
+        for group in self.param_groups:
+            self._adopt(group)
+        self._check_parameters()
+
+    def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
+        """Check the numbers of a group, which anybody may set between steps; messages begin with `where`.
+
+        By default lr and weight decay must be finite and not negative, and no number NaN. `reads_rate`: False if lr
+        stays unread on a device.
+
+        Raises:
+            ConfigurationError: one makes no step.
+        """
+        read = group if reads_rate else {key: value for key, value in group.items() if key != "lr"}
+        options.check_any(where, read, signed=False)
+
+    # Groups ----------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its states are allocated at once. A collective call where parameters are sharded.
+
+        Raises:
+            ConfigurationError: it has no parameters or one twice, or a number of it makes no step.
+        """
+        is_built = hasattr(self, "_states")  # else it is the base class's constructor that calls
+        if is_built:
+            self._follow()
+        group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
+        self.check_group(self._name, {**self.defaults, **group})
+        super().add_param_group(group)
+        if is_built:
+            self._adopt(self.param_groups[-1])
+            self._check_parameters()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far because a gradient was not finite.
+
+        Raises:
+            NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
+        """
+        if self._capturable:
+            self._raise_for_bad_steps()
+        return int(self.param_groups[0]["skipped_steps"])
+
+    @property
+    def _seed(self) -> int | None:
+        """Of the random words; every group has it, so that state dicts do, if anything is rounded stochastically."""
+        seed: int | None = self.param_groups[0].get(SEED)
+        return seed
+
+    def _raise_for_bad_steps(self) -> None:
+        self._remembered.check(self.param_groups, self._max_skipped_in_a_row)
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Make states for parameters that others have put in the places of those that this optimizer knew; see
+        `parameter_registry`. Called before anything that reads or writes a state."""
+        swaps = self._members.replaced(self.param_groups, self._names, lambda: self._kept)
+        if not swaps:
+            return
+        for swap in swaps:
+            for mapping in (self._states, self._weights, self._versions, self.state):
+                mapping.pop(swap.old, None)
+            self._names[swap.new], self._streams[swap.new] = self._names.pop(swap.old), self._streams.pop(swap.old)
+        for group in self.param_groups:
+            if any(components.quantized_local(swap.new) is not None for swap in swaps):
+                group.pop(SEED, None)  # of a key: drawn again, it is what an optimizer built now would have
+        for swap in swaps:
+            if swap.new.requires_grad:
+                self._initialize(swap.new)
+        for name in ("_states", "_weights", "_names", "_streams"):
+            setattr(self, name, parameter_registry.reordered(getattr(self, name), self.param_groups))
+        self._check_parameters()
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        self._members.add(group["params"])
+        names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            self._streams[param] = len(self._names) * (
+                len(self._roles) + 2
+            )  # a stream for each, the master and the weight
+            self._names[param] = name
+            if param.requires_grad:
+                self._initialize(param)
+        if self._seed is not None:
+            group[SEED] = self._seed
+        if self._capturable:
+            first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32))
+            make_tensors(group, private_torch.local_tensor(first).device)
+
+    def _check_remainders(self) -> None:
+        if not self._master_weights or self._dtypes[MASTER] is not torch.float32:
+            raise ConfigurationError(
+                f"{self._name}(store_param_remainders=True): parameter and remainder are a float32 master, so leave "
+                f"master_weights=True (not {self._master_weights}) and master_weight_dtype=torch.float32 (not "
+                f"{self._dtypes[MASTER]})"
+            )
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Allocate a parameter's states: zeros, and a master seeded from the parameter.
+
+        `store_param_remainders`: for this parameter; default as the optimizer was constructed.
+
+        Raises:
+            ConfigurationError: it is no parameter of this optimizer, or one that it does not train.
+        """
+        self._follow()
+        self._check_known(param)
+        self._initialize(param, store_param_remainders)
+
+    @torch.no_grad()
+    def _initialize(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        name = self._names[param]
+        remainders = self._remainders if store_param_remainders is None else store_param_remainders
+        if remainders:
+            self._check_remainders()
+        guards.check_trainable(self._name, name, param, PLAIN_DTYPES)
+        if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
+            raise ConfigurationError(
+                f"{self._name}(capturable=True, master_weights=False): {name} is "
+                f"{private_torch.local_tensor(param)!r}, and a step reads the number of its random draw on the host, "
+                "so a captured one would repeat it; use masters, or capturable=False"
+            )
+        states = {spec.role: make_state(param, self._dtypes[spec.role], spec.keep_positive) for spec in self.states}
+        master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
+        if master is not None:
+            assign(master, guards.initial_master(param))
+            states[MASTER] = master
+        self._states[param], self._weights[param] = states, make_weight(param)
+        self._versions[param] = guards.weight_version(param)
+        self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
+        if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
+            seed = guards.rounding_seed([param for group in self.param_groups for param in group["params"]])
+            for group in self.param_groups:
+                group[SEED] = seed
+
+    @torch.no_grad()
+    def reseed_masters(self) -> None:
+        """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
+        self._follow()
+        for param, states in self._states.items():
+            if MASTER in states:
+                assign(states[MASTER], guards.initial_master(param))
+            self._versions[param] = guards.weight_version(param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterOptimizer:
+        raise UnsupportedOperationError(
+            f"a {self._name} is not copied: its states belong to its parameters; build another one over the copied "
+            "model and load this one's state_dict() into it"
+        )
+
+    def _check_parameters(self) -> None:
+        seed = {} if self._seed is None else {f"{self._name}'s {SEED}": torch.tensor([self._seed], dtype=torch.int64)}
+        guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """A state in float32, by its role or as "master_param"; a DTensor where the parameter is one.
+
+        Raises:
+            ConfigurationError: there is no such state; or `skip_unscale`, which has no meaning for codes with a scale
+                for each block.
+        """
+        if skip_unscale:
+            raise ConfigurationError(
+                "get_unscaled_state(skip_unscale=True) is not supported; state_dict() holds codes and scales"
+            )
+        held = self._state_of(param, state_name)
+        if isinstance(param, DTensor):
+            return components.as_dtensor(held.read(), param, list(param.placements), tuple(param.shape))
+        return held.read()
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Set a state from high-precision values; a collective call where it is scaled and the parameter sharded.
+
+        They are of the parameter's shape, a DTensor laid out as it is; or, of a sharded one, this rank's values in a
+        plain tensor, as `get_high_precision_init_val` of its local tensor has them. They are rounded to nearest. Of a
+        parameter with remainders, the master is the parameter too.
+
+        Raises:
+            ConfigurationError: there is no such state, or the shape or layout differs.
+        """
+        held, name = self._state_of(param, state_name), self._names[param]
+        if isinstance(param, DTensor) and not isinstance(unscaled_state, DTensor):
+            guards.check_local(param, unscaled_state, name, state_name)
+        else:
+            guards.check_alike(param, unscaled_state, name, state_name)
+        assign(held, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
+        self._kept = parameter_registry.VALUES
+
+    def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
+        self._follow()
+        self._check_known(param)
+        held = self._states.get(param, {})
+        if state_name not in held:
+            raise ConfigurationError(
+                f"{self._names[param]} has no state {state_name!r}, but {sorted(held) or 'none, being frozen'}; a "
+                "master has a parameter that is coarser than master_weight_dtype, unless master_weights=False"
+            )
+        return held[state_name]
+
+    def _check_known(self, param: Tensor) -> None:
+        if param not in self._names:
+            raise ConfigurationError(
+                f"the tensor of shape {tuple(param.shape)} is no parameter of this {self._name}; give the parameter "
+                "itself, of a sharded one the DTensor, not its local tensor"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's: entries of groups are numbers, also if `capturable`, so that either loads the other's.
+
+        Raises:
+            NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
+            ConfigurationError: its parameters were replaced; see `step`.
+        """
+        self._follow()
+        if self._capturable:
+            self._raise_for_bad_steps()
+        return super().state_dict()
+
+    @loading.with_hooks
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state dict of this class into the states, without casting any.
+
+        Raises:
+            CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
+            ConfigurationError: its parameters were replaced; see `step`.
+        """
+        self._follow()
+        if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
+            self._kept = parameter_registry.VALUES
+        self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
