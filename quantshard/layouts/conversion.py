@@ -189,7 +189,8 @@ def our_grid(
     For a format and a layout whose `import_verdict` is not lossy.
 
     Raises:
-        InexactConversionError: several blocks of theirs in one of ours have different scales, or a scale has no encoding here.
+        InexactConversionError: several blocks of theirs in one of ours have different scales, or a scale has no
+            encoding here.
     """
     copy = fmt.copies[Copy.ROWWISE]
     block = copy.block
