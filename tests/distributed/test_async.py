@@ -59,7 +59,7 @@ class WaitingWriter(FileSystemWriter):
         self.gate = f"{path}.gate"
 
     def write_data(self, *args: Any) -> Any:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SECONDS
         while not os.path.exists(self.gate):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -190,7 +190,7 @@ class LateWriter(CommitWriter):
     """Commits nothing before a file is there."""
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SECONDS
         while not os.path.exists(f"{os.path.dirname(self.target.path)}.gate"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
