@@ -90,7 +90,7 @@ Cells = dict[tuple[str, int], list[str]]
 
 def cells(backend: str) -> Cells:
     """In turns: linear layers meet every recipe, on 3 ranks two of those that keep something; each other setting meets
-    two of these, on 1 rank and on 2."""
+    two of these, on 1 rank or 2."""
     first = next(iter(SETTINGS))
     if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 1): ["delayed"]}
@@ -99,8 +99,7 @@ def cells(backend: str) -> Cells:
         (first, 1): plain[:2],
         (first, 2): [*plain[2:], "nvfp4"],
         (first, 3): ["delayed", "mxfp8 two copies"],
-        ("linear layers, gathered once", 1): ["nvfp4"],
-        ("linear layers, gathered once", 2): ["mxfp8 two copies"],
+        ("linear layers, gathered once", 2): ["nvfp4", "mxfp8 two copies"],
         ("autocast inside", 1): ["nvfp4"],
         ("autocast inside", 2): ["delayed"],
         ("with an MLP", 1): ["mxfp8 two copies"],
