@@ -33,9 +33,10 @@ test-all: $(STAMP)  ## Run every cell of every test too; takes several times as 
 test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow and not exhaustive" -n 2 $(ARGS)
 
-GPU_TESTS := tests/kernels tests/test_backend.py tests/test_identity.py tests/modules/test_torch_autocast.py \
-  tests/modules/test_attention_backends.py tests/test_numerics.py tests/test_compute.py tests/test_amax.py \
-  tests/compat/test_transformer_engine.py $(addprefix tests/optimizers/test_,changed_parameters.py on_kernels.py capturable.py) \
+GPU_TESTS := tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity.py tests/numerics/test_numerics.py \
+  tests/test_compute.py tests/collectives/test_amax.py tests/compat/test_transformer_engine.py \
+  $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py) \
+  $(addprefix tests/optimizers/test_,changed_parameters.py on_kernels.py capturable.py) \
   $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py identity.py recompute.py sixteen_bits.py \
   tensor_parallel.py torch_autocast.py)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.recipe import TensorRole, resolve
 from quantshard.tensor.storage import AMAX_HISTORY
 from tests.distributed.models import RECIPES
+from tests.interpreter import prepared_once
 
 pytest.importorskip("triton")
 
@@ -26,9 +27,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled kernels read
 
 
 @pytest.fixture(autouse=True)
-def _on_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_the_oracle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """At first the oracle runs, also on a GPU."""
     monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", set())
+    with prepared_once():
+        yield
 
 
 @pytest.fixture

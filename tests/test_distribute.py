@@ -20,7 +20,7 @@ from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import DRAWS, KEY
 from tests.observe.fake import fake_rank
-from tests.test_tensor import NVFP4, RECIPES, differing, every_cell, random
+from tests.tensor.test_tensor import NVFP4, RECIPES, differing, every_cell, random
 
 SHAPE = (140, 152)
 """Blocks of all sizes straddle the pieces that 2 and 4 ranks make of either dim."""

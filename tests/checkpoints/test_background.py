@@ -38,7 +38,7 @@ def held_back() -> Iterator[tuple[threading.Event, threading.Event]]:
 
     def late(*args: Any) -> Any:
         begun.set()
-        assert may_write.wait(60)
+        assert may_write.wait(240)
         return write(*args)
 
     with mock.patch.object(CommitWriter, "write_data", late):
@@ -51,7 +51,7 @@ def test_the_warnings_of_training_are_its_own(tmp_path: Path, trained: Any) -> N
         warnings.simplefilter("always")
         with Manager(tmp_path, async_="thread") as manager:
             manager.save(1, *trained)
-            assert begun.wait(60)
+            assert begun.wait(240)
             warnings.warn("of training", FutureWarning, stacklevel=1)
             warnings.filterwarnings("error", message="training set this")
             may_write.set()
@@ -93,7 +93,7 @@ def test_a_save_under_way_is_finished_when_the_run_ends(
     with held_back() as (begun, may_write):
         manager = Manager(tmp_path, async_="thread")
         manager.save(1, *trained)
-        assert begun.wait(60)
+        assert begun.wait(240)
         threading.Timer(0.3, may_write.set).start()
         end(manager)
         assert manager.steps() == [1]
@@ -114,7 +114,7 @@ def test_the_directory_is_the_runs_while_it_writes_there(
     with held_back() as (begun, may_write):
         manager = Manager(tmp_path, async_="thread")
         manager.save(1, *trained)
-        assert begun.wait(60)
+        assert begun.wait(240)
         end(manager)
         del manager
         gc.collect()
@@ -122,7 +122,7 @@ def test_the_directory_is_the_runs_while_it_writes_there(
         with pytest.raises(CheckpointError, match="in use by another run"):
             Manager(tmp_path)
         may_write.set()
-        monkeypatch.setattr(ownership, "LOCK_SECONDS", 30)
+        monkeypatch.setattr(ownership, "LOCK_SECONDS", 240)
         with Manager(tmp_path) as following:
             assert following.steps() == [1]
 

@@ -25,7 +25,7 @@ from quantshard.errors import CheckpointError
 from quantshard.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.checkpoints.small import built
-from tests.test_tensor import differing, same
+from tests.tensor.test_tensor import differing, same
 
 SCHEDULES: dict[str, Callable[[Any], object]] = {
     "none": lambda optimizer: None,

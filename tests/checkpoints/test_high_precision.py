@@ -7,7 +7,7 @@ from torch import nn
 from quantshard import Linear, checkpoints, numerics, quantized_model_init
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
-from tests.test_tensor import MXFP8, differing, every_recipe, random, same
+from tests.tensor.test_tensor import MXFP8, differing, every_recipe, random, same
 
 
 def model(recipe=None, seed=0, **options):

@@ -33,7 +33,7 @@ class Slow(Dataset):
 
     def __getitem__(self, index):
         print(os.getpid(), flush=True)
-        time.sleep(60)
+        time.sleep(600)
 
 if __name__ == "__main__":
     manager = Manager(sys.argv[1])
@@ -70,6 +70,7 @@ def test_a_killed_run_is_resumed_while_its_data_workers_live(tmp_path: Path, mon
         assert ownership.is_being_read(LocalStore(), str(tmp_path / "file"))
         owner.kill()
         owner.wait()
+        monkeypatch.setattr(ownership, "LOCK_SECONDS", 60)
         Manager(tmp_path / "run").close()
         assert not ownership.is_being_read(LocalStore(), str(tmp_path / "file"))
 

@@ -22,7 +22,7 @@ from quantshard.recipe import Float8BlockScaling, Float8CurrentScaling, Float8Ro
 from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, bits, build, sha, whole
 from tests.distributed.pool import run_ranks
-from tests.test_tensor import differing
+from tests.tensor.test_tensor import differing
 
 PAIRS: dict[str, tuple[Recipe, Recipe]] = {
     "block": (Float8BlockScaling(use_f32_scales=True), Float8BlockScaling(use_f32_scales=False)),

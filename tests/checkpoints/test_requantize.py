@@ -22,7 +22,7 @@ from quantshard.tensor.storage import DRAWS, KEY
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES, Case, bits, mesh_of, optimizer_of
 from tests.distributed.pool import run_ranks
-from tests.test_tensor import differing, same
+from tests.tensor.test_tensor import differing, same
 
 PAIRS = [
     *((one, other) for one, other in zip(RECIPES, [*list(RECIPES)[1:], "delayed"], strict=True)),

@@ -19,7 +19,7 @@ import quantshard as qs
 from quantshard import checkpoints
 from quantshard.errors import CheckpointError, ConfigurationError
 from tests.checkpoints.stock import KINDS, Rows, make
-from tests.test_tensor import differing
+from tests.tensor.test_tensor import differing
 
 PLAIN_ONLY: dict[str, Callable[[Any], Optimizer]] = {
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),

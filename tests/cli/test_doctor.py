@@ -16,7 +16,7 @@ from quantshard.doctor import checks, gemms, probes, products
 from quantshard.doctor.results import UnavailableError, first_line, outcome_of
 from quantshard.formats import FORMATS
 from quantshard.gemm import backend
-from tests.test_backend import BLACKWELL, HOPPER, stand_in
+from tests.gemm.test_backend import BLACKWELL, HOPPER, stand_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_probes(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 def test_native_products(monkeypatch, capability):
-    """By the stand-in of tests/test_backend.py, right and with one row in sixty wrong by a tenth."""
+    """By the stand-in of tests/gemm/test_backend.py, right and with one row in sixty wrong by a tenth."""
     monkeypatch.setattr(backend, "_capability", lambda device: capability)
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     on = [(left, right) for left, right, native in gemms.pairs() if native.is_of(capability)]

@@ -109,7 +109,7 @@ def test_every_encoding_can_show_everything(tmp_path: Path, encoding: str) -> No
     more = {"PYTHONIOENCODING": encoding, "LANG": "C", "LC_ALL": "C", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "80"}
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, str(run), str(tmp_path / "text")],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | more, capture_output=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | more, capture_output=True, timeout=300, check=False,
     )  # fmt: skip
     out, err = done.stdout.decode(encoding), done.stderr.decode(encoding)
     assert done.returncode == 0 and "Traceback" not in err and "\x1b" not in out + err, err

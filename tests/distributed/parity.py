@@ -51,7 +51,7 @@ SIZES = {
 }  # fmt: skip
 """Tensor parallelism cuts blocks of 32 and 128; the batch divides by 1, 2 and 3 data-parallel ranks."""
 
-STEPS = 20
+STEPS = 10
 
 
 @dataclass(frozen=True)

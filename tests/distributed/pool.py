@@ -26,6 +26,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MAX_RANKS = 4
 TIMEOUT_SECONDS = 420
+GROUP_SECONDS = 240
+"""How long a rank waits for another: the machine may be busy with other things."""
 MAX_THREADS = 24
 IMPORTED = ["quantshard", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 """By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""
@@ -93,7 +95,7 @@ def _serve(rank: int, pipe: Connection) -> None:
                 torch.cuda.set_device(rank)
                 backend = "cpu:gloo,cuda:nccl"
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_SECONDS)
             )
             torch.manual_seed(0)
             reply = ("ok", function(*args))

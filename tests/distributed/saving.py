@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from quantshard import checkpoints, private_torch
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case, build, optimizer_of, sha, train
+from tests.distributed.pool import GROUP_SECONDS
 
 SHAPES = ((40, 150), (150, 33), (33, 1))
 """Blocks are cut, rows of 4-bit codes are odd, and some ranks hold nothing of the last layer."""
@@ -226,7 +227,7 @@ def save_async(with_writer: bool) -> Save:
         waited = []
 
         def wait_and_write(*args: Any) -> Any:
-            waited.append(trained.wait(60))
+            waited.append(trained.wait(GROUP_SECONDS))
             return write(*args)
 
         with mock.patch.object(FileSystemWriter, "write_data", wait_and_write):

@@ -93,7 +93,7 @@ def alive(pid):
 
 
 def ends(pids):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SECONDS
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(map(alive, pids))

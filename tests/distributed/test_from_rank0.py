@@ -31,7 +31,7 @@ from tests.distributed.saving import ON_RANK_0, SHAPES, new_run, to_all
 
 pytestmark = pytest.mark.distributed
 
-MESHES: list[tuple[int, ...]] = [(1,), (2,), (3,), (2, 2)]
+MESHES = [(1,), pytest.param((2,), marks=pytest.mark.exhaustive), (3,), (2, 2)]
 BUCKET = 1000
 """Bytes: some tensors are larger, others go together."""
 

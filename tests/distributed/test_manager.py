@@ -28,7 +28,7 @@ from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
 from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError
 from tests.distributed.models import RECIPES, Case
-from tests.distributed.pool import run_ranks
+from tests.distributed.pool import GROUP_SECONDS, run_ranks
 from tests.distributed.saving import SHAPES, Run, new_run
 
 pytestmark = pytest.mark.distributed
@@ -398,7 +398,7 @@ def saved_beside_training(case: Case, folder: str) -> list[Any]:
 
     def slow(*args: Any) -> Any:
         running.append(len(running))
-        assert may_write.wait(60)
+        assert may_write.wait(GROUP_SECONDS)
         return write(*args)
 
     with mock.patch.object(CommitWriter, "write_data", slow), Manager(folder, async_="thread") as manager:

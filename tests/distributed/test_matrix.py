@@ -1,15 +1,16 @@
 """Every recipe on every mesh: born as on one process, and saved, loaded there and on another mesh, and resumed.
 
 Runs on 1, 2, 3 and 4 ranks, and prints the table. Every pair of recipe, mesh, mesh of the loading run, way to be born
-and kind of moments is tried.
+and kind of moments is tried: of four meshes by `make test`, of all by `make test-all`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from tests.distributed.pool import run_ranks
 pytestmark = pytest.mark.distributed
 
 MOMENTS = (torch.float32, torch.uint8)
+
+SOME = ("FSDP2 x1", "FSDP2 x3", "HSDP 2x2", "HSDP 2x1")
+"""Meshes: one rank, one that cuts unevenly, replicas, and replicas of the whole."""
 
 SHAPES = ((300, 257), (257, 1))
 """Blocks are cut, no number of ranks divides the rows, and all ranks but one hold nothing of the last layer."""
@@ -43,14 +47,19 @@ class Cell:
         )
 
 
-def cell(recipe: str, mesh: str) -> Cell:
-    row, column, meshes = list(RECIPES).index(recipe), list(MESHES).index(mesh), list(MESHES)
-    init, moments = ("meta", "direct")[(row + column) % 2], MOMENTS[(row + column // 2) % 2]
-    case = Case(recipe, MESHES[mesh], init, moments=moments, shapes=SHAPES)
-    return Cell(case, meshes[(column + 1 + row % (len(meshes) - 1)) % len(meshes)])
+Cells = dict[tuple[str, str], Cell]
+"""By recipe and mesh."""
 
 
-CELLS = {(recipe, mesh): cell(recipe, mesh) for recipe in RECIPES for mesh in MESHES}
+def cells(meshes: Sequence[str]) -> Cells:
+    """Every recipe on each of these meshes."""
+    found = {}
+    for row, recipe in enumerate(RECIPES):
+        for column, mesh in enumerate(meshes):
+            init, moments = ("meta", "direct")[(row + column) % 2], MOMENTS[(row + column // 2) % 2]
+            case = Case(recipe, MESHES[mesh], init, moments=moments, shapes=SHAPES)
+            found[recipe, mesh] = Cell(case, meshes[(column + 1 + row % (len(meshes) - 1)) % len(meshes)])
+    return found
 
 
 def reference(case: Case) -> tuple[dict[str, str], dict[str, str]]:
@@ -90,49 +99,64 @@ def references(cases: list[Case]) -> dict[Case, tuple[dict[str, str], dict[str, 
     return {case: reference(case) for case in cases}
 
 
-def first_runs(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], dict[str, str], dict[str, str], list[float]]]:
-    cells = {recipe: CELLS[recipe, mesh] for recipe in RECIPES}
-    return {recipe: first_run(cell.case, cell.path(folder)) for recipe, cell in cells.items()}
+def first_runs(
+    cells: list[Cell], folder: str
+) -> list[tuple[dict[str, str], dict[str, str], dict[str, str], list[float]]]:
+    return [first_run(cell.case, cell.path(folder)) for cell in cells]
 
 
-def second_runs(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], list[float]]]:
-    cells = {recipe: CELLS[recipe, mesh] for recipe in RECIPES}
-    return {recipe: second_run(cell.case, cell.path(folder)) for recipe, cell in cells.items()}
+def second_runs(cells: list[Cell], folder: str) -> list[tuple[dict[str, str], list[float]]]:
+    return [second_run(cell.case, cell.path(folder)) for cell in cells]
 
 
-def runs_elsewhere(mesh: str, folder: str) -> dict[str, tuple[dict[str, str], list[float]]]:
-    """Of the models that this mesh loads, and another has saved."""
-    cells = {recipe: cell for (recipe, _), cell in CELLS.items() if cell.elsewhere == mesh}
-    return {recipe: second_run(cell.there, cell.path(folder), steps=0) for recipe, cell in cells.items()}
+def runs_elsewhere(cells: list[Cell], folder: str) -> list[tuple[dict[str, str], list[float]]]:
+    """On the mesh that is to load what another has saved."""
+    return [second_run(cell.there, cell.path(folder), steps=0) for cell in cells]
 
 
-def test_every_pair_is_tried() -> None:
-    rows = [(recipe, mesh, c.elsewhere, c.case.init, c.case.moments) for (recipe, mesh), c in CELLS.items()]
+def on_ranks(function: Callable[..., Any], cells: Cells, folder: str, elsewhere: bool = False) -> dict[Cell, list[Any]]:
+    """What each rank of its mesh finds for each cell; one call for each mesh."""
+    found: dict[Cell, list[Any]] = {}
+    for mesh in {mesh: None for _, mesh in cells}:
+        mine = [cell for (_, of), cell in cells.items() if (cell.elsewhere if elsewhere else of) == mesh]
+        ranks = Case("current", MESHES[mesh]).ranks
+        for cell, *by_rank in zip(mine, *run_ranks(ranks, function, mine, folder), strict=True):
+            found[cell] = by_rank
+    return found
+
+
+some_and_every_mesh = pytest.mark.parametrize(
+    "meshes", [SOME, pytest.param(tuple(MESHES), marks=pytest.mark.exhaustive)], ids=["some", "every"]
+)
+
+
+@some_and_every_mesh
+def test_every_pair_is_tried(meshes: tuple[str, ...]) -> None:
+    rows = [(recipe, mesh, c.elsewhere, c.case.init, c.case.moments) for (recipe, mesh), c in cells(meshes).items()]
     factors = [set(column) for column in zip(*rows, strict=True)]
     for a, first in enumerate(factors):
         for b, second in enumerate(factors[:a]):
-            same_mesh = len(MESHES) * ({a, b} == {1, 2})
+            same_mesh = len(meshes) * ({a, b} == {1, 2})
             assert len({(row[a], row[b]) for row in rows}) == len(first) * len(second) - same_mesh, (a, b)
 
 
-def test_table(tmp_path: Path, show: Callable[[str], None]) -> None:
+@some_and_every_mesh
+def test_table(meshes: tuple[str, ...], tmp_path: Path, show: Callable[[str], None]) -> None:
     """1, 2, 3 and 4 ranks."""
-    folder, ranks = str(tmp_path), {mesh: Case("current", shape).ranks for mesh, shape in MESHES.items()}
+    folder, table = str(tmp_path), cells(meshes)
     alone = {
         (recipe, moments): Case(recipe, init="direct", moments=moments, shapes=SHAPES)
         for recipe, moments in itertools.product(RECIPES, MOMENTS)
     }
     [expected] = run_ranks(1, references, list(alone.values()))
-    ran = {mesh: run_ranks(ranks[mesh], first_runs, mesh, folder) for mesh in MESHES}
-    again = {mesh: run_ranks(ranks[mesh], second_runs, mesh, folder) for mesh in MESHES}
-    moved = {mesh: run_ranks(ranks[mesh], runs_elsewhere, mesh, folder) for mesh in MESHES}
+    ran, again = on_ranks(first_runs, table, folder), on_ranks(second_runs, table, folder)
+    moved = on_ranks(runs_elsewhere, table, folder, elsewhere=True)
     rows = [f"{'recipe':<18}{'mesh':<11}{'init':<8}{'born':<7}{'gathered':<10}{'loaded':<8}{'resumed':<9}elsewhere"]
     wrong = 0
-    for (recipe, mesh), cell in CELLS.items():
+    for (recipe, mesh), cell in table.items():
         whole, whole_state = expected[alone[recipe, cell.case.moments]]
-        firsts, seconds = ([found[recipe] for found in column[mesh]] for column in (ran, again))
+        firsts, seconds, others = ran[cell], again[cell], moved[cell]
         saved = firsts[0][2]
-        others = [found[recipe] for found in moved[cell.elsewhere]]
         checks = (
             all(born == whole_state for _, born, _, _ in firsts),
             # a forward of the two-copy format gathers one of the copies

@@ -32,7 +32,7 @@ from quantshard.errors import CheckpointError, QuantshardError, TorchVersionErro
 from quantshard.private_torch import lookup
 from quantshard.tensor import components
 from tests.distributed.pool import run_ranks
-from tests.test_lookup import CENTRAL
+from tests.private_torch.test_lookup import CENTRAL
 
 pytestmark = pytest.mark.distributed
 

@@ -1,4 +1,4 @@
-"""Twenty steps on each mesh against one process with the same global batch: embedding, layers and tied head.
+"""Ten steps on each mesh against one process with the same global batch: embedding, layers and tied head.
 
 Each test names its rank count.
 
@@ -8,7 +8,7 @@ Each test names its rank count.
 of n float32 terms has n - 1 roundings, each off by at most u = 2**-24 of a partial sum: about sqrt(n) * u of the norm
 of the terms, for they are independent. No sum has more than 96 terms (tokens). A gradient comes out of 14 of them, one
 behind the other: those of attention's two products, its two projections, the MLP's two and the head's, forward and
-backward. So ORDER = sqrt(14 * 96) * u = 2.2e-6 bounds first gradients and losses; and parameters after 20 steps of an
+backward. So ORDER = sqrt(14 * 96) * u = 2.2e-6 bounds first gradients and losses; and parameters after 10 steps of an
 optimizer that is linear in gradients, which moved by less than they are long. (What is found is 2e-7 to 4e-7.)
 
 **Quantized**, a difference of 1e-7 now and then carries a value over the boundary between two codes, which are 2**-3 of

@@ -59,8 +59,8 @@ SHAPES = ((96, 150), (150, 67), (67, 1))
 """(in, out) of each layer: blocks are cut, and some ranks hold nothing of the last."""
 
 Meshes = Sequence[tuple[int, ...]]
-MESHES: Meshes = ((1,), (2,), (3,), (2, 2))
-"""1, 2 and 3 ranks, and HSDP on 4."""
+MESHES: Meshes = ((1,), (3,), (2, 2))
+"""1 and 3 ranks, and HSDP on 4."""
 
 
 def make(model: nn.Module, name: str, masters: bool) -> torch.optim.Optimizer:
@@ -127,7 +127,7 @@ def test_the_same_bits_with_every_recipe(recipe: str, masters: bool) -> None:
 
 @with_and_without_masters
 def test_the_same_bits_on_every_mesh(masters: bool) -> None:
-    """1, 2, 3 ranks and HSDP on 4."""
+    """1 and 3 ranks, and HSDP on 4; 2 ranks are in the test of every optimizer."""
     assert not differing("mxfp8", ["AdamW", "SGD foreach"], masters, MESHES)
 
 
@@ -181,7 +181,7 @@ def fit(case: Case, name: str, masters: bool) -> list[float]:
     optimizer = make(model, name, masters)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
     losses: list[float] = []
-    for step in range(30):
+    for step in range(20):
         losses += train(model, optimizer, case, step % 2, step % 2 + 1)  # type: ignore[arg-type]
         scheduler.step()
     return losses
@@ -193,7 +193,7 @@ def test_training_lowers_the_loss(masters: bool) -> None:
     case = Case("mxfp8", (2,), shapes=((96, 70), (70, 33)))
     for name in ("SGD", "AdamW fused" if masters else "AdamW foreach"):
         for losses in run_ranks(2, fit, case, name, masters):
-            assert sum(losses[-4:]) < 0.6 * sum(losses[:4]), (name, losses)
+            assert sum(losses[-4:]) < 0.75 * sum(losses[:4]), (name, losses)
 
 
 def save(case: Case, path: str, name: str, masters: bool, flatten: bool) -> tuple[dict[str, str], dict[str, str]]:

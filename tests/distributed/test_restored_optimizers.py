@@ -93,7 +93,7 @@ def wrong(kinds: list[str], folder: str) -> list[str]:
     return [kind for kind in wanted if wanted[kind] != found[kind]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_runs_go_on(ranks: int, tmp_path: Path) -> None:
     """On 1, 2 and 3 ranks."""
     assert run_ranks(ranks, wrong, list(KINDS), str(tmp_path)) == [[]] * ranks

@@ -85,10 +85,14 @@ def column(case: Case, folder: str, chosen: list[str], trained: str) -> dict[str
     return words
 
 
+TURNS = ("alone", "FSDP2 x1", "FSDP2 x3", "FSDP2 x2", "HSDP 2x2", "alone", "FSDP2 x1")
+"""Of the meshes, one for each recipe; what few ranks do is soon done, so they have two."""
+
+
 def ways_of(mesh: str, recipe: str) -> tuple[list[str], str]:
-    """A fifth of the ways, another one for the next mesh or recipe; and the one of them that trains on."""
-    number, turns = list(MESHES).index(mesh), len(MESHES)
-    chosen = list(WAYS)[(list(RECIPES).index(recipe) + number) % turns :: turns]
+    """The ways whose turn it is, others for the next mesh or recipe; and the one of them that trains on."""
+    number, recipe_number = list(MESHES).index(mesh), list(RECIPES).index(recipe)
+    chosen = [way for place, way in enumerate(WAYS) if TURNS[(place + recipe_number) % len(TURNS)] == mesh]
     if MESHES[mesh] is None:
         chosen += sorted(WITHOUT_FSDP2_ONLY - {*chosen})
     else:

@@ -20,7 +20,7 @@ from typing import Any
 
 from quantshard.errors import CheckpointError, QuantshardError
 
-SECONDS, ALARM_SECONDS = 10.0, 60
+SECONDS, ALARM_SECONDS = 10.0, 300
 """Of a processor, and of a clock, that reading one of the small files may take; whole, they take less than one."""
 
 HEADROOM = 1 << 30

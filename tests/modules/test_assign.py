@@ -19,7 +19,7 @@ from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS, KEY
 from tests.distributed.models import RECIPES, bits, set_gradients, sha
 from tests.distributed.pool import run_ranks
-from tests.test_tensor import differing
+from tests.tensor.test_tensor import differing
 
 
 def build(recipe: str, seed: int, device: str = "cpu", quantized: bool = True) -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules import attention_backends
 from quantshard.modules.attention_backends import AUTO, BACKENDS, order
 from quantshard.observe import explain
+from tests.covering import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
@@ -140,8 +142,13 @@ def as_on_hopper(*_: object) -> tuple[str, ...]:
     return CUDNN_FIRST
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("asked", ["math", AUTO, "as on Hopper"])
+@pytest.mark.parametrize(
+    ("asked", "backend"),
+    exhaustive(
+        itertools.product(("math", AUTO, "as on Hopper"), ("aot_eager", "inductor")),
+        [("math", "aot_eager"), (AUTO, "aot_eager"), ("as on Hopper", "aot_eager"), (AUTO, "inductor")],
+    ),
+)
 def test_one_graph_with_any_choice(backend: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One, PyTorch's own, and an order of several."""
     torch._dynamo.reset()

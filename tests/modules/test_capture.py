@@ -4,6 +4,7 @@ tests/distributed/test_graphs.py."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import capture
 from quantshard.tensor import storage as storages
+from tests.interpreter import prepared_once
 
 
 def build(quantized: bool) -> nn.Module:
@@ -45,11 +47,12 @@ def test_counts_in_tensors_give_the_bits_of_counts_on_the_host(devices, quantize
     if devices and not (kernels.USABLE and not torch.cuda.is_available()):
         pytest.skip("kernels run on the CPU under Triton's interpreter only")
     monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", devices)
-    expected = trained(build(quantized))
-    assert expected["0.weight_draws"].item() == 2
-    model = build(quantized)
-    monkeypatch.setattr(storages, "counts_on_host", lambda state: False)
-    found = trained(model)
+    with prepared_once() if devices else nullcontext():
+        expected = trained(build(quantized))
+        assert expected["0.weight_draws"].item() == 2
+        model = build(quantized)
+        monkeypatch.setattr(storages, "counts_on_host", lambda state: False)
+        found = trained(model)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 

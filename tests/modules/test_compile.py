@@ -1,8 +1,9 @@
 """torch.compile of every module, with the whole function in one graph: the bits of the uncompiled run.
 
 With aot_eager everything is compared bit for bit. Inductor fuses norms and activations and sums in another order, so
-there bits are compared for linear layers alone, and whole modules within a bound of their dtype. No kernels run here;
-where they do is in tests/kernels/test_compiled.py.
+there bits are compared for linear layers alone, and whole modules within a bound of their dtype; but for one, these are
+tried by `make test-all` alone, for they take long. No kernels run here; where they do is in
+tests/kernels/test_compiled.py.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ def test_a_second_call_draws_words_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", KEEPING[:2])
+@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.exhaustive), "nvfp4"])
 def test_inductor_keeps_the_bits_of_linear_layers(recipe: str) -> None:
     asked = RECIPES[recipe]
     compiled = steps(build("Linear", asked), asked, True, inductor)
@@ -244,7 +245,7 @@ def test_inductor_keeps_the_bits_of_linear_layers(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("compiler", "dynamic"),
-    [(aot_eager, None), (aot_eager, True), pytest.param(inductor, True, marks=pytest.mark.slow)],
+    [(aot_eager, None), (aot_eager, True), pytest.param(inductor, True, marks=pytest.mark.exhaustive)],
 )
 def test_one_graph_for_many_shapes(compiler: Callable[..., Any], dynamic: bool | None) -> None:
     layer = build("LayerNormMLP" if compiler is aot_eager else "Linear", "nvfp4")
@@ -287,7 +288,7 @@ def test_layers_compiled_one_by_one_share_a_graph(recipe: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inductor_of_a_whole_module() -> None:
     """Inductor sums the rows of norms in another order, so an activation may round to the code next to it.
 
@@ -309,7 +310,7 @@ def test_inductor_of_a_whole_module() -> None:
     [
         (aot_eager, checkpoint, list(RECIPES)),
         (aot_eager, qs.checkpoint, ["delayed", "nvfp4"]),
-        pytest.param(inductor, qs.checkpoint, ["nvfp4"], marks=pytest.mark.slow),
+        pytest.param(inductor, qs.checkpoint, ["nvfp4"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_checkpointing_inside_a_compiled_function(

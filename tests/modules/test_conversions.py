@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from tests.test_tensor import differing
+from tests.tensor.test_tensor import differing
 
 DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]

@@ -15,7 +15,7 @@ from torch import nn
 
 import quantshard as qs
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
-from tests.test_tensor import differing
+from tests.tensor.test_tensor import differing
 
 transformers = pytest.importorskip("transformers")
 

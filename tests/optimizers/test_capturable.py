@@ -13,7 +13,7 @@ from quantshard.numerics.adam import power
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor.storage import AMAX_HISTORY
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
-from tests.test_tensor import RECIPES, contents, differing, same
+from tests.tensor.test_tensor import RECIPES, contents, differing, same
 
 FP8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.bfloat16}
 COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")

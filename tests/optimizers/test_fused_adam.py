@@ -15,7 +15,7 @@ from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS
-from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, every_recipe, random, same, weight
+from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, every_recipe, random, same, weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP8 = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.uint8)

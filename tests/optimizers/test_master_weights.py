@@ -13,7 +13,7 @@ from quantshard import Linear, quantized_model_init
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.optimizers.test_fused_adam import parameters, set_grads, values
-from tests.test_tensor import RECIPES, contents, differing, every_cell, random, same
+from tests.tensor.test_tensor import RECIPES, contents, differing, every_cell, random, same
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),

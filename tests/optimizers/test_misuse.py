@@ -12,7 +12,7 @@ from quantshard import GroupedLinear, Linear, autocast, quantized_model_init
 from quantshard.errors import ConfigurationError, NonFiniteGradientError
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from quantshard.tensor import components
-from tests.test_tensor import same
+from tests.tensor.test_tensor import same
 
 OPTIMIZERS = {
     "FusedAdam": lambda params, **options: FusedAdam(params, lr=0.1, **options),

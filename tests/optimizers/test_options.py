@@ -11,7 +11,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from quantshard.tensor.storage import KEY
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
-from tests.test_tensor import RECIPES, same
+from tests.tensor.test_tensor import RECIPES, same
 
 MXFP8 = RECIPES["mxfp8"].weight
 

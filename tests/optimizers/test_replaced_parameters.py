@@ -10,7 +10,7 @@ from torch import nn
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor.quantized_tensor import quantize_weight
-from tests.test_tensor import RECIPES, contents, differing, random, same
+from tests.tensor.test_tensor import RECIPES, contents, differing, random, same
 
 OPTIMIZERS = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.1),

@@ -22,7 +22,7 @@ from quantshard.optimizers.state import RemainderState
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import DRAWS
-from tests.test_tensor import RECIPES, contents, differing, every_cell, random, same
+from tests.tensor.test_tensor import RECIPES, contents, differing, every_cell, random, same
 
 LR, EPS, DECAY = 1e-2, 1e-8, 0.1
 BETAS = tuple(torch.tensor((0.9, 0.999)).tolist())

@@ -38,7 +38,7 @@ from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.checkpoints.test_untrusted import Call, change_object
 from tests.distributed.pool import run_ranks
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE, RECIPES, SETTINGS, states, weight
-from tests.test_tensor import differing, same
+from tests.tensor.test_tensor import differing, same
 
 STORED: dict[str, Any] = {name: name for name in RECIPES} | {
     "mxfp8": recipe.MXFP8BlockScaling(enable_2d_quantization=False)

@@ -18,7 +18,7 @@ from quantshard.layouts.conversion import InexactConversionError
 from quantshard.transformer_engine.pieces import WeightPiece, piece_of
 from quantshard.transformer_engine.weights import components_of, values_of
 from tests.golden.make_compact import COMPACT, load
-from tests.test_tensor import differing, same
+from tests.tensor.test_tensor import differing, same
 
 SIZE = torch.Size([256, 128])
 PADDING = 119

@@ -13,7 +13,18 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.sharding import ceil_div
 from quantshard.tensor.aten_rules import rule
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
-from tests.test_tensor import MXFP8, NVFP4, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
+from tests.tensor.test_tensor import (
+    MXFP8,
+    NVFP4,
+    RECIPES,
+    contents,
+    cut,
+    differing,
+    every_cell,
+    every_recipe,
+    random,
+    weight,
+)
 
 
 def raises(message):

@@ -15,7 +15,7 @@ from quantshard.tensor import requantize
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization, shared_scales
 from quantshard.tensor.storage import AMAX_HISTORY
-from tests.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
+from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
 INF, NAN = float("inf"), float("nan")
 amaxes = st.floats(width=32, min_value=0) | st.just(NAN)

@@ -15,7 +15,7 @@ from quantshard.tensor import arithmetic
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
-from tests.test_tensor import MXFP8, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
+from tests.tensor.test_tensor import MXFP8, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
 
 SHAPE = (48, 40)
 A, B = random(*SHAPE, seed=11) * 1e-2, random(*SHAPE, seed=12).abs() + 0.5

@@ -14,8 +14,8 @@ from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOp
 from quantshard.formats import FORMATS
 from quantshard.sharding import whole
 from quantshard.tensor import components
+from tests.tensor.test_tensor import RECIPES, contents, differing, every_recipe, random, same
 from tests.test_sharding import pieces_of
-from tests.test_tensor import RECIPES, contents, differing, every_recipe, random, same
 
 KEYS = {  # of a [48, 40] weight, by hand from the specification: X and X_scale_inv, then what else the recipe needs
     "current": {"": (48, 40), "_scale_inv": (1, 1)},

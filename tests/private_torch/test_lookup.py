@@ -16,7 +16,7 @@ from quantshard import private_torch
 from quantshard.errors import TorchVersionError
 from quantshard.private_torch import lookup
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 CENTRAL = {
     "torch._C._current_graph_task_id",

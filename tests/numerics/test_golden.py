@@ -24,7 +24,7 @@ from quantshard import numerics
 from quantshard.formats import FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, Copy, Scaling
 from tests.golden.make_compact import COMPACT, compact, load
 
-FULL = Path(__file__).parents[2] / "shared" / "golden" / "transformer-engine-2.20-h200.pt.xz"
+FULL = Path(__file__).parents[3] / "shared" / "golden" / "transformer-engine-2.20-h200.pt.xz"
 SOURCES = {"compact": COMPACT} | ({"full": FULL} if FULL.exists() else {})
 
 PER_TENSOR = {"e4m3": FP8_E4M3, "e5m2": FP8_E5M2}

@@ -14,7 +14,7 @@ from quantshard import Linear, QuantizedTensor, autocast, limits, quantized_mode
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components
-from tests.test_tensor import MXFP8, NVFP4, contents, cut, differing, every_cell, weight
+from tests.tensor.test_tensor import MXFP8, NVFP4, contents, cut, differing, every_cell, weight
 
 MOVES = {
     "to the same device": lambda m: m.to("cpu"),
