@@ -8,7 +8,7 @@ from quantshard import Linear, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import ElementwiseOptimizer, StateSpec
 from tests.distributed.models import bits, set_gradients
-from tests.test_tensor import random
+from tests.tensor.test_tensor import random
 
 SETTINGS = {"lr": 1e-2, "momentum": 0.9}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]

@@ -6,7 +6,7 @@ import torch
 from quantshard import Linear, quantized_model_init
 from quantshard.optimizers import ElementwiseOptimizer, StateSpec
 from tests.distributed.models import set_gradients
-from tests.test_tensor import contents, differing, same
+from tests.tensor.test_tensor import contents, differing, same
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
