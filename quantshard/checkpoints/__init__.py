@@ -5,8 +5,9 @@ from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.checkpoints.high_precision import load_high_precision
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.loading import load
 from quantshard.checkpoints.manager import Manager, Restored, SaveReport
-from quantshard.checkpoints.save_load import load, save
+from quantshard.checkpoints.saving import save
 from quantshard.checkpoints.values import high_precision_state_dict
 
 __all__ = [

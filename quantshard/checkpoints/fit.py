@@ -10,20 +10,34 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import private_torch
+from quantshard import limits, private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.errors import CheckpointError
+from quantshard.collectives import process_groups
+from quantshard.errors import CheckpointError, UnsupportedOperationError
 from quantshard.foreign import shown
 from quantshard.tensor import components
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
 
 Stored = Mapping[str, STORAGE_TYPES]
+
+
+def check_places(model: nn.Module) -> None:
+    """Refuse a model whose entries have no place in a checkpoint that all ranks would find alike.
+
+    Raises:
+        UnsupportedOperationError: experts are spread over ranks.
+        ConfigurationError: the pieces of a parameter are not where DCP saves them and loads them to.
+    """
+    for name, module in model.named_modules():
+        if process_groups.spread_axis(module) is not None:
+            raise UnsupportedOperationError(limits.refusal("numbered states", name or type(module).__name__))
+    components.check_offsets(model.named_parameters())
 
 
 def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None) -> set[str]:

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.checkpoints import rank_state, save_load
+from quantshard.checkpoints import loading, rank_state, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
-from quantshard.checkpoints.partial_load import loading
+from quantshard.checkpoints.load_plan import LoadRequest
 from quantshard.checkpoints.staging import CopiedStateStager, Stager
 from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.metadata import read_metadata
@@ -202,14 +202,14 @@ class Manager:
         began = time.perf_counter()
         agreement.alike(lambda: self._check_save(step))
         self.wait()
-        state = save_load.checkpoint_state(model, optimizer, extra)
+        state = saving.checkpoint_state(model, optimizer, extra)
         state[rank_state.RANKS] = agreement.alike(lambda: rank_state.entries(self.state))
         target = agreement.from_rank0(lambda: self._prepare(step))
-        writer = CommitWriter(target, {**save_load.facts_of(model, extra or {}), "step": step})
+        writer = CommitWriter(target, {**saving.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
         if self.async_ is None:
             with commit.abandoned_if_it_fails(target):
-                save_load.write_checkpoint(state, writer)
+                saving.write_checkpoint(state, writer)
             agreement.from_rank0(lambda: self._retire(step))
             return replace(report, held_seconds=time.perf_counter() - began)
         future = self._start(state, writer)
@@ -244,9 +244,9 @@ class Manager:
         stager = self._stager
         copy = agreement.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
         if self._thread is not None:
-            return self._thread.submit(save_load.write_checkpoint, copy, writer, self._group)
+            return self._thread.submit(saving.write_checkpoint, copy, writer, self._group)
         wait_for(Manager._by_process)
-        saving = dcp.async_save(
+        future = dcp.async_save(
             copy,
             storage_writer=writer,
             planner=extras.ExtraSavePlanner(),
@@ -254,9 +254,9 @@ class Manager:
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
-        assert isinstance(saving, Future)
-        Manager._by_process.add(saving)
-        return saving
+        assert isinstance(future, Future)
+        Manager._by_process.add(future)
+        return future
 
     def wait(self) -> SaveReport | None:
         """Wait for the save in the background, if there is one, and say what it cost. A collective call.
@@ -341,9 +341,11 @@ class Manager:
                 problem = self._verify(candidate)
                 if problem is None:
                     try:
-                        restored = self._load(candidate, model, optimizer, requantize, lossy)
+                        path = self.path(candidate)
+                        request = LoadRequest(path, model, optimizer, requantize, lossy, False, self.state)
+                        loaded = loading.load_checkpoint(request)
                         self._left_behind = {other for other in steps if other > candidate}
-                        return replace(restored, skipped=tuple(wrong))
+                        return Restored(candidate, path, skipped=tuple(wrong), **vars(loaded))
                     except DamagedError as error:  # or a rank is gone, which asking all of them shows
                         problem = agreement.gathered(str(error))[0]
             wrong[candidate] = problem
@@ -360,7 +362,9 @@ class Manager:
 
     def _verify(self, step: int) -> str | None:
         """The first thing that is wrong with a checkpoint, on any rank; each reads a part of the files."""
-        found = agreement.gathered(agreement.alike(lambda: next(iter(self._problems(step, contents=True)), None)))
+        _, found = agreement.exchanged(
+            lambda: self._problems(step, contents=True), lambda problems: next(iter(problems), None)
+        )
         return next((problem for problem in found if problem is not None), None)
 
     def _problems(self, step: int, contents: bool) -> list[str]:
@@ -377,24 +381,6 @@ class Manager:
         entries = sorted(described.files.items())[part]
         checked = (manifest.wrong_file(path, name, entry, contents) for name, entry in entries)
         return [problem for problem in checked if problem is not None]
-
-    def _load(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, requantize: bool, lossy: bool
-    ) -> Restored:
-        path = self.path(step)
-        with loading(f"the restoring of {path}", model, optimizer) as load:
-            extra, requantized = save_load.load_and_tell(
-                path, model, optimizer, requantize, lossy, verify=False
-            )  # it is
-            load.writes = True
-            left = agreement.alike(lambda: self._load_own(path))
-        return Restored(step, path, extra, tuple(left), requantized=requantized)
-
-    def _load_own(self, path: str) -> list[str]:
-        """Load what this rank has for itself; the names that were left alone."""
-        metadata = read_metadata(path)
-        values = save_load.read_tensors(path, metadata, rank_state.wanted_keys(metadata.state_dict_metadata))
-        return rank_state.load_rank_state(self.state, values, rank_state.writers(metadata.state_dict_metadata))
 
     # The end ---------------------------------------------------------------------------------------------------------
 

@@ -87,32 +87,44 @@ def wanted_keys(stored: Iterable[str]) -> list[str]:
     return [key for keys in found.values() for key in keys.values()]
 
 
-def load_rank_state(objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_by: int) -> list[str]:
-    """Load what was `wanted_keys`; the names of the objects that were left as they are.
+def to_load(
+    objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_by: int
+) -> tuple[dict[str, tuple[str, Any]], tuple[str, ...]]:
+    """What each object is to load of the `wanted_keys`, by its name: the key and the state; and the names of those that
+    are left as they are.
 
     Where another number of ranks wrote it, what was equal on all of them is loaded on all; the rest belongs to nobody.
     Nor do the generators of a single rank, which would make all alike.
 
     Raises:
-        CheckpointError: an entry is no such state, or the object it is of cannot load it.
+        CheckpointError: an entry is no such state.
     """
     for key, entry in values.items():
         if not isinstance(entry, Tensor) or entry.dtype != torch.uint8 or entry.ndim != 1:
             what = f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
             raise CheckpointError(f"{key} is {what}, not the bytes of a state; choose another checkpoint")
-    found, left = _by_rank(values), []
+    found, states, left = _by_rank(values), {}, []
     nobodys = {RANDOM} if written_by == 1 and agreement.rank_count() > 1 else set()
-    for name, value in objects.items():
+    for name in objects:
         held = [keys[name] for keys in found.values() if name in keys and name not in nobodys]
         if not held or not all(torch.equal(values[held[0]], values[key]) for key in held):
             left.append(name)
             continue
-        state = decoded(held[0], values[held[0]].numpy().tobytes())
+        states[name] = held[0], decoded(held[0], values[held[0]].numpy().tobytes())
+    return states, tuple(left)
+
+
+def load_states(objects: Mapping[str, Stateful], states: Mapping[str, tuple[str, Any]]) -> None:
+    """Load what `to_load` found.
+
+    Raises:
+        CheckpointError: an object cannot load its state.
+    """
+    for name, (key, state) in states.items():
         try:
-            value.load_state_dict(state)
+            objects[name].load_state_dict(state)
         except Exception as error:  # an object of the user's can refuse in any way, and the other ranks wait
-            raise CheckpointError(f"{held[0]} cannot be loaded into {name!r}: {why(error)}") from error
-    return left
+            raise CheckpointError(f"{key} cannot be loaded into {name!r}: {why(error)}") from error
 
 
 def _by_rank(keys: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard import numerics, sharding
-from quantshard.checkpoints.untrusted.entry_reader import CheckpointReader
-from quantshard.checkpoints.untrusted.reader import decoded
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.untrusted.reader import SafeReader, decoded
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Role
 from quantshard.layouts.table import cell_of_tag
@@ -61,8 +61,9 @@ class CheckpointModel:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
-        self._reader = CheckpointReader(path)
-        tensors = {k: v for k, v in self._reader.entries.items() if isinstance(v, TensorStorageMetadata)}
+        metadata = read_metadata(path)
+        self._reader, self._stored = SafeReader(path, metadata), metadata.state_dict_metadata
+        tensors = {k: v for k, v in self._stored.items() if isinstance(v, TensorStorageMetadata)}
         self._prefix = MODEL if any(key.startswith(MODEL) for key in tensors) else ""
         self._entries = {
             key.removeprefix(self._prefix): tensors[key] for key in tensors if key.startswith(self._prefix)
@@ -117,7 +118,7 @@ class CheckpointModel:
     def _master_keys(self) -> dict[str, str]:
         """Name of a parameter -> the key of its master, where the optimizer has one and was told names."""
         found: dict[str, str] = {}
-        for key in self._reader.entries:
+        for key in self._stored:
             if not key.startswith(f"{OPTIMIZER}param_groups.") or not key.endswith(".param_names"):
                 continue
             names, numbers = self._object(key), self._object(key.removesuffix("param_names") + "params")
@@ -125,11 +126,15 @@ class CheckpointModel:
                 raise CheckpointError(f"{self.path} is damaged: {key} does not name the parameters of its group")
             states = [f"{OPTIMIZER}state.{number}.{MASTER}" for number in numbers]
             found.update(zip(map(components.canonical_name, names), states, strict=True))
-        held = self._reader.entries.keys()
+        held = self._stored.keys()
         return {name: key for name, key in found.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
 
     def _object(self, key: str) -> Any:
-        return decoded(key, self._reader.content(key)) if key in self._reader.entries else None
+        if key not in self._stored:
+            return None
+        with self._reader.damage_named(key):
+            content = self._reader.content(key)
+        return decoded(key, content)
 
     def has_master(self, name: str) -> bool:
         """Whether the optimizer kept a high-precision master of a weight, and was told the weight's name."""
@@ -171,7 +176,7 @@ class CheckpointModel:
             CheckpointError: it is not of the weight's shape.
         """
         start = self._masters[weight.name]
-        if start not in self._reader.entries:  # the upper halves are the weight itself
+        if start not in self._stored:  # the upper halves are the weight itself
             low = self._expected(start + REMAINDER_SUFFIX, (*weight.shape, 2), torch.uint8)
             high = self._expected(self._prefix + weight.name, weight.shape, torch.bfloat16)
             return join_bfloat16(high, low.contiguous().view(torch.int16).reshape(weight.shape))
@@ -217,10 +222,10 @@ class CheckpointModel:
         return self._any(self._prefix + key)
 
     def _any(self, key: str) -> Tensor:
-        entry = self._reader.entries.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
+        if not isinstance(self._stored.get(key), TensorStorageMetadata):
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key}")
-        return self._reader.tensor(key, entry)
+        with self._reader.damage_named(key):
+            return self._reader.tensor(key)
 
 
 def are_named(names: object, numbers: object) -> bool:

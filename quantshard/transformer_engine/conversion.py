@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard import numerics, recipe
-from quantshard.checkpoints import save_load
+from quantshard.checkpoints import saving
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
@@ -104,7 +104,7 @@ def convert(
             f"{source}: {len(inexact)} tensors do not go over exactly, the first {name}: {why}; build the model of "
             "--like so that they do, or allow it (lossy=True, --lossy)"
         )
-    save_load.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
+    saving.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
     return job.report
 
 

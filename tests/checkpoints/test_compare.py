@@ -269,7 +269,7 @@ def test_a_damaged_object_is_named_as_damage(tmp_path, first, other):
 def test_two_tensors_at_a_time(tmp_path, monkeypatch):
     a = plain(tmp_path / "a", **{f"t{i}": torch.ones(10) for i in range(5)})
     alive: list[weakref.ref[torch.Tensor]] = []
-    read = module.CheckpointReader.tensor
+    read = module.SafeReader.tensor
 
     def recorded(self: Any, *args: Any) -> torch.Tensor:
         gc.collect()
@@ -278,7 +278,7 @@ def test_two_tensors_at_a_time(tmp_path, monkeypatch):
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(module.CheckpointReader, "tensor", recorded)
+    monkeypatch.setattr(module.SafeReader, "tensor", recorded)
     assert compare(a, a).equal
     assert len(alive) == 10
 

@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from quantshard import checkpoints
-from quantshard.checkpoints import high_precision, partial_load
+from quantshard.checkpoints import high_precision, partial_load, rank_state
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.untrusted.checksums import NoManifestWarning, shares
+from quantshard.checkpoints.untrusted.checksums import NoManifestWarning, share
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.reader import SafePlanner, SafeReader
 from quantshard.errors import CheckpointError
@@ -193,7 +193,7 @@ def half_way(case: Case, folder: str) -> list[str]:
             (FusedAdam, "load_state_dict"),
             other,
         ),
-        "restore": (lambda run: restoring.restore(run.model, run.optimizer), (Manager, "_load_own"), case),
+        "restore": (lambda run: restoring.restore(run.model, run.optimizer), (rank_state, "load_states"), case),
         "load_from_rank0": (
             lambda run: checkpoints.load_from_rank0(run.model, whole),
             (nn.Module, "load_state_dict"),
@@ -339,11 +339,19 @@ def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
         checkpoints.load(path, model)
 
 
-def test_files_are_shared_out_among_their_readers() -> None:
-    """Each once, by a rank that reads it, about as many bytes on each."""
-    sizes = {"a": 5, "b": 4, "c": 3, "d": 3, ".metadata": 1}
-    wanted = [{"a", "b", "c", "d"}, {"b", "c", "d"}, {"d", "e"}]
-    assert shares(wanted, sizes) == [["a"], ["b", "c"], ["d", "e"]]
+def test_files_are_shared_out_among_the_ranks() -> None:
+    """Each once, about as many bytes to each, by the order of the ranks that wrote them."""
+    sizes = {f"__{writer}_{number}.distcp": 5 for writer in range(12) for number in range(2)}
+    for count in (1, 3, 5, 12, 24, 30):
+        found = [share(sizes, rank, count) for rank in range(count)]
+        assert sorted(name for names in found for name in names) == sorted(sizes)
+        assert max(map(len, found)) - min(map(len, found)) <= 1
+        if count == 12:
+            assert found[10] == ["__10_0.distcp", "__10_1.distcp"]
+    assert [share({"__0_0.distcp": 9, "__1_0.distcp": 0, "__2_0.distcp": 3}, rank, 2) for rank in range(2)] == [
+        ["__0_0.distcp"],
+        ["__1_0.distcp", "__2_0.distcp"],
+    ]
 
 
 def without_one(folder: str) -> list[str]:

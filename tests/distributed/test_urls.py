@@ -14,7 +14,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from quantshard import checkpoints
-from quantshard.checkpoints import save_load
+from quantshard.checkpoints import saving
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.ownership import Ownership
 from quantshard.checkpoints.disk.store import locate
@@ -198,7 +198,7 @@ def elsewhere(case: Case, url: str) -> list[str]:
     run, found = new_run(case, url), []
     with (
         Manager("memory://run") as manager,
-        mock.patch.object(save_load, "write_checkpoint"),
+        mock.patch.object(saving, "write_checkpoint"),
     ):  # as in the memory of another process
         found.append(message_of(lambda: manager.save(1, run.model, run.optimizer)))
     return [*found, message_of(lambda: Manager("nowhere://run"))]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from quantshard import private_torch
-from quantshard.checkpoints import manager, rank_state, save_load
+from quantshard.checkpoints import loading, manager, rank_state, saving
 from quantshard.checkpoints.disk import commit, manifest, store
 from quantshard.checkpoints.staging import Stager
 from quantshard.optimizers import FusedAdam
@@ -93,9 +93,9 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "retiring: renamed, not yet removed": (store.LocalStore, "remove", "before"),
     "restore: looking": (manager.Manager, "steps", "before"),
     "restore: verifying": (manifest, "wrong_file", "after"),
-    "restore: before the load": (save_load, "load", "before"),
+    "restore: before the load": (loading, "load_checkpoint", "before"),
     "restore: in the load": (FusedAdam, "load_state_dict", "before"),
-    "restore: after the load": (save_load, "load", "after"),
+    "restore: after the load": (loading, "load_checkpoint", "after"),
 }
 
 ON_ANY_RANK = {point for point in POINTS if point.startswith(("step", "staging", "restore: before", "restore: in"))} | {
@@ -199,7 +199,7 @@ def train(job: Job) -> None:
         if rank == 0:
             Path(job.folder, "from").write_text(str(done))
         if job.copy:
-            save_load.save(Path(job.folder, "copy"), model, optimizer, {"step": done})
+            saving.save(Path(job.folder, "copy"), model, optimizer, {"step": done})
         for step in range(done + 1, job.steps + 1):
             loss = model(data.batch()).float().square().mean()
             loss.backward()

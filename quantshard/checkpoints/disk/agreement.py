@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, QuantshardError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def rank() -> int:
@@ -101,11 +102,21 @@ def alike(own: Callable[[], T], prefix: str = "") -> T:
         ConfigurationError: likewise.
         KeyboardInterrupt, SystemExit: of this rank; the others are told.
     """
+    return exchanged(own, lambda _: None, prefix)[0]
+
+
+def exchanged(own: Callable[[], T], tell: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
+    """What this rank finds out for itself, and what each rank tells of its own, by rank, if none failed.
+
+    One collective call; prefix and errors as of `alike`.
+    """
     found: list[T] = []
+    told: U | None = None
     failed: tuple[type[QuantshardError], str] | None = None
     cause: BaseException | None = None
     try:
         found.append(own())
+        told = tell(found[0])
     except QuantshardError as error:
         failed, cause = (type(error), str(error)), error
     except OSError as error:
@@ -113,13 +124,14 @@ def alike(own: Callable[[], T], prefix: str = "") -> T:
     except Exception as error:  # objects of the caller's fail in any way, and the other ranks wait
         failed, cause = (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
     except INTERRUPTS as error:
-        gathered((CheckpointError, _interrupted(rank(), error)))
+        gathered(((CheckpointError, _interrupted(rank(), error)), None))
         raise
-    for number, other in enumerate(gathered(failed)):
+    by_rank = gathered((failed, told))
+    for number, (other, _) in enumerate(by_rank):
         if other is not None:
             kind, message = other
             raise kind(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}") from cause
-    return found[0]
+    return found[0], [cast(U, each) for _, each in by_rank]
 
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)

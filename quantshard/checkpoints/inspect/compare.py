@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.untrusted.entry_reader import CheckpointReader, why_unread
+from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
+from quantshard.checkpoints.untrusted.reader import SafeReader, decoded, why_unread
 
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, so that comparing takes little memory beside the two tensors."""
@@ -75,22 +76,24 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     Raises:
         CheckpointError: one of them is missing, incomplete or damaged.
     """
-    a, b = CheckpointReader(path_a), CheckpointReader(path_b)
+    a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
+    a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
+    entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata
     differences: list[Difference] = []
     tensors = others = compared = 0
-    for key in _compared(a.entries, b.entries):
-        if key not in a.entries or key not in b.entries:
-            here, there = (path_a, path_b) if key in a.entries else (path_b, path_a)
+    for key in _compared(entries_a, entries_b):
+        if key not in entries_a or key not in entries_b:
+            here, there = (path_a, path_b) if key in entries_a else (path_b, path_a)
             differences.append(Difference(key, f"only in {here}, not in {there}"))
             continue
-        one, two = a.entries[key], b.entries[key]
+        one, two = entries_a[key], entries_b[key]
         found: Difference | None
         if isinstance(one, TensorStorageMetadata) and isinstance(two, TensorStorageMetadata):
             tensors += 1
             found = _described(key, one, two)
             if found is None:
                 compared += one.size.numel() * one.properties.dtype.itemsize
-                found = _bits(key, a.tensor(key, one), b.tensor(key, two))
+                found = _bits(key, _tensor(key, a), _tensor(key, b))
         elif type(one) is type(two):
             others += 1
             found = _objects(key, a, b)
@@ -140,6 +143,11 @@ def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
     return Difference(key, what, index, count, a.numel())
 
 
+def _tensor(key: str, reader: SafeReader) -> Tensor:
+    with reader.damage_named(key):
+        return reader.tensor(key)
+
+
 def _element(flat: Tensor, at: int) -> str:
     """An element as a value and as its bits, most significant byte first."""
     part = flat[at : at + 1]
@@ -148,16 +156,22 @@ def _element(flat: Tensor, at: int) -> str:
     return f"{value.item()!r} (0x{bits})"
 
 
-def _objects(key: str, a: CheckpointReader, b: CheckpointReader) -> Difference | None:
-    contents = [reader.content(key) for reader in (a, b)]
+def _content(key: str, reader: SafeReader) -> bytes:
+    with reader.damage_named(key):
+        return reader.content(key)
+
+
+def _objects(key: str, a: SafeReader, b: SafeReader) -> Difference | None:
+    contents = [_content(key, reader) for reader in (a, b)]
     if contents[0] == contents[1]:
         return None
     objects, needs = [], []
     for reader, content in zip((a, b), contents, strict=True):
         try:
-            objects.append(reader.decoded(key, content))
+            with reader.damage_named(key):
+                objects.append(decoded(key, content))
         except NeedsCodeError as error:
-            needs.append(f"that in {reader.path} needs code to be read ({why_unread(key, error)})")
+            needs.append(f"that in {reader.given} needs code to be read ({why_unread(key, error)})")
     if needs:
         sizes = " and ".join(str(len(content)) for content in contents)
         return Difference(key, f"objects whose {sizes} bytes differ; {needs[0]}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -12,7 +13,6 @@ from quantshard.checkpoints.disk import agreement, manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, Manifest
 from quantshard.checkpoints.disk.store import LocalStore, Path_, locate
 from quantshard.checkpoints.untrusted.reader import DamagedError
-from quantshard.errors import CheckpointError
 
 _LATER = 10**9  # nanoseconds: clocks of hosts that share a file system differ
 
@@ -21,29 +21,14 @@ class NoManifestWarning(UserWarning):
     """A checkpoint without a manifest is loaded: whether its files are those of one save cannot be told."""
 
 
-def check_files(path: Path_, described: Manifest | None, own: Collection[str]) -> None:
-    """Compare the files that ranks are about to read with the manifest. A collective call.
-
-    Each file is read by one of the ranks that will read it again, which then find it in memory if there is room.
-
-    Args:
-        described: the manifest; None if there is none.
-        own: the files that this rank will read.
+def check_share(path: Path_, described: Manifest, files: Collection[str]) -> None:
+    """Compare this rank's share of some files, the same on all ranks, with the manifest.
 
     Raises:
-        DamagedError: naming the first file that is not as the manifest says; the same on every rank.
+        DamagedError: naming the first file of the share that is not as the manifest says.
     """
-    by_rank = agreement.gathered(None if described is None else set(own))
-    if described is None and not any(by_rank):
-        return
-    if described is None or None in by_rank:
-        raise CheckpointError(
-            f"{path}: rank {by_rank.index(None)} finds no {MANIFEST} there and others do; load from a directory that "
-            "all ranks share"
-        )
-    sizes = {name: entry.bytes for name, entry in described.files.items()}
-    mine = shares([files for files in by_rank if files is not None], sizes)[agreement.rank()]
-    agreement.alike(lambda: compare_files(path, described, mine))
+    sizes = {name: described.files[name].bytes if name in described.files else 0 for name in files}
+    compare_files(path, described, share(sizes, agreement.rank(), agreement.rank_count()))
 
 
 def compare_files(path: Path_, described: Manifest, names: Iterable[str]) -> None:
@@ -65,16 +50,24 @@ def compare_files(path: Path_, described: Manifest, names: Iterable[str]) -> Non
         )
 
 
-def shares(wanted: Sequence[Collection[str]], sizes: Mapping[str, int]) -> list[list[str]]:
-    """Which files each rank compares: every one that some rank wants, by one of those that do, about as many bytes on
-    each."""
-    found: list[list[str]] = [[] for _ in wanted]
-    loads = [0] * len(wanted)
-    for name in sorted({name for names in wanted for name in names}, key=lambda name: (-sizes.get(name, 0), name)):
-        rank = min((rank for rank, names in enumerate(wanted) if name in names), key=lambda rank: (loads[rank], rank))
-        found[rank].append(name)
-        loads[rank] += sizes.get(name, 0)
+def share(sizes: Mapping[str, int], rank: int, count: int) -> list[str]:
+    """Which files one of so many ranks compares: each falls to one rank, about as many bytes to each.
+
+    Ranks take them in the order of the ranks that wrote them. Where FSDP2 cuts, that is what a rank reads again when it
+    loads, on as many ranks or on others; it finds it in memory then, if there is room.
+    """
+    total = max(1, sum(sizes.values()))
+    found, before = [], 0
+    for name in sorted(sizes, key=_by_writer):
+        if min((2 * before + sizes[name]) * count // (2 * total), count - 1) == rank:  # where its middle lies
+            found.append(name)
+        before += sizes[name]
     return found
+
+
+def _by_writer(name: str) -> tuple[list[int], str]:
+    """The order of DCP's files, `__RANK_NUMBER.distcp`."""
+    return [int(number) for number in re.findall("[0-9]+", name)], name
 
 
 def warn_of_none(path: Path_, metadata: Metadata, stacklevel: int) -> None:

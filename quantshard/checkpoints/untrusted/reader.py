@@ -1,10 +1,14 @@
-"""DCP's storage reader and load planner for files that anybody may have written: nothing in them is run."""
+"""Reading a checkpoint's entries from files that anybody may have written: nothing in them is run.
+
+`SafeReader` reads for DCP, which loads a rank's part of many entries with it and `SafePlanner` (`read_into`), and entry
+by entry for one process that looks at a checkpoint, whatever processes and meshes wrote it.
+"""
 
 from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
@@ -48,6 +52,7 @@ class SafeReader(FileSystemReader):
 
     def __init__(self, path: Path_, metadata: Metadata | None = None) -> None:
         super().__init__(path)
+        self.given = path
         self.store, self.place = locate(path)
         self._metadata = metadata
 
@@ -136,6 +141,24 @@ class SafeReader(FileSystemReader):
             CheckpointError: naming the entry; it is damaged, or no plain value.
         """
         return decoded(key, self.content(key))
+
+    @contextmanager
+    def damage_named(self, key: str) -> Iterator[None]:
+        """While it lasts, errors of reading an entry say that the checkpoint is damaged, and which: for who reads
+        several. That an object needs code to be read is no damage.
+
+        Raises:
+            NeedsCodeError: as it is.
+            CheckpointError: any other, with the checkpoint's path.
+        """
+        try:
+            yield
+        except NeedsCodeError:
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.given} is damaged: {key} cannot be read ({why_unread(key, error)})"
+            ) from error
 
     @contextmanager
     def _open(self, name: str) -> Iterator[BinaryIO]:
@@ -230,11 +253,28 @@ def decoded(key: str, content: bytes) -> Any:
         raise type(error)(f"{key} cannot be read: {error}") from error
 
 
-def files_of(metadata: Metadata, state: dict[str, Any]) -> set[str]:
-    """The files that this rank reads for a state dict."""
-    planner = SafePlanner()
-    planner.set_up_planner(state, metadata)
-    return {metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items}
+def why_unread(key: str, error: CheckpointError) -> str:
+    """What was wrong with an entry, without its name."""
+    return str(error).removeprefix(f"{key} cannot be read: ")
+
+
+def placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None:
+    """What `read_into` reads a whole entry into: an empty tensor on the CPU, or None, which an object replaces."""
+    if isinstance(stored, TensorStorageMetadata):
+        return torch.empty(stored.size, dtype=stored.properties.dtype)
+    return None
+
+
+def read_whole(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    """Entries of a checkpoint, tensors whole and on the CPU; each rank reads for itself.
+
+    Raises:
+        CheckpointError: as of `read_into`.
+    """
+    state: dict[str, Any] = {key: placeholder(metadata.state_dict_metadata[key]) for key in keys}
+    if state:
+        read_into(path, metadata, state, no_dist=True)
+    return state
 
 
 def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> dict[str, str]:
