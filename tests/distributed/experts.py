@@ -385,7 +385,7 @@ def skipped() -> tuple[bool, int, bool]:
     ranks have one rounding seed."""
     with small():
         model, optimizer = language_model("mxfp8", dist.get_world_size() // 2, 2)
-        seeds = {group[qs.optimizers.fused_adam.SEED] for group in optimizer.param_groups}
+        seeds = {group[qs.optimizers.masters.SEED] for group in optimizer.param_groups}
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, seeds)
         before = model_bits(model, optimizer)

@@ -25,7 +25,7 @@ from quantshard.tensor import components
 from tests.checkpoints.small import built
 from tests.distributed.models import Case, bits, build, optimizer_of
 from tests.distributed.pool import run_ranks
-from tests.test_tensor import differing
+from tests.tensor.test_tensor import differing
 
 COLLECTIVES = [
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast"),

@@ -15,7 +15,7 @@ import typer
 from torch import Tensor, nn
 
 import quantshard
-from quantshard import cli
+from quantshard import cli, optimizers
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case, batch, bits, build
 from tests.distributed.pool import run_ranks
@@ -44,13 +44,19 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
 
 
+def snippet_with(page: str, words: str) -> str:
+    """The one snippet of a page that has these words."""
+    (found,) = (snippet for snippet in snippets(page) if words in snippet)
+    return found
+
+
 def test_every_page_with_code_has_a_test() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     with_code = [str(page.relative_to(ROOT)) for page in pages]
     assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
     for page, file in RUN_BY.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 4, 1, 1]
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 5, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -104,10 +110,25 @@ def test_transformer_engines_names() -> None:
     assert names["x"].grad.isfinite().all() and names["layer"].fc1_weight.grad is not None
 
 
+def test_an_optimizer_of_ones_own() -> None:
+    """It trains a quantized weight; `tests/optimizers/test_lion.py` has its bits."""
+    with quantshard.quantized_model_init(recipe="block"):
+        model = quantshard.Linear(150, 70, params_dtype=torch.bfloat16)
+    before = model.weight.detach().dequantize()
+    names: dict[str, Any] = vars(optimizers) | {"torch": torch, "model": model}
+    exec(snippet_with("docs/optimizers.md", "class Lion"), names)
+    model(torch.ones(3, 150, dtype=torch.bfloat16)).float().square().mean().backward()
+    names["optimizer"].step()
+    assert not torch.equal(before, model.weight.detach().dequantize())
+
+
 def masters_by_hand(case: Case) -> tuple[dict[str, str], dict[str, str]]:
     """Bits of model and optimizer with the masters of the document, and as `FusedAdam` takes them itself."""
     found = []
-    for snippet in (snippets("docs/optimizers.md")[0], "optimizer = FusedAdam(model.named_parameters())"):
+    for snippet in (
+        snippet_with("docs/optimizers.md", "set_scaled_state"),
+        "optimizer = FusedAdam(model.named_parameters())",
+    ):
         names: dict[str, Any] = {"FusedAdam": FusedAdam, "quantshard": quantshard, "model": build(case)}
         exec(snippet, names)
         found.append(bits(names["model"], names["optimizer"]))
@@ -124,7 +145,7 @@ def test_masters_set_by_hand() -> None:
 
 def test_scaled_float16() -> None:
     """The step is that of unscaled gradients; infinite ones are skipped."""
-    snippet, found = snippets("docs/optimizers.md")[1], []
+    snippet, found = snippet_with("docs/optimizers.md", "decoupled_grad"), []
     for scale in (1024.0, 1.0, math.inf):
         torch.manual_seed(0)
         model = nn.Linear(8, 4, dtype=torch.float16)
@@ -193,4 +214,4 @@ def trained(code: str) -> Tensor:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_of_a_step() -> None:
-    assert torch.equal(trained(snippets("docs/optimizers.md")[3]), trained(EAGER))
+    assert torch.equal(trained(snippet_with("docs/optimizers.md", "CUDAGraph")), trained(EAGER))
