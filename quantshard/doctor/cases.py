@@ -35,8 +35,7 @@ Expected = Tensor | Bound | None
 class KernelCase(NamedTuple):
     """A launcher with its inputs: what it gives, what the oracle does, and the bytes that a launch must move.
 
-    `oracle`: called after `launch`, of whose results some cases make codes anew. A second launch gives the same, but
-    for steps of optimizers, which go on.
+    A second launch gives the same, but for steps of optimizers and histories, which go on.
     """
 
     launch: Callable[[], Sequence[Tensor | None]]

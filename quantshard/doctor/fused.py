@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels
 from quantshard.doctor.cases import TINY, TOO_FAR, Bound, Expected, KernelCase, KernelRow, U, random_like
-from quantshard.doctor.quantize import QUANTIZED, asked, results_of, timed_of
+from quantshard.doctor.quantize import QUANTIZED, quantization, results_of, timed_of
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import Copy, Format
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
@@ -38,10 +38,10 @@ SUMMED = 3
 
 def _wanted(high: Tensor, fmt: Format) -> tuple[EpilogueRequest, list[Expected]]:
     """How results are to be quantized, by rows and by columns, and what the oracle makes of them."""
-    request, expected = asked(high, fmt, transposed=fmt.transposable)
+    request, expected = quantization(high, fmt, transposed=fmt.transposable)
     if fmt.transposable:
         return EpilogueRequest(request), [*expected, *results_of(None)]
-    other, more = asked(high.t(), fmt)
+    other, more = quantization(high.t(), fmt)
     return EpilogueRequest(request, other), [*expected, *more]
 
 
@@ -227,7 +227,7 @@ def activation_codes_case(x: Tensor, fmt: Format) -> KernelCase:
 def gradient_codes_case(x: Tensor, fmt: Format) -> KernelCase:
     """The gradient of an output as it is, with its amax and the sum over its rows."""
     dy = random_like(x, 0)
-    request, expected = asked(dy, fmt, transposed=fmt.transposable)
+    request, expected = quantization(dy, fmt, transposed=fmt.transposable)
 
     def launch() -> list[Tensor | None]:
         amax, sums = (torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in ((), x.shape[1]))

@@ -43,7 +43,7 @@ QUANTIZED = tuple(fmt for fmt in FORMATS.values() if not is_kept(fmt))
 """The formats that kernels quantize into."""
 
 
-def asked(
+def quantization(
     x: Tensor,
     fmt: Format,
     scaling: Scaling = Scaling(),  # noqa: B008  (frozen)
@@ -84,7 +84,7 @@ def quantize_case(
     """Codes and scales of one copy, and the transpose's codes; the amax for the next step in the same pass."""
     if is_kept(fmt):
         raise UnavailableError("16-bit codes are those of optimizer states, which Adam's kernel writes")
-    request, expected = asked(x, fmt, which=which, transposed=transposed)
+    request, expected = quantization(x, fmt, which=which, transposed=transposed)
     seen = torch.zeros((), dtype=torch.float32, device=x.device) if next_amax else None
     largest = x.abs().amax().float() if next_amax else None
     return KernelCase(
@@ -121,7 +121,7 @@ def quantize_both_case(x: Tensor, fmt: Format, scaling: Scaling) -> KernelCase:
     shapes = [(x.shape[0], x.shape[1]), (x.shape[1], padded)]
     words = [RandomBits(5, 1, stream, shape) for stream, shape in enumerate(shapes)]
     (one, by_rows), (two, by_columns) = (
-        asked(values, fmt, way, words=drawn if way.stochastic_rounding else None)
+        quantization(values, fmt, way, words=drawn if way.stochastic_rounding else None)
         for values, drawn, way in (
             (x, words[0], Scaling(stochastic_rounding=scaling.stochastic_rounding)),
             (x.t(), words[1], scaling),

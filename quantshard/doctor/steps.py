@@ -72,9 +72,9 @@ def adam_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any)
             plain.step()
         return _held(others, plain)
 
-    states, weights = len(launch()), sum(len(_stored(param)) for param in params)
-    *held, gradients = bytes_of(*_held(params, optimizer)[weights:states]), bytes_of(*(param.grad for param in params))
-    moved = 2 * sum(held) + gradients + bytes_of(*chain.from_iterable(map(_stored, params)))
+    weights = [part for param in params for part in _stored(param)]
+    states = launch()[len(weights) :]
+    moved = 2 * bytes_of(*states) + bytes_of(*weights, *(param.grad for param in params))
     return KernelCase(launch, oracle, moved)
 
 
