@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quantshard.doctor.steps import Shape, fused_adam, has_oracles_bits, weights, with_gradients
+from quantshard.doctor.cases import Shape
+from quantshard.doctor.steps import adam_case, fused_adam, weights, with_gradients
 from quantshard.doctor.timing import milliseconds
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -68,7 +69,7 @@ def bytes_of(tensor: Tensor) -> int:
 def ours(recipe: str, shapes: list[Shape], device: str, moments: str = "fp32", replayed: bool = False) -> Case:
     """FusedAdam with float32 masters; `replayed`: from a CUDA graph."""
     options: dict[str, Any] = {"capturable": replayed, **(FP8_MOMENTS if moments == "fp8" else {})}
-    is_right = has_oracles_bits(recipe, SMALL, device, **options)
+    is_right = adam_case(recipe, SMALL, device, **options).is_right()
     params, optimizer = fused_adam(recipe, shapes, device, **options)
     states = sum(bytes_of(t) for state in optimizer.state.values() for t in state.values())
     moved = 2 * states + sum(bytes_of(p) + bytes_of(p.grad) for p in params)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantshard import recipe
-from quantshard.doctor.checks import recipe_names
+from quantshard.doctor.cases import recipe_names
 from quantshard.doctor.results import OK, WRONG
 from quantshard.gemm import backend
 

@@ -6,25 +6,19 @@ kernels on the CPU slowly, on tiny ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantshard import kernels, numerics, recipe
-from quantshard.doctor import gemms
+from quantshard import kernels, numerics
+from quantshard.doctor import gemms, quantize, registry
+from quantshard.doctor.cases import OTHER_BITS, TOO_FAR, KernelRow, Shape
 from quantshard.doctor.results import Result, UnavailableError, Watch, outcome_of, watched
-from quantshard.formats import ALL, FORMATS, Copy, Format, Scaling
-from quantshard.gemm import backend
+from quantshard.formats import Format
 from quantshard.gemm.backend import ScaledProduct
-from quantshard.modules.layernorm_mlp import ACTIVATIONS
-
-if kernels.USABLE:
-    from quantshard.doctor import cases, experts, fused, steps
-
-Shape = tuple[int, int]
 
 COMPILED: tuple[Shape, ...] = ((131, 257), (2048, 4096))
 """Shapes on which compiled kernels are checked: irregular, and large."""
@@ -36,20 +30,10 @@ PRODUCTS = ((131, 257, 200), (1024, 1536, 2048), *gemms.SMALL)
 """Rows, columns and summed dim of matrix products."""
 TOLD = 3
 """At most so many shapes on which a check failed are named."""
-MOMENTS: dict[str, dict[str, Any]] = {
-    "": {},
-    ", FP8 moments": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
-    ", FP16 moments": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
-    ", no masters": {"master_weights": False},
-}
-"""Options of `FusedAdam` that are checked."""
-
-OTHER_BITS = "other bits than the oracle's"
-TOO_FAR = "further from the exact result than its bound"
 
 
 class KernelCheck(NamedTuple):
-    """One kernel: whether it is right on a shape (of a product also the summed dim) and device.
+    """One check: whether a kernel is right on a shape (of a product also the summed dim) and device.
 
     `is_right` raises `UnavailableError` where it does not run. `otherwise`: what is said if it is not.
     """
@@ -106,85 +90,15 @@ def _random(shape: Shape) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-#
-# Checks are listed on machines without Triton too, so what runs them is named in functions that are called later.
-
-
-def _right(case: Any) -> bool:
-    return bool(case.is_right(case.call()))
 
 
 def kernel_checks() -> Iterator[KernelCheck]:
-    """One for each kernel and format."""
-    for fmt in FORMATS.values():
-        if fmt.copies[Copy.ROWWISE].codes.encoding.bits > 8:
-            yield KernelCheck(f"quantize {fmt.name}", _sixteen_bits)
-        else:
-            yield from _of_format(fmt)
-    yield KernelCheck("transpose of bytes", lambda s, d: _right(cases.transpose_case(random(s, d))))
-    yield KernelCheck("sum of gradients", lambda s, d: _right(cases.rounded_sum_case(random(s, d))))
-    for centered, name in ((False, "RMSNorm"), (True, "LayerNorm")):
-        yield KernelCheck(f"{name}, forward and backward", partial(_norm, centered=centered), TOO_FAR)
-    for name in ACTIVATIONS:
-        yield KernelCheck(f"{name}, forward and backward", partial(_activation, name=name), TOO_FAR)
-    for interleaved in (False, True):
-        name = "rotary embedding" + (", interleaved" if interleaved else "")
-        yield KernelCheck(f"{name}, forward and backward", partial(_rotary, interleaved=interleaved))
-    yield from _over_tensors()
-    for name in recipe_names():
-        if backend.block_together(recipe.resolve(name)) is not None:
-            yield KernelCheck(f"experts at once, {name}", partial(_experts, recipe=name), f"{OTHER_BITS}, or {TOO_FAR}")
-
-
-def _experts(shape: Shape, device: torch.device, recipe: str) -> bool:
-    return experts.are_right(recipe, shape, device)
-
-
-def _sixteen_bits(shape: Shape, device: torch.device) -> bool:
-    raise UnavailableError("16-bit codes are those of optimizer states, which Adam's kernel writes")
-
-
-def _of_format(fmt: Format) -> Iterator[KernelCheck]:
-    """What is done with one format: each result on the device that is checked, and the oracle's there as on a CPU."""
-    name, only, block = fmt.name, len(fmt.copies) == 1, fmt.copies[Copy.ROWWISE].block
-    yield KernelCheck(f"oracle {name}", partial(_oracle, fmt=fmt), "other bits than on a CPU")
-    yield KernelCheck(f"quantize {name}", lambda s, d: _right(cases.quantize_case(random(s, d), fmt, False, True)))
-    for which in list(fmt.copies)[1:]:
-        yield KernelCheck(f"quantize {name}, {which.value}", partial(_other_copy, fmt=fmt, which=which))
-    if fmt.transposable:
-        yield KernelCheck(
-            f"quantize {name} + transpose", lambda s, d: _right(cases.quantize_case(random(s, d), fmt, True, True))
-        )
-    elif only and block[0] == 1:
-        for scaling in _scalings(fmt):
-            extras = [word for word in ("stochastic_rounding", "random_hadamard") if getattr(scaling, word)]
-            yield KernelCheck(
-                f"quantize {name}, both directions" + "".join(f" + {extra}" for extra in extras),
-                partial(_both_ways, fmt=fmt, scaling=scaling),
-            )
-    yield KernelCheck(f"amax {name}", lambda s, d: _right(cases.amax_case(random(s, d), fmt)))
-    if fmt.copies[Copy.ROWWISE].amax is None:
-        yield KernelCheck(f"scales {name}", lambda s, d: _right(cases.scales_case(random(s, d), fmt)))
-    yield KernelCheck(f"dequantize {name}", lambda s, d: _right(cases.dequantize_case(random(s, d), fmt)))
-    if only and (block[0] == 1 or fmt.transposable):
-        yield KernelCheck(f"LayerNorm + quantize {name}", lambda s, d: fused.norm_codes(s, d, fmt))
-        yield KernelCheck(f"activation + quantize {name}", lambda s, d: fused.activation_codes(s, d, fmt))
-        yield KernelCheck(f"gradient + quantize {name}", lambda s, d: fused.gradient_codes(s, d, fmt))
-
-
-def _scalings(fmt: Format) -> list[Scaling]:
-    """Ways to round: with transform and stochastic rounding where blocks lie along rows and within a tile."""
-    if ALL in fmt.copies[Copy.ROWWISE].block:
-        return [Scaling()]
-    return [Scaling(), Scaling(stochastic_rounding=True), Scaling(stochastic_rounding=True, random_hadamard=True)]
-
-
-def _both_ways(shape: Shape, device: torch.device, fmt: Format, scaling: Scaling) -> bool:
-    return _right(cases.quantize_both_case(random(shape, device), fmt, scaling))
-
-
-def _other_copy(shape: Shape, device: torch.device, fmt: Format, which: Copy) -> bool:
-    return _right(cases.quantize_case(random(shape, device), fmt, False, False, which))
+    """The oracle of each format on the device that is checked and on a CPU; then the cases of the registry."""
+    for fmt in quantize.QUANTIZED:
+        yield KernelCheck(f"oracle {fmt.name}", partial(_oracle, fmt=fmt), "other bits than on a CPU")
+    for row in registry.ROWS:
+        for name, options in row.cases.items():
+            yield KernelCheck(name, partial(_case, row=row, options=options), row.otherwise)
 
 
 def _oracle(shape: Shape, device: torch.device, fmt: Format) -> bool:
@@ -195,35 +109,8 @@ def _oracle(shape: Shape, device: torch.device, fmt: Format) -> bool:
     return all(torch.equal(here[name].cpu(), part) for name, part in there.items())
 
 
-def _norm(shape: Shape, device: torch.device, centered: bool) -> bool:
-    return fused.norm(shape, device, centered)
-
-
-def _activation(shape: Shape, device: torch.device, name: str) -> bool:
-    return fused.activation(shape, device, name)
-
-
-def _rotary(shape: Shape, device: torch.device, interleaved: bool) -> bool:
-    return fused.rotary(shape, device, interleaved)
-
-
-def _over_tensors() -> Iterator[KernelCheck]:
-    yield KernelCheck("gradients that are not finite", lambda s, d: steps.too_large(s, d))
-    yield KernelCheck("amax histories", lambda s, d: steps.histories(s, d))
-    for name in recipe_names():
-        for words, options in MOMENTS.items():
-            yield KernelCheck(f"Adam, {name}{words}", partial(_adam, recipe=name, options=options))
-    remainders = {"store_param_remainders": True}
-    yield KernelCheck("Adam, bf16, remainders", partial(_adam, recipe="bf16", options=remainders))
-
-
-def _adam(shape: Shape, device: torch.device, recipe: str, options: dict[str, Any]) -> bool:
-    return steps.has_oracles_bits(recipe, [shape, (16, 32), (3, 34)], device.type, **options)
-
-
-def recipe_names() -> list[str]:
-    """Every recipe by its first name."""
-    return list({kind: name for name, kind in reversed(recipe.NAMES.items())}.values())[::-1]
+def _case(shape: Shape, device: torch.device, row: KernelRow, options: Mapping[str, Any]) -> bool:
+    return row.make(random(shape, device), **options).is_right()
 
 
 # ------------------------------------------------------------------------------------------------------------- products

@@ -1,23 +1,32 @@
-"""Kernels of many experts at once: codes and scales beside the oracle's for each expert, products beside float64.
+"""The row of the registry of kernels for `kernels/experts/`, which work on the rows of many experts at once.
 
-Products of codes are exact, and tensor cores lose at most 2**-13 of each in a sum; then it is rounded once. Imported
-only where `kernels.USABLE`.
+Codes and scales have the bits of the oracle's for each expert. Products are compared with float64: those of codes are
+exact, and tensor cores lose at most 2**-13 of each in a sum; then it is rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch
+from quantshard import kernel_dispatch, kernels
 from quantshard import recipe as recipes
-from quantshard.doctor.cases import same_bits
+from quantshard.doctor.cases import (
+    OTHER_BITS,
+    TOO_FAR,
+    Bound,
+    Expected,
+    KernelCase,
+    KernelRow,
+    Shape,
+    U,
+    random_like,
+    recipe_names,
+)
+from quantshard.doctor.timing import bytes_of
 from quantshard.gemm import backend, operands
-from quantshard.kernels.experts import grouped_matmul
-from quantshard.kernels.experts.grouped import ExpertSegments
-from quantshard.kernels.experts.grouped_matmul import EncodedRows
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.grouped import ExpertsLayer
 from quantshard.modules.gemms.linear_operands import cells
@@ -25,37 +34,43 @@ from quantshard.recipe import TensorRole
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
 
-Shape = tuple[int, int]
-Pairs = Sequence[tuple[Tensor, Tensor]]
+if kernels.USABLE:
+    from quantshard.kernels.experts import grouped, grouped_matmul
+    from quantshard.kernels.experts.grouped_matmul import EncodedRows
 
 SUMS = 2.0**-13
 PAST = 3.0
 """The amax that delayed scaling remembers."""
 
 
-def are_right(name: str, shape: Shape, device: torch.device) -> bool:
-    """Three experts, one of them without rows, by a recipe: of `shape`, how many rows and in_features there are."""
-    rows, features = shape
-    counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + 3
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((rows, features), (rows, outputs))
-    x, dy = (torch.randn(size, dtype=torch.float32, generator=generator).bfloat16().to(device) for size in sizes)
-    layer = _layer(recipes.resolve(name), counts, (outputs, features), device)
-    segments, values = layer.segments(device), [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
-    (a, a_transposed), (b, b_transposed) = (
-        layer.quantized(of, role, segments, True) for of, role in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT))
-    )
-    ones, others = (_oracle(layer, of, role) for of, role in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
-    right = [_same(found, segments, of) for found, of in ((a, ones), (b, others))]
-    held, dtype = layer.operands(layer.weights), torch.bfloat16
-    y = grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True)
-    dx = grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False)
-    dw = grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype)
-    right.append(_close(y, [(p, w.t()) for (p, _), w in zip(_values(ones), values, strict=True)], torch.cat))
-    right.append(_close(dx, [(p, w) for (p, _), w in zip(_values(others), values, strict=True)], torch.cat))
-    pairs = zip(_values(others), _values(ones), strict=True)
-    right.append(_close(dw, [(transposed, other.t()) for (_, transposed), (_, other) in pairs], torch.stack))
-    return all(right)
+def experts_case(x: Tensor, recipe: str) -> KernelCase:
+    """Three experts, one of them without rows: of x's shape, how many rows and in_features there are."""
+    rows, features = x.shape
+    counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + features % 16
+    x, dy = random_like(x, 0), random_like(x, 1, (rows, outputs))
+    layer = _layer(recipes.resolve(recipe), counts, (outputs, features), x.device)
+    segments, dtype = layer.segments(x.device), x.dtype
+    spans = segments.spans.tolist()
+
+    def launch() -> list[Tensor]:
+        a, a_transposed = layer.quantized(x, TensorRole.INPUT, segments, True)
+        b, b_transposed = layer.quantized(dy, TensorRole.GRAD_OUTPUT, segments, True)
+        held = layer.operands(layer.weights)
+        return [
+            *_by_expert(a, spans), *_by_expert(b, spans),
+            grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True),
+            grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False),
+            grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype),
+            grouped.expert_sums(dy, segments),
+        ]  # fmt: skip
+
+    def oracle() -> list[Expected]:
+        inputs, gradients = (_oracle(layer, *of) for of in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
+        parts = (part for of in (inputs, gradients) for rowwise, _ in of for part in rowwise.components.values())
+        return [*parts, *_products(layer, _values(inputs), _values(gradients)), _sums(dy, counts)]
+
+    moved = bytes_of(x, x, dy, dy, *(p for w in layer.weights for p in w.quantized_storage.components.values()))
+    return KernelCase(launch, oracle, 2 * moved)
 
 
 def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
@@ -86,21 +101,54 @@ def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
         ]
 
 
-def _same(found: EncodedRows, segments: ExpertSegments, expected: Oracles) -> bool:
-    """Codes and scales of the rows."""
-    right = True
-    for (expert, first, end, _), (wanted, _) in zip(segments.spans.tolist(), expected, strict=True):
-        codes, scales = wanted.components.values()
-        here = found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
-        right &= same_bits(found.codes[first:end], codes) and same_bits(here, scales)
-    return right
+def _by_expert(found: EncodedRows, spans: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Codes and scales of the rows of each."""
+    for expert, first, end, _ in spans:
+        yield found.codes[first:end]
+        yield found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
 
 
-def _values(expected: Oracles) -> list[tuple[Tensor, Tensor]]:
+Values = Sequence[tuple[Tensor, Tensor]]
+"""Of each expert's rows, quantized for the first product and for wgrad: float64."""
+
+
+def _values(expected: Oracles) -> Values:
     return [(one.dequantize().double(), other.dequantize().double()) for one, other in expected]
 
 
-def _close(found: Tensor, pairs: Pairs, join: Callable[[list[Tensor]], Tensor]) -> bool:
-    exact = join([a @ b for a, b in pairs])
-    room = SUMS * join([a.abs() @ b.abs() for a, b in pairs]) + torch.finfo(found.dtype).eps * exact.abs() + 1e-30
-    return found.shape == exact.shape and bool(((found.double() - exact).abs() <= room).all())
+def _products(layer: ExpertsLayer, inputs: Values, gradients: Values) -> list[Bound]:
+    """fprop, dgrad and wgrad."""
+    weights = [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
+    y = [(p, w.t()) for (p, _), w in zip(inputs, weights, strict=True)]
+    dx = [(p, w) for (p, _), w in zip(gradients, weights, strict=True)]
+    dw = [(one, other.t()) for (_, one), (_, other) in zip(gradients, inputs, strict=True)]
+    return [product_bound(y, torch.cat), product_bound(dx, torch.cat), product_bound(dw, torch.stack)]
+
+
+def product_bound(pairs: Sequence[tuple[Tensor, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> Bound:
+    """Of the products of pairs of matrices, float64."""
+    return Bound(join([a @ b for a, b in pairs]), SUMS * join([a.abs() @ b.abs() for a, b in pairs]))
+
+
+def _sums(dy: Tensor, counts: Sequence[int]) -> Bound:
+    """Of each expert's rows."""
+    parts = [part.double() for part in dy.split(list(counts))]
+    error = max(counts) * U * torch.stack([part.abs().sum(0) for part in parts])
+    return Bound(torch.stack([part.sum(0) for part in parts]), error)
+
+
+EXPERTS = {
+    f"experts at once, {name}": {"recipe": name}
+    for name in recipe_names()
+    if backend.block_together(recipes.resolve(name)) is not None
+}
+
+ROWS = (
+    KernelRow(
+        {
+            "expert_amax_kernel", "expert_quantize_kernel", "quantize_blocks_kernel", "rows_kernel", "weights_kernel",
+            "weights_by_blocks_kernel", "sums_kernel",
+        },
+        experts_case, EXPERTS, list(EXPERTS), (35, 290), f"{OTHER_BITS}, or {TOO_FAR}",
+    ),
+)  # fmt: skip

@@ -1,64 +1,56 @@
-"""The kernels that compute what they quantize: normalizations, activations and rotary embeddings, in both directions.
+"""Rows of the registry of kernels for `kernels/fused/`: normalizations, activations, rotary embeddings, in both
+directions and with the quantization of what they give; gradients of outputs, and their sums.
 
-Each function runs one on random values and returns whether it is right. Results are compared with float64 within the
-bounds that the heads of `kernels/fused/norm.py` and `kernels/fused/activation.py` derive, codes with what the oracle
-makes of these results, and rotations with the oracle's, bit for bit.
-
-Imported only where `kernels.USABLE`.
+Results are compared with float64 within the bounds that the heads of `kernels/fused/norm.py` and
+`kernels/fused/activation.py` derive, codes with what the oracle makes of these results, and rotations and sums with the
+oracle's, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch
-from quantshard.doctor.cases import expected_quantization
-from quantshard.formats import Format
-from quantshard.kernels.fused import activation as ka
-from quantshard.kernels.fused import norm as kn
-from quantshard.kernels.fused import rotary as kr
-from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
+from quantshard import kernel_dispatch, kernels
+from quantshard.doctor.cases import TINY, TOO_FAR, Bound, Expected, KernelCase, KernelRow, U, random_like
+from quantshard.doctor.quantize import QUANTIZED, quantization, results_of, timed_of
+from quantshard.doctor.timing import bytes_of
+from quantshard.formats import Copy, Format
+from quantshard.modules.layernorm_mlp import ACTIVATIONS
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
-Shape = tuple[int, int]
+if kernels.USABLE:
+    from quantshard.kernels.fused import activation as ka
+    from quantshard.kernels.fused import norm as kn
+    from quantshard.kernels.fused import rotary as kr
+    from quantshard.kernels.fused import rounded_sum
+    from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 
 EPS = 1e-5
-U = 2.0**-24
-TINY = 2.0**-126
 GATED = "swiglu"
 """The activation whose results are quantized."""
+SUMMED = 3
+"""Weights that read one input: query, key and value."""
 
 
-def values(shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
-    """Random bfloat16 numbers; a new tensor."""
-    return _values(shape, seed).to(device, copy=True)
-
-
-@lru_cache(maxsize=16)
-def _values(shape: tuple[int, ...], seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, dtype=torch.float32, generator=generator) * 3).bfloat16()
-
-
-def close(found: Tensor, exact: Tensor, error: Tensor) -> bool:
-    """Within `error` before the one rounding to its dtype, which adds half a gap between neighbours."""
-    gap = torch.finfo(found.dtype).eps / 2
-    room = error + gap * (exact.abs() + error) + U * exact.abs() + 2 * TINY
-    return bool(((found.double() - exact).abs() <= room).all())
-
-
-def _wanted(high: Tensor, fmt: Format) -> tuple[EpilogueRequest, Callable[[Targets], bool]]:
-    """How results are to be quantized, by rows and by columns, and whether a kernel did so."""
-    request, is_right, _ = expected_quantization(high, fmt, transposed=fmt.transposable)
+def _wanted(high: Tensor, fmt: Format) -> tuple[EpilogueRequest, list[Expected]]:
+    """How results are to be quantized, by rows and by columns, and what the oracle makes of them."""
+    request, expected = quantization(high, fmt, transposed=fmt.transposable)
     if fmt.transposable:
-        return EpilogueRequest(request), lambda targets: is_right(targets[0])
-    other, other_is_right, _ = expected_quantization(high.t(), fmt)
-    return EpilogueRequest(request, other), lambda targets: is_right(targets[0]) and other_is_right(targets[1])
+        return EpilogueRequest(request), [*expected, *results_of(None)]
+    other, more = quantization(high.t(), fmt)
+    return EpilogueRequest(request, other), [*expected, *more]
+
+
+def _flat(targets: Targets) -> list[Tensor | None]:
+    return [part for output in targets for part in results_of(output)]
+
+
+def _bytes(expected: list[Expected]) -> int:
+    return bytes_of(*(part for part in expected if isinstance(part, Tensor)))
 
 
 # -------------------------------------------------------------------------------------------------------- normalization
@@ -69,25 +61,30 @@ class NormReference:
 
     def __init__(self, x: Tensor, p: kn.NormParameters, centered: bool) -> None:
         z, self.centered = x.double(), centered
-        self.gamma = p.gamma.double()
+        self.gamma = p.gamma.double() + p.offset
         self.beta = torch.zeros_like(self.gamma) if p.beta is None else p.beta.double()
         self.depth = kn.depth(x.shape[1])
         mean = z.mean(1, keepdim=True) if centered else torch.zeros_like(z[:, :1])
         self.rstd = ((z - mean).square().mean(1, keepdim=True) + EPS).rsqrt()
         self.unit = (z - mean) * self.rstd
         m = z.abs().mean(1, keepdim=True) * self.rstd * centered
-        self.a = (self.depth / 2 + 12) * U + self.depth * U * m
+        self.rstd_error = (self.depth / 2 + 8) * U + self.depth * U * m
+        self.a = self.rstd_error + 4 * U
         self.b = (self.a + self.depth * U) * m
         self.unit_error = self.a * self.unit.abs() + self.b
 
-    def result_is_right(self, y: Tensor) -> bool:
+    def result(self) -> Bound:
         """Of forward."""
         scaled = self.unit * self.gamma
         error = self.unit_error * self.gamma.abs() + 4 * U * (scaled.abs() + self.beta.abs())
-        return close(y, scaled + self.beta, error)
+        return Bound(scaled + self.beta, error)
 
-    def gradients_are_right(self, dy: Tensor, dx: Tensor, dgamma: Tensor | None, dbeta: Tensor | None) -> bool:
-        """Of backward."""
+    def statistics(self) -> Bound:
+        """1/rms of the rows, float64 [rows]."""
+        return Bound(self.rstd[:, 0], (self.rstd_error * self.rstd)[:, 0])
+
+    def gradients(self, dy: Tensor) -> list[Bound | None]:
+        """Of backward: dx, dgamma and, of LayerNorm, dbeta."""
         dy, unit, rows = dy.double(), self.unit, dy.shape[0]
         g = dy * self.gamma
         of_g = g.mean(1, keepdim=True) * self.centered
@@ -96,38 +93,82 @@ class NormReference:
         error = (3 * self.a + (self.depth + 16) * U) * (g.abs() + unit.abs() * mean_g_unit + mean_g)
         error = self.rstd * (error + self.b * (unit.abs() * mean_g + mean_g_unit))
         sums_error = (dy.abs() * (self.unit_error + rows * U * unit.abs())).sum(0)
-        right = close(dx, exact, error) and dgamma is not None and close(dgamma, (dy * unit).sum(0), sums_error)
-        if not right or not self.centered:
-            return right and dbeta is None
-        return dbeta is not None and close(dbeta, dy.sum(0), rows * U * dy.abs().sum(0))
+        found: list[Bound | None] = [Bound(exact, error), Bound((dy * unit).sum(0), sums_error)]
+        return [*found, Bound(dy.sum(0), rows * U * dy.abs().sum(0)) if self.centered else None]
 
 
-def norm(shape: Shape, device: torch.device, centered: bool) -> bool:
-    """RMSNorm, or `centered` LayerNorm, of rows: results and gradients."""
-    x, dy = values(shape, device, 0), values(shape, device, 1)
-    p = _parameters(shape[1], device, centered)
-    statistics, _ = kn.norm_statistics(x, EPS, centered)
-    high, exact = torch.empty_like(x), NormReference(x, p, centered)
-    kn.normalize_and_quantize(x, statistics, p, EpilogueRequest(high=high))
-    return exact.result_is_right(high) and exact.gradients_are_right(dy, *kn.norm_backward(dy, x, statistics, p))
+def norm_parameters(x: Tensor, centered: bool, offset: float = 0.0) -> kn.NormParameters:
+    """Random ones for rows as long as those of x, in its dtype."""
+    gamma, beta = (random_like(x, seed, x.shape[1:]) for seed in (8, 9))
+    return kn.NormParameters(gamma, beta if centered else None, offset)
 
 
-def norm_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
-    """LayerNorm with quantization, by rows and by columns: the oracle's codes of its results."""
-    x, p = values(shape, device, 0), _parameters(shape[1], device, True)
-    amax, high = torch.zeros((), dtype=torch.float32, device=device), torch.empty_like(x)
-    statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
-    kn.normalize_and_quantize(x, statistics, p, EpilogueRequest(high=high))
-    outputs, is_right = _wanted(high, fmt)
-    targets = kn.normalize_and_quantize(x, statistics, p, outputs)
-    return torch.equal(amax, high.abs().amax().float()) and is_right(targets)
+def norm_case(x: Tensor, centered: bool, longer: bool = False) -> KernelCase:
+    """RMSNorm, or `centered` LayerNorm, of rows: statistics, results and gradients.
+
+    `longer`: of few rows that are longer than backward holds in registers.
+    """
+    if longer:
+        x = x.new_empty(2, kn.LONGEST + x.shape[1])
+    x, dy = random_like(x, 0), random_like(x, 1)
+    p = norm_parameters(x, centered)
+
+    def launch() -> list[Tensor | None]:
+        statistics, _ = kn.norm_statistics(x, EPS, centered)
+        high = torch.empty_like(x)
+        kn.normalize_and_quantize(x, statistics, p, EpilogueRequest(high=high))
+        return [statistics.rstd, high, *kn.norm_backward(dy, x, statistics, p)]
+
+    def oracle() -> list[Expected]:
+        exact = NormReference(x, p, centered)
+        return [exact.statistics(), exact.result(), *exact.gradients(dy)]
+
+    return KernelCase(launch, oracle, 6 * bytes_of(x))  # x three times, dy, the result and dx
 
 
-def _parameters(size: int, device: torch.device, centered: bool) -> kn.NormParameters:
-    return kn.NormParameters(values((size,), device, 8), values((size,), device, 9) if centered else None, 0.0)
+def norm_codes_case(x: Tensor, fmt: Format) -> KernelCase:
+    """LayerNorm with quantization, by rows and by columns: the amax and the oracle's codes of its results."""
+    x, p = random_like(x, 0), norm_parameters(x, True)
+    high = torch.empty_like(x)
+    kn.normalize_and_quantize(x, kn.norm_statistics(x, EPS, True)[0], p, EpilogueRequest(high=high))
+    outputs, expected = _wanted(high, fmt)
+
+    def launch() -> list[Tensor | None]:
+        amax = torch.zeros((), dtype=torch.float32, device=x.device)
+        statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
+        return [amax, *_flat(kn.normalize_and_quantize(x, statistics, p, outputs))]
+
+    moved = 2 * bytes_of(x) + _bytes(expected)
+    return KernelCase(launch, lambda: [high.abs().amax().float(), *expected], moved)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
+
+
+class ActivationReference:
+    """An activation in float64, and how far a kernel may be from it: names as in `kernels/fused/activation.py`."""
+
+    def __init__(self, gate: Tensor, name: str, up: Tensor | None) -> None:
+        kind, self.x = ka.GATED.get(name, name), gate.double()
+        self.value, self.slope, self.z, self.weight = _exact(self.x, kind)
+        self.factor = None if up is None else up.double()
+
+    def _near(self, factor: Tensor) -> Bound:
+        error = (5 * self.z + 12) * U * self.value.abs() + TINY * self.x.abs()
+        return Bound(self.value * factor, error * factor.abs())
+
+    def _up(self) -> Tensor:
+        return torch.ones_like(self.value) if self.factor is None else self.factor
+
+    def result(self) -> Bound:
+        """Of forward."""
+        return self._near(self._up())
+
+    def gradients(self, dh: Tensor) -> list[Bound | None]:
+        """Of backward: of the gate and, of a gated one, of what it is multiplied with."""
+        d = dh.double() * self._up()
+        error = (5 * self.z + 16) * U * self.weight + TINY * (1 + 3 * self.z)
+        return [Bound(d * self.slope, error * d.abs()), None if self.factor is None else self._near(dh.double())]
 
 
 def _exact(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -147,66 +188,132 @@ def _exact(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x * s, s + x * s * torch.sigmoid(-z) * dz, z.abs(), weight
 
 
-def activation(shape: Shape, device: torch.device, name: str) -> bool:
-    """One of `ka.GATED` or `ka.PLAIN`: results and gradients."""
-    gate, dh, up = (values(shape, device, seed) for seed in range(3))
-    high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
+def activation_case(x: Tensor, name: str) -> KernelCase:
+    """One of `ACTIVATIONS`: results and gradients."""
+    gate, dh, up = (random_like(x, seed) for seed in range(3))
     gated = name in ka.GATED
-    ka.activate_and_quantize(gate, name, up if gated else None, EpilogueRequest(high=high))
-    second = EpilogueRequest(high=d_up) if gated else None
-    ka.activate_backward_and_quantize(dh, gate, name, up if gated else None, EpilogueRequest(high=d_gate), second)
 
-    value, slope, z, weight = _exact(gate.double(), ka.GATED.get(name, name))
-    factor, x, dh = up.double() if gated else torch.ones_like(value), gate.double(), dh.double()
-    near = (5 * z + 12) * U * value.abs() + TINY * x.abs()
-    near_slope = (5 * z + 16) * U * weight + TINY * (1 + 3 * z)
-    return (
-        close(high, value * factor, near * factor.abs())
-        and close(d_gate, dh * factor * slope, near_slope * (dh * factor).abs())
-        and (not gated or close(d_up, dh * value, near * dh.abs()))
-    )
+    def launch() -> list[Tensor | None]:
+        high, d_gate, d_up = (torch.empty_like(x) for _ in range(3))
+        ka.activate_and_quantize(gate, name, up if gated else None, EpilogueRequest(high=high))
+        second = EpilogueRequest(high=d_up) if gated else None
+        ka.activate_backward_and_quantize(dh, gate, name, up if gated else None, EpilogueRequest(high=d_gate), second)
+        return [high, d_gate, d_up if gated else None]
+
+    def oracle() -> list[Expected]:
+        exact = ActivationReference(gate, name, up if gated else None)
+        return [exact.result(), *exact.gradients(dh)]
+
+    return KernelCase(launch, oracle, (8 if gated else 5) * bytes_of(x))
 
 
-def activation_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
+def activation_codes_case(x: Tensor, fmt: Format) -> KernelCase:
     """A gated activation with quantization, forward and backward, by rows and by columns."""
-    gate, dh, up = (values(shape, device, seed) for seed in range(3))
-    highs = [torch.empty_like(gate) for _ in range(3)]
+    gate, dh, up = (random_like(x, seed) for seed in range(3))
+    highs = [torch.empty_like(x) for _ in range(3)]
     ka.activate_and_quantize(gate, GATED, up, EpilogueRequest(high=highs[0]))
-    ka.activate_backward_and_quantize(
-        dh, gate, GATED, up, EpilogueRequest(high=highs[1]), EpilogueRequest(high=highs[2])
-    )
-    (outputs, *of_gradients), tests = zip(*(_wanted(high, fmt) for high in highs), strict=True)
-    found = [
-        ka.activate_and_quantize(gate, GATED, up, outputs),
-        *ka.activate_backward_and_quantize(dh, gate, GATED, up, *of_gradients),
-    ]
-    return all(is_right(targets) for targets, is_right in zip(found, tests, strict=True))
+    ka.activate_backward_and_quantize(dh, gate, GATED, up, *(EpilogueRequest(high=high) for high in highs[1:]))
+    (outputs, *of_gradients), expected = zip(*(_wanted(high, fmt) for high in highs), strict=True)
+
+    def launch() -> list[Tensor | None]:
+        forward = ka.activate_and_quantize(gate, GATED, up, outputs)
+        backward = ka.activate_backward_and_quantize(dh, gate, GATED, up, *of_gradients)
+        return [part for targets in (forward, *backward) for part in _flat(targets)]
+
+    together = [part for parts in expected for part in parts]
+    return KernelCase(launch, lambda: together, 5 * bytes_of(x) + _bytes(together))
 
 
-def gradient_codes(shape: Shape, device: torch.device, fmt: Format) -> bool:
+def gradient_codes_case(x: Tensor, fmt: Format) -> KernelCase:
     """The gradient of an output as it is, with its amax and the sum over its rows."""
-    dy, amax = values(shape, device, 0), torch.zeros((), dtype=torch.float32, device=device)
-    sums = torch.empty(shape[1], dtype=torch.float32, device=device)
-    request, is_right, _ = expected_quantization(dy, fmt, transposed=fmt.transposable)
-    target, _ = ka.quantize_gradient(dy, EpilogueRequest(request, amax=amax, sums=sums))
-    exact = dy.double()
-    near = close(sums, exact.sum(0), shape[0] * U * exact.abs().sum(0))
-    return is_right(target) and near and torch.equal(amax, dy.abs().amax().float())
+    dy = random_like(x, 0)
+    request, expected = quantization(dy, fmt, transposed=fmt.transposable)
+
+    def launch() -> list[Tensor | None]:
+        amax, sums = (torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in ((), x.shape[1]))
+        output, _ = ka.quantize_gradient(dy, EpilogueRequest(request, amax=amax, sums=sums))
+        return [amax, sums, *results_of(output)]
+
+    def oracle() -> list[Expected]:
+        exact = dy.double()
+        sums = Bound(exact.sum(0), x.shape[0] * U * exact.abs().sum(0))
+        return [dy.abs().amax().float(), sums, *expected]
+
+    return KernelCase(launch, oracle, bytes_of(x) + _bytes(expected))
 
 
-# --------------------------------------------------------------------------------------------------------------- rotary
+# ---------------------------------------------------------------------------------------------------------------- bits
 
 
-def rotary(shape: Shape, device: torch.device, interleaved: bool) -> bool:
-    """Queries of [rows, 2, heads, features], forward and backward: the oracle's bits."""
-    heads, features = (shape[1] // 128, 128) if shape[1] % 128 == 0 else (3, 2 * (shape[1] // 12))
-    t, dy = (values((shape[0], 2, heads, features), device, seed) for seed in range(2))
-    angles = RotaryPositionEmbedding(features, interleaved=interleaved)(shape[0], device=device)
-    with kernel_dispatch.kernels_only_on():
-        leaf = t.clone().requires_grad_()
-        want = apply_rotary_pos_emb(leaf, angles, interleaved=interleaved)
-        (wanted_gradient,) = torch.autograd.grad(want, leaf, dy)
+def rotary_case(x: Tensor, interleaved: bool) -> KernelCase:
+    """Queries of [rows, 2, heads, features], as many features as x has about twice over, forward and backward."""
+    heads, features = (x.shape[1] // 128, 128) if x.shape[1] % 128 == 0 else (3, 2 * max(x.shape[1] // 12, 1))
+    t, dy = (random_like(x, seed, (x.shape[0], 2, heads, features)) for seed in range(2))
+    angles = RotaryPositionEmbedding(features, interleaved=interleaved)(x.shape[0], device=x.device)
     both = kr.tables(angles)
-    forward = kr.rotate(t, *both, interleaved=interleaved)
-    backward = kr.rotate(dy, *both, interleaved=interleaved, backward=True)
-    return torch.equal(forward, want) and torch.equal(backward, wanted_gradient)
+
+    def oracle() -> list[Expected]:
+        with kernel_dispatch.kernels_only_on():
+            leaf = t.clone().requires_grad_()
+            rotated = apply_rotary_pos_emb(leaf, angles, interleaved=interleaved)
+            return [rotated.detach(), *torch.autograd.grad(rotated, leaf, dy)]
+
+    return KernelCase(
+        lambda: [
+            kr.rotate(t, *both, interleaved=interleaved),
+            kr.rotate(dy, *both, interleaved=interleaved, backward=True),
+        ],
+        oracle,
+        4 * bytes_of(t),
+    )
+
+
+def rounded_sum_case(x: Tensor) -> KernelCase:
+    """Gradients of an input from several weights: float32, rounded to the dtype of x."""
+    parts = [x.float() * 0.1**number for number in range(SUMMED)]
+
+    def oracle() -> list[Expected]:
+        with kernel_dispatch.kernels_only_on():
+            return [kernel_dispatch.rounded_sum([part.clone() for part in parts], x.dtype)]
+
+    return KernelCase(lambda: [rounded_sum.rounded_sum(parts, x.dtype)], oracle, bytes_of(*parts, x))
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def _of_formats(words: str) -> dict[str, dict[str, Any]]:
+    """Formats of operands of GEMMs: those that blocks along rows or square blocks make of one copy."""
+    found = (f for f in QUANTIZED if len(f.copies) == 1 and (f.copies[Copy.ROWWISE].block[0] == 1 or f.transposable))
+    return {f"{words} + quantize {fmt.name}": {"fmt": fmt} for fmt in found}
+
+
+NORMS = {
+    "RMSNorm, forward and backward": {"centered": False},
+    "LayerNorm, forward and backward": {"centered": True},
+    "LayerNorm of long rows, forward and backward": {"centered": True, "longer": True},
+}
+NORM_CODES, ACTIVATION_CODES, GRADIENT_CODES = map(_of_formats, ("LayerNorm", "activation", "gradient"))
+FUNCTIONS = {f"{name}, forward and backward": {"name": name} for name in ACTIVATIONS}
+ROTATIONS = {
+    f"rotary embedding{words}, forward and backward": {"interleaved": bool(words)} for words in ("", ", interleaved")
+}
+SUMS: dict[str, dict[str, Any]] = {"sum of gradients": {}}
+
+ROWS = (
+    KernelRow(
+        {"statistics_kernel", "normalize_kernel", "backward_kernel", "backward_pieces_kernel"},
+        norm_case, NORMS, list(NORMS)[:2], (35, 290), TOO_FAR,
+    ),
+    KernelRow({"statistics_kernel", "normalize_kernel"}, norm_codes_case, NORM_CODES, timed_of(NORM_CODES), (35, 290)),
+    KernelRow(
+        {"activate_kernel", "activate_backward_kernel"}, activation_case, FUNCTIONS, list(FUNCTIONS), (35, 290), TOO_FAR
+    ),
+    KernelRow(
+        {"activate_kernel", "activate_backward_kernel"},
+        activation_codes_case, ACTIVATION_CODES, timed_of(ACTIVATION_CODES), (35, 290),
+    ),
+    KernelRow({"deliver_kernel"}, gradient_codes_case, GRADIENT_CODES, timed_of(GRADIENT_CODES), (35, 290)),
+    KernelRow({"rotate_kernel"}, rotary_case, ROTATIONS, list(ROTATIONS), (3, 40)),
+    KernelRow({"sum_kernel"}, rounded_sum_case, SUMS, list(SUMS), (33, 129)),
+)  # fmt: skip

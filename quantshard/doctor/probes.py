@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from quantshard import kernels, numerics, recipe
-from quantshard.doctor import checks, products
+from quantshard.doctor import checks, products, quantize
+from quantshard.doctor.cases import recipe_names
 from quantshard.doctor.results import Result, UnavailableError, Watch, first_line, outcome_of, watched
 from quantshard.doctor.timing import bounded, bytes_of
 from quantshard.formats import Format
-
-if kernels.USABLE:
-    from quantshard.doctor import cases
 
 RATE, FLOPS = "GB/s", "TFLOP/s"
 """Units: 1e9 bytes and 1e12 operations a second."""
@@ -87,7 +85,7 @@ def probe_copy(device: torch.device, sizes: ProbeSizes) -> float:
 def _weights() -> Iterator[tuple[str, Format]]:
     """Formats in which recipes store weights, each once."""
     seen = set()
-    for name in checks.recipe_names():
+    for name in recipe_names():
         cell = recipe.resolve(name).weight
         if cell is not None and cell.format.name not in seen:
             seen.add(cell.format.name)
@@ -103,8 +101,8 @@ def probe_quantize(device: torch.device, sizes: ProbeSizes, fmt: Format) -> floa
         parts = numerics.quantize(x, fmt)
         took = bounded(lambda: numerics.quantize(x, fmt), device.type, SECONDS)
         return bytes_of(x, *parts.values()) / took / 1e6
-    case = cases.quantize_case(x, fmt, transposed=False, next_amax=False)
-    return case.moved / bounded(case.call, device.type, SECONDS) / 1e6
+    case = quantize.quantize_case(x, fmt)
+    return case.moved / bounded(case.launch, device.type, SECONDS) / 1e6
 
 
 def probe_product(device: torch.device, sizes: ProbeSizes, kind: str) -> float | str:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantshard import kernels, recipe
-from quantshard.doctor import checks, probes
+from quantshard.doctor import cases, checks, probes
 from quantshard.doctor.results import NOT_HERE, OK, WRONG, Result, Watch
 from quantshard.formats import FORMATS, Copy
 from quantshard.gemm import backend
@@ -98,7 +98,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         },
         "kernels": {"run": "no" if why else "interpreted" if kernels.INTERPRETED else "compiled", "reason": why},
         "formats": _formats(device),
-        "recipes": {name: backend.gemm_path(recipe.resolve(name).weight, device)[0] for name in checks.recipe_names()},
+        "recipes": {name: backend.gemm_path(recipe.resolve(name).weight, device)[0] for name in cases.recipe_names()},
     }
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks import hardware
 from quantshard import cli, kernels
-from quantshard.doctor import checks, gemms, probes, products
+from quantshard.doctor import cases, checks, gemms, probes, products, quantize
 from quantshard.doctor.results import UnavailableError, first_line, outcome_of
 from quantshard.formats import FORMATS
 from quantshard.gemm import backend
@@ -77,14 +77,14 @@ def test_a_report_in_a_file_beside_tables(monkeypatch, capsys, tmp_path, few):
 
 def test_a_log_says_at_once_what_runs_and_how_long_it_took(monkeypatch, capsys, few):
     """Also of what never ends."""
-    first = checks.cases.amax.block_amax
+    first = quantize.amax.block_amax
     seen = []
 
     def watched(*arguments):
         seen.append(capsys.readouterr().err)
         return first(*arguments)
 
-    monkeypatch.setattr(checks.cases.amax, "block_amax", watched)
+    monkeypatch.setattr(quantize.amax, "block_amax", watched)
     _, _, lines = doctor(monkeypatch, capsys, "--json", "--quick")
     assert re.fullmatch(r"1 of 19, \d+ s: amax fp8_e4m3 \.\.\. ", seen[0])
     assert re.fullmatch(r"ok, \d+\.\d s", lines[0])
@@ -93,8 +93,8 @@ def test_a_log_says_at_once_what_runs_and_how_long_it_took(monkeypatch, capsys, 
 
 
 def test_wrong_bits_are_told(monkeypatch, capsys, few):
-    right = checks.cases.transpose.transpose
-    monkeypatch.setattr(checks.cases.transpose, "transpose", lambda codes: right(codes) ^ (codes.shape[1] == 64))
+    right = quantize.transpose.transpose
+    monkeypatch.setattr(quantize.transpose, "transpose", lambda codes: right(codes) ^ (codes.shape[1] == 64))
     code, out, _ = doctor(monkeypatch, capsys, "--json", "--quick")
     report = json.loads(out)
     assert code == 1 and not report["ok"]
@@ -108,7 +108,7 @@ def test_an_error_is_told_and_the_rest_goes_on(monkeypatch, capsys, few):
     def broken(*_, **__):
         raise RuntimeError("no such instruction in /home/someone/kernel.ptx\nof which the second line is long")
 
-    monkeypatch.setattr(checks.cases.amax, "block_amax", broken)
+    monkeypatch.setattr(quantize.amax, "block_amax", broken)
     code, out, _ = doctor(monkeypatch, capsys, "--json", "--quick")
     assert code == 1
     assert states(json.loads(out)) | {} == {
@@ -244,6 +244,6 @@ def test_the_table_is_put_between_the_marks():
 
 
 def test_names_of_recipes_and_formats():
-    assert checks.recipe_names() == ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16"]
+    assert cases.recipe_names() == ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16"]
     listed = " ".join(check.name for check in (*EVERY(), *checks.product_checks()))
     assert all(name in listed for name in FORMATS)

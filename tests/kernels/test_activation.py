@@ -1,6 +1,4 @@
-"""Fused activations: results near exact ones and near the oracle, codes equal to the oracle's of these results."""
-
-import math
+"""Fused activations where the registry of kernels has no case: edge values, one direction, pieces, poison, layouts."""
 
 import pytest
 import torch
@@ -8,7 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from quantshard import numerics
-from quantshard.formats import ALL, FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, MXFP8_32X32, NVFP4_1X16, Copy, Scaling
+from quantshard.doctor.cases import U, agrees
+from quantshard.doctor.fused import ActivationReference
+from quantshard.formats import ALL, FP8_1X128, FP8_128X128, NVFP4_1X16, Copy, Scaling
 from quantshard.kernels.fused import activation as ka
 from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import EpilogueRequest
@@ -18,11 +18,6 @@ from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 # numpy, under the interpreter, warns of what IEEE 754 defines
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-U, TINY = 2.0**-24, 2.0**-126
-SHAPES = [(1, 1), (33, 257)]
-NEIGHBOUR = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 0.0}
-"""The gap between neighbours of a dtype is at most this times a value of it."""
-SMALLEST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
 
 
 def values(rows, cols, dtype, seed=0):
@@ -35,55 +30,18 @@ def values(rows, cols, dtype, seed=0):
     return x.to(dtype).to(DEVICE)
 
 
-def logit(x, kind):
-    """z and dz / dx in float64."""
-    if kind == "gelu":
-        c = 2 * math.sqrt(2 / math.pi)
-        return c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x**2)
-    return {"silu": x, "qgelu": 1.702 * x}[kind], {"silu": 1.0, "qgelu": 1.702}[kind]
-
-
-def exact(x, kind):
-    """act(x), act'(x), and the factors of the bounds in the docstring of the kernels: |z|, and (1 + |z|) s."""
-    if kind in ("relu", "srelu"):
-        h = x.clamp(min=0)
-        value, slope = (h, (x > 0).double()) if kind == "relu" else (h * h, 2 * h)
-        return value, slope, torch.zeros_like(x), slope
-    z, dz = logit(x, kind)
-    s = torch.sigmoid(z)
-    slope = s + x * s * torch.sigmoid(-z) * dz
-    return x * s, slope, z.abs(), (1 + z.abs() * (3 if kind == "gelu" else 1)) * s
-
-
-def close(got, want, error, dtype):
-    """Within `error` before the one rounding, which adds half a gap."""
-    got = got.double()
-    slack = NEIGHBOUR[dtype] / 2 * (want.abs() + error) + U * want.abs() + SMALLEST[dtype] * 2
-    overflown = want.abs() + slack > torch.finfo(dtype).max
-    bad = ((got - want).abs() > error + slack) & ~overflown
-    assert not bad.any(), (got[bad][:5], want[bad][:5], error.expand_as(want)[bad][:5])
-    assert not got.isnan().any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_results_are_within_the_stated_bounds(name, dtype):
-    for shape in SHAPES:
-        gate, dh = values(*shape, dtype), values(*shape, dtype, seed=2).clamp(-100, 100)
-        up = values(*shape, dtype, seed=1).clamp(-100, 100).flip(0) if name in ka.GATED else None
-        high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
-        ka.activate_and_quantize(gate, name, up, EpilogueRequest(high=high))
-        second = None if up is None else EpilogueRequest(high=d_up)
-        ka.activate_backward_and_quantize(dh, gate, name, up, EpilogueRequest(high=d_gate), second)
-
-        value, slope, z, weight = exact(gate.double(), ka.GATED.get(name, name))
-        x, dh, factor = gate.double(), dh.double(), torch.ones_like(value) if up is None else up.double()
-        near = (5 * z + 12) * U * value.abs() + TINY * x.abs()
-        close(high, value * factor, near * factor.abs(), dtype)
-        near_slope = (5 * z + 16) * U * weight + TINY * (1 + 3 * z)
-        close(d_gate, dh * factor * slope, near_slope * (dh * factor).abs(), dtype)
-        if up is not None:
-            close(d_up, dh * value, near * dh.abs(), dtype)
+def test_edges_are_within_the_stated_bounds(name, dtype):
+    gate, dh = values(5, 40, dtype), values(5, 40, dtype, seed=2).clamp(-100, 100)
+    up = values(5, 40, dtype, seed=1).clamp(-100, 100).flip(0) if name in ka.GATED else None
+    high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
+    ka.activate_and_quantize(gate, name, up, EpilogueRequest(high=high))
+    second = None if up is None else EpilogueRequest(high=d_up)
+    ka.activate_backward_and_quantize(dh, gate, name, up, EpilogueRequest(high=d_gate), second)
+    exact = ActivationReference(gate, name, up)
+    assert agrees(high, exact.result())
+    assert all(map(agrees, (d_gate, None if up is None else d_up), exact.gradients(dh)))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -104,7 +62,7 @@ def test_results_are_the_oracles_or_their_neighbours(name):
         else:
             apart = (one.float() - other.float()).abs()
             cancelled = 2.0**-19 * (1 + gate.float().abs()) * (1 + dh.float().abs()) * (1 if up is None else 30)
-            assert (apart <= NEIGHBOUR[torch.bfloat16] * other.float().abs() + cancelled).all()
+            assert (apart <= 2.0**-7 * other.float().abs() + cancelled).all()
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "qgelu"])
@@ -115,9 +73,6 @@ def test_the_largest_numbers_do_not_become_nan(name):
     ka.activate_and_quantize(x, name, None, EpilogueRequest(high=high))
     ka.activate_backward_and_quantize(torch.ones_like(x), x, name, None, EpilogueRequest(high=slope))
     assert torch.equal(high, x.clamp(min=0)) and torch.equal(slope, (x > 0).float())
-
-
-FORMATS = [FP8_E4M3, FP8_E5M2, FP8_128X128, FP8_1X128, MXFP8_32X32, NVFP4_1X16]
 
 
 def request(fmt, scaling, grids, dtype, transposed=False, words=None):
@@ -136,28 +91,6 @@ def same_codes(target, high, fmt, scaling, grids, drawn=None):
     if target.transposed is not None:
         unpacked = numerics.unpack(codes, copy.codes.encoding, high.shape[1]).t().contiguous()
         assert torch.equal(target.transposed, numerics.pack(unpacked, copy.codes.encoding))
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
-def test_codes_are_the_oracles_of_the_results(fmt):
-    """Along rows, and along columns too: the codes transposed, or where blocks are not square, with other scales."""
-    shape, dtype, scaling = (37, 290), torch.bfloat16, Scaling()
-    gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
-    highs = [torch.empty_like(gate) for _ in range(3)]
-    ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(high=highs[0]))
-    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(EpilogueRequest(high=x) for x in highs[1:]))
-    asked, transposed = [], fmt.transposable
-    for x in highs:
-        ways = (numerics.amaxes(x, fmt), None if transposed else numerics.amaxes(x.t(), fmt))
-        asked.append((ways, *(g and request(fmt, scaling, g, dtype, transposed) for g in ways)))
-    found = [ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(*asked[0][1:]))]
-    found += ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(EpilogueRequest(*a[1:]) for a in asked[1:]))
-    for (one, two), x, (ways, *_) in zip(found, highs, asked, strict=True):
-        same_codes(one, x, fmt, scaling, ways[0])
-        if transposed:
-            assert two is None
-        else:
-            same_codes(two, x.t().contiguous(), fmt, scaling, ways[1])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -273,18 +206,6 @@ def test_sums_are_of_the_rounded_results():
         assert ((s.double() - x.double().sum(0)).abs() <= 37 * U * x.double().abs().sum(0)).all()
     error = (of_grad.double() - dh.double().sum(0)).abs()
     assert (error <= 2.0**-8 * of_grad.abs().double() + 37 * U * dh.double().abs().sum(0)).all()
-
-
-def test_the_gradient_of_an_output_is_quantized_with_its_sums():
-    shape, fmt = (37, 290), FP8_E5M2
-    dy, amax = values(*shape, torch.bfloat16), scalar()
-    grids = numerics.amaxes(dy, fmt)
-    sums = torch.empty(290, device=DEVICE)
-    asked = request(fmt, Scaling(), grids, dy.dtype, True)
-    t, _ = ka.quantize_gradient(dy, EpilogueRequest(asked, amax=amax, sums=sums))
-    same_codes(t, dy, fmt, Scaling(), grids)
-    assert amax == dy.abs().amax()
-    assert ((sums.double() - dy.double().sum(0)).abs() <= 37 * U * dy.double().abs().sum(0)).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0)])

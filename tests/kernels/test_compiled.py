@@ -27,7 +27,7 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, FFN, TOKENS = 24, 40, 5
-STEPS = 3
+STEPS = 2
 BY_NAME = {**RECIPES, "delayed": "delayed"}
 """Recipes as torch 2.11 compiles an autocast: by a name, but for one."""
 
@@ -142,11 +142,14 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 def cells() -> list[tuple[str, str, bool, bool]]:
     """(Module, recipe, weights stored quantized, autocast inside): every module with delayed scaling, which keeps most
-    between steps, the gated MLP with every recipe, and a layer with some."""
+    between steps, the gated MLP with every recipe, and a layer with two."""
     found = [(name, "delayed", turn % 3 != 2, turn % 2 == 0) for turn, name in enumerate(MODULES)]
     found += [("gated mlp", recipe, turn % 3 != 1, turn % 2 == 1) for turn, recipe in enumerate(RECIPES)]
-    found += [("layer with fused projections", recipe, True, False) for recipe in ("current", "block", "mxfp8")]
-    found += [("mlp", "current", False, True), ("norm and three linears", "nvfp4", False, False)]
+    found += [
+        ("layer with fused projections", "current", True, False),
+        ("mlp", "current", False, True),
+        ("norm and three linears", "nvfp4", False, False),
+    ]
     return sorted(set(found))
 
 
@@ -164,7 +167,9 @@ def test_bits(name: str, recipe: str, stored: bool, inside: bool, used: list[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "nvfp4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("current", "block"))]
+)
 def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
     eager = trained(build("gated mlp", recipe), recipe, None, steps=2)
     forwards = len(used)
@@ -175,7 +180,7 @@ def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_of_what_gradients_are_needed(recipe: str, used: list[str]) -> None:
     """Frozen weights, frozen parameters of the normalization, and an input without a gradient; in float32 too."""
-    for frozen in ("fc1", "fc2", "layer_norm", "weight"):
+    for frozen in ("fc1", "fc2", "layer_norm", "weight") if recipe == "delayed" else ("fc2", "weight"):
         found = []
         for compiler in (None, aot_eager):
             torch._dynamo.reset()
@@ -259,11 +264,11 @@ def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
     assert len(used) == 4 and len({*used}) == 1, "both of them, in training and evaluation"
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
     """A compiled MLP keeps the bytes of an eager one, but for scalars and alignment."""
-    tokens, kept = 512, []
+    tokens, kept = 128, []
     for compiler in (None, aot_eager):
         module = build("gated mlp", RECIPES[recipe])
         module.recompute_activation = recomputes  # type: ignore[assignment]

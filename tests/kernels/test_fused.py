@@ -116,7 +116,7 @@ def test_bits(name: str, recipe: str, both: Callable[..., tuple[Any, Any]]) -> N
         assert any(name.startswith("d") for name in one)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"][: 4 if ON_GPU else 2])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"][: 4 if ON_GPU else 1])
 def test_frozen_weights_no_gradients_and_recomputation(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
     chosen = RECIPES[recipe]
 
@@ -169,7 +169,7 @@ def test_a_gradient_that_is_not_finite_spreads(recipe: str, both: Callable[..., 
         assert all(grad.isnan().any() for grad in found.values())
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "current", "block"][: 4 if ON_GPU else 2])
 def test_recomputed_activations(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
     chosen = RECIPES[recipe]
 

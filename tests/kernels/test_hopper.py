@@ -12,29 +12,47 @@ from pathlib import Path
 import pytest
 
 triton = pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
-CHOSEN = [
-    "per tensor, transpose, next amax", "128x128, transpose", "1x128, both directions",
-    "MXFP8, both directions", "NVFP4", "NVFP4, both directions, random",
-    "amax", "dequantize MXFP8", "dequantize NVFP4", "transpose", "activation, per tensor",
-    "activation, backward MXFP8", "norm, per tensor", "norm, statistics, 4096", "norm, backward, RMSNorm, 4096",
-    "rotary", "experts, per tensor", "Adam, delayed", "Adam, delayed, FP8 moments",
-]  # fmt: skip
-"""Of each file some; the program without arguments compiles all."""
 
-BYTES = {"NVFP4": (16, 8), "NVFP4, both directions, random": (8, 8), "dequantize NVFP4": (4, 16), "amax": (16, 0)}
-"""Of the widest load and store of a thread, where these are not 16: half a byte a code, four columns a thread."""
+from quantshard.doctor import registry  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+BOTH = "both directions"
+ROUNDED = f"{BOTH} + stochastic_rounding + random_hadamard"
+CHOSEN = [
+    *(row.timed[0] for row in registry.ROWS),
+    "quantize fp8_e4m3 + transpose + next amax", "quantize fp8_128x128 + transpose", f"quantize fp8_1x128, {BOTH}",
+    f"quantize mxfp8_1x32, {BOTH}", "quantize nvfp4_1x16", f"quantize nvfp4_1x16, {ROUNDED}",
+    "dequantize mxfp8_32x32", "dequantize nvfp4_16x16", "activation + quantize mxfp8_1x32",
+    "Adam, delayed, FP8 moments",
+]  # fmt: skip
+"""A case of each row, and more of those that could spill; the program without arguments compiles all that are timed."""
+
+BYTES = {
+    "amax_kernel": (16, 0), "tensor_amax_kernel": (16, 0), "scales_kernel": (4, 4), "tensor_scales_kernel": (8, 4),
+    "statistics_kernel": (16, 4), "sums_kernel": (16, 4), "requantize_kernel": (16, 4), "rows_kernel": (8, 16),
+    "record_kernel": (8, 4), "past_kernel": (8, 4), "tensor_past_kernel": (8, 4), "tensor_record_kernel": (8, 4),
+    "quantize nvfp4_1x16": (16, 8), f"quantize nvfp4_1x16, {ROUNDED}": (8, 8), "dequantize nvfp4_16x16": (4, 16),
+}  # fmt: skip
+"""Of the widest load and store of a thread, by case or kernel, where these are not 16: what is left of a row or a
+block is a number, half a byte a code, four columns a thread."""
 
 SPILLED = {
     "3.6": {
-        "NVFP4, both directions, random": 40, "activation, backward MXFP8": 48, "Adam, delayed, FP8 moments": 60,
+        f"quantize fp8_1xrow, {BOTH}": 8, f"quantize nvfp4_1x16, {ROUNDED}": 40, "activation + quantize mxfp8_1x32": 8,
+        "Adam, delayed, FP8 moments": 60,
     },
     "3.7": {
-        "1x128, both directions": 8, "MXFP8, both directions": 24, "activation, backward MXFP8": 48,
+        f"quantize fp8_1xrow, {BOTH}": 472, f"quantize fp8_1x128, {BOTH}": 8, "gradient + quantize fp8_e4m3": 8,
         "Adam, delayed, FP8 moments": 16,
     },
-    "3.8": {"1x128, both directions": 20, "NVFP4": 8, "Adam, delayed, FP8 moments": 12},
-    "3.9": {"1x128, both directions": 24, "MXFP8, both directions": 28, "Adam, delayed, FP8 moments": 12},
+    "3.8": {
+        f"quantize fp8_1xrow, {BOTH}": 460, f"quantize fp8_1x128, {BOTH}": 20, "quantize nvfp4_1x16": 8,
+        "Adam, delayed, FP8 moments": 12,
+    },
+    "3.9": {
+        f"quantize fp8_1xrow, {BOTH}": 464, f"quantize fp8_1x128, {BOTH}": 24, f"quantize mxfp8_1x32, {BOTH}": 28,
+        "Adam, delayed, FP8 moments": 12,
+    },
 }  # fmt: skip
 """Bytes, by version of Triton; more programs beside each other are worth them."""
 
@@ -42,21 +60,28 @@ SPILLED = {
 def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[str], None]) -> None:
     """Registers that spill would cost bandwidth; a fused multiply-add or a quick division would cost the oracle's bits.
 
-    Activations promise a bound, not bits, before they are rounded.
+    Every kernel of the registry is among them, but for those that long rows, other blocks and other steps take.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     script = str(ROOT / "tests" / "kernels" / "hopper.py")
     done = subprocess.run(
-        [sys.executable, script, *CHOSEN], env=environment, capture_output=True, text=True, timeout=600
-    )
+        [sys.executable, script, "--once", *dict.fromkeys(CHOSEN)],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     spilled = SPILLED.get(".".join(triton.__version__.split(".")[:2]), {})
-    found = {line.pop("kernel"): line for line in map(json.loads, done.stdout.splitlines())}
-    show("\n".join(f"{name:32} {kernel['registers']:3} registers" for name, kernel in found.items()))
-    for name, kernel in found.items():
-        assert kernel["spilled"] <= spilled.get(name, 0), name
-        assert kernel["fused multiply-adds"] == 0, name
-        assert kernel["approximate divisions"] == 0 or name.startswith("activation"), name
-        assert (kernel["bytes of a load"], kernel["bytes of a store"]) == BYTES.get(name, (16, 16)), name
-    assert found["per tensor, transpose, next amax"]["casts"] > 0
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    show("\n".join(f"{line['case']}: {line['kernel']}, {line['registers']} registers" for line in found))
+    for line in found:
+        case, kernel = line["case"], line["kernel"]
+        assert line["spilled"] <= spilled.get(case, 0), (case, kernel)
+        assert line["fused multiply-adds"] == line["approximate divisions"] == 0, (case, kernel)
+        widths = BYTES.get(case) or BYTES.get(kernel, (16, 16))
+        assert (line["bytes of a load"], line["bytes of a store"]) == widths, (case, kernel)
+    assert next(line["casts"] for line in found if line["case"].endswith("next amax")) > 0
+    missing = {name for row in registry.ROWS for name in row.kernels} - {line["kernel"] for line in found}
+    assert missing == {
+        "backward_pieces_kernel", "corrections_kernel", "expert_amax_kernel", "quantize_blocks_kernel",
+        "weights_by_blocks_kernel",
+    }  # fmt: skip

@@ -1,4 +1,5 @@
-"""The kernels that quantize, measure, dequantize and transpose have the oracle's bits.
+"""The kernels that quantize, measure and dequantize have the oracle's bits where the registry of kernels has no case:
+options, pieces of a matrix, edge values, strides.
 
 On a machine without a GPU Triton's interpreter runs them (tests/conftest.py asks for it).
 """
@@ -275,10 +276,9 @@ def test_a_word_rounds_up_where_it_and_the_fraction_are_one() -> None:
         assert same(codes, numerics.quantize_codes(x, copy, {copy.scale.name: torch.ones(1, 1)}, words=words))
 
 
-def test_bytes_are_transposed() -> None:
-    for shape in [*SHAPES, (0, 5), (5, 0)]:
-        x = torch.randint(0, 256, shape, dtype=torch.uint8)
-        assert same(transpose.transpose(x.to(DEVICE)), x.t().contiguous())
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_nothing_is_transposed(shape: tuple[int, int]) -> None:
+    assert transpose.transpose(torch.empty(shape, dtype=torch.uint8, device=DEVICE)).shape == shape[::-1]
 
 
 def test_amax_of_transformed_rows() -> None:

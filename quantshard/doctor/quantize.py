@@ -1,0 +1,205 @@
+"""Rows of the registry of kernels for `kernels/quantize/`, which quantize, measure, dequantize, transpose a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantshard import kernels, numerics, recipe
+from quantshard.doctor.cases import Expected, KernelCase, KernelRow, recipe_names
+from quantshard.doctor.results import UnavailableError
+from quantshard.doctor.timing import bytes_of
+from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
+from quantshard.gemm import producers
+from quantshard.numerics import RandomBits
+
+if kernels.USABLE:
+    from quantshard.kernels.quantize import amax, dequantize, matrix, scales, transpose
+    from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
+
+Cases = dict[str, dict[str, Any]]
+
+
+def trained_formats() -> set[str]:
+    """Names of the formats that the named recipes compute in."""
+    tables = (recipe.resolve(name).table for name in recipe_names())
+    return {cell.format.name for table in tables for cell in table.values() if cell is not None}
+
+
+def timed_of(cases: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Those of cases, each of a format, that recipes train with."""
+    return tuple(name for name, options in cases.items() if options["fmt"].name in trained_formats())
+
+
+def is_kept(fmt: Format) -> bool:
+    """True for what optimizers alone store: 16-bit codes, which Adam's kernel writes."""
+    return fmt.copies[Copy.ROWWISE].codes.encoding.bits > 8
+
+
+QUANTIZED = tuple(fmt for fmt in FORMATS.values() if not is_kept(fmt))
+"""The formats that kernels quantize into."""
+
+
+def quantization(
+    x: Tensor,
+    fmt: Format,
+    scaling: Scaling = Scaling(),  # noqa: B008  (frozen)
+    *,
+    which: Copy = Copy.ROWWISE,
+    words: RandomBits | None = None,
+    transposed: bool = False,
+) -> tuple[QuantizeRequest, list[Expected]]:
+    """How one copy of a format is to be quantized, and what of it the oracle makes, as `results_of` gives it.
+
+    With multipliers given where its blocks reach beyond a tile, and then no scales. `transposed`: the codes of the
+    transpose too. `words`: random words, for stochastic rounding.
+    """
+    copy = fmt.copies[which]
+    drawn = None if words is None else dict.fromkeys(Copy, words.tensor(x.device))
+    parts = numerics.quantize(x, fmt, scaling, words=drawn)
+    known = None
+    if ALL in copy.block:
+        known = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, scaling, x.dtype)[copy.scale.name]
+    request = QuantizeRequest(
+        copy, scaling, multipliers=known, second_amax=parts.get("amax"), words=words, transposed=transposed,
+        by_columns=producers.read_by_columns(copy),
+    )  # fmt: skip
+    across = None
+    if transposed:
+        across = numerics.transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]
+    return request, [parts[copy.codes.name], parts[copy.scale.name] if known is None else None, across]
+
+
+def results_of(output: QuantizedOutput | None) -> list[Tensor | None]:
+    """Codes, scales and codes of the transpose."""
+    return [None] * 3 if output is None else [output.codes, output.scale, output.transposed]
+
+
+def quantize_case(
+    x: Tensor, fmt: Format, transposed: bool = False, next_amax: bool = False, which: Copy = Copy.ROWWISE
+) -> KernelCase:
+    """Codes and scales of one copy, and the transpose's codes; the amax for the next step in the same pass."""
+    if is_kept(fmt):
+        raise UnavailableError("16-bit codes are those of optimizer states, which Adam's kernel writes")
+    request, expected = quantization(x, fmt, which=which, transposed=transposed)
+    seen = torch.zeros((), dtype=torch.float32, device=x.device) if next_amax else None
+    largest = x.abs().amax().float() if next_amax else None
+    return KernelCase(
+        lambda: [*results_of(matrix.quantize_matrix(x, request, None, seen)[0]), seen],
+        lambda: [*expected, largest], bytes_of(x, *_tensors(expected)),
+    )  # fmt: skip
+
+
+def _tensors(expected: Iterable[Expected]) -> list[Tensor]:
+    return [part for part in expected if isinstance(part, Tensor)]
+
+
+def _quantize_cases() -> Cases:
+    """Every copy of every format; with the transpose where blocks are square, and where one scale is delayed."""
+    found: Cases = {}
+    for fmt in FORMATS.values():
+        name = f"quantize {fmt.name}"
+        found[name] = {"fmt": fmt}
+        if is_kept(fmt):
+            continue
+        found |= {f"{name}, {which.value}": {"fmt": fmt, "which": which} for which in list(fmt.copies)[1:]}
+        ways: Cases = {name: {"fmt": fmt}}
+        if fmt.transposable:
+            ways[f"{name} + transpose"] = {"fmt": fmt, "transposed": True}
+        found |= ways
+        if fmt.copies[Copy.ROWWISE].block == (ALL, ALL):
+            found |= {f"{way} + next amax": options | {"next_amax": True} for way, options in ways.items()}
+    return found
+
+
+def quantize_both_case(x: Tensor, fmt: Format, scaling: Scaling) -> KernelCase:
+    """Codes and scales by rows and, with scales of their own, by columns."""
+    padded = x.shape[0] + (-x.shape[0] % 16 if scaling.random_hadamard else 0)  # what the transform sees of a column
+    shapes = [(x.shape[0], x.shape[1]), (x.shape[1], padded)]
+    words = [RandomBits(5, 1, stream, shape) for stream, shape in enumerate(shapes)]
+    (one, by_rows), (two, by_columns) = (
+        quantization(values, fmt, way, words=drawn if way.stochastic_rounding else None)
+        for values, drawn, way in (
+            (x, words[0], Scaling(stochastic_rounding=scaling.stochastic_rounding)),
+            (x.t(), words[1], scaling),
+        )
+    )
+    expected = [*by_rows, *by_columns]
+    return KernelCase(
+        lambda: [part for output in matrix.quantize_matrix(x, one, two) for part in results_of(output)],
+        lambda: expected, bytes_of(x, *_tensors(expected)),
+    )  # fmt: skip
+
+
+def _both_cases() -> Cases:
+    """With transform and stochastic rounding where blocks lie along rows and within a tile."""
+    found: Cases = {}
+    for fmt in QUANTIZED:
+        block = fmt.copies[Copy.ROWWISE].block
+        if fmt.transposable or len(fmt.copies) > 1 or block[0] != 1:
+            continue
+        name = f"quantize {fmt.name}, both directions"
+        found[name] = {"fmt": fmt, "scaling": Scaling()}
+        if ALL not in block:
+            rounded = f"{name} + stochastic_rounding"
+            found[rounded] = {"fmt": fmt, "scaling": Scaling(stochastic_rounding=True)}
+            turned = Scaling(stochastic_rounding=True, random_hadamard=True)
+            found[f"{rounded} + random_hadamard"] = {"fmt": fmt, "scaling": turned}
+    return found
+
+
+def amax_case(x: Tensor, fmt: Format) -> KernelCase:
+    """Of the blocks of the first scale of a format."""
+    part = next(c for c in fmt.components if c.role is Role.SCALE)
+    expected = numerics.block_amax(x, part.covers)
+    return KernelCase(lambda: [amax.block_amax(x, part.covers)], lambda: [expected], bytes_of(x, expected))
+
+
+def scales_case(x: Tensor, fmt: Format) -> KernelCase:
+    """Scales and multipliers from the amaxes of the blocks, for formats with one scale."""
+    copy, scaling = fmt.copies[Copy.ROWWISE], Scaling()
+    grids = numerics.amaxes(x, fmt)
+    expected = [
+        made(grids, fmt, scaling, x.dtype)[copy.scale.name] for made in (numerics.scales, numerics.encode_scales)
+    ]
+    grid = grids[copy.scale.name]
+    return KernelCase(
+        lambda: scales.scales(grid, copy, scaling, x.dtype), lambda: expected, bytes_of(grid, *expected)
+    )  # fmt: skip
+
+
+def dequantize_case(x: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16) -> KernelCase:
+    """Codes and scales to values."""
+    copy, shape, parts = fmt.copies[Copy.ROWWISE], (x.shape[0], x.shape[1]), numerics.quantize(x, fmt)
+    expected = numerics.dequantize(copy, parts, shape).to(dtype)
+    read = [parts[c.name] for c in fmt.components if c.copy is Copy.ROWWISE]
+    return KernelCase(
+        lambda: [dequantize.dequantize(copy, parts, shape, dtype=dtype)], lambda: [expected], bytes_of(expected, *read)
+    )
+
+
+def transpose_case(x: Tensor) -> KernelCase:
+    """Bytes."""
+    codes = x.view(torch.uint8)[:, : x.shape[1]].contiguous()
+    return KernelCase(
+        lambda: [transpose.transpose(codes)], lambda: [codes.t().contiguous()], 2 * bytes_of(codes)
+    )  # fmt: skip
+
+
+QUANTIZE, BOTH = _quantize_cases(), _both_cases()
+AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
+SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
+DEQUANTIZE: Cases = {f"dequantize {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
+WIDE: Cases = {f"{name} to fp32": {**options, "dtype": torch.float32} for name, options in DEQUANTIZE.items()}
+
+ROWS = (
+    KernelRow({"quantize_kernel"}, quantize_case, QUANTIZE, timed_of(QUANTIZE), (35, 290)),
+    KernelRow({"quantize_kernel"}, quantize_both_case, BOTH, timed_of(BOTH), (35, 290)),
+    KernelRow({"amax_kernel"}, amax_case, AMAX, timed_of(AMAX), (35, 290)),
+    KernelRow({"scales_kernel"}, scales_case, SCALES, timed_of(SCALES), (131, 257)),
+    KernelRow({"dequantize_kernel"}, dequantize_case, DEQUANTIZE | WIDE, timed_of(DEQUANTIZE), (35, 290)),
+    KernelRow({"transpose_kernel"}, transpose_case, {"transpose of bytes": {}}, ["transpose of bytes"], (35, 290)),
+)

@@ -1,0 +1,211 @@
+"""The registry of kernels: no Triton kernel lacks a row, every case is right and tells one wrong element, and the
+self-test, the benchmarks and the tests run every row."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import KernelInterface
+
+import quantshard
+from benchmarks import kernels as benchmark
+from quantshard.doctor import checks, registry
+from quantshard.doctor.cases import TOO_FAR, Bound, KernelCase, agrees
+from quantshard.doctor.results import UnavailableError
+from quantshard.doctor.timing import bytes_of
+from quantshard.kernels.quantize import transpose
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS = Path(quantshard.__file__).parent / "kernels"
+LEAST, FULL = (1, 1), (131, 257)
+BF16 = torch.bfloat16
+ONE_PROGRAM = {"corrections_kernel"}
+"""It has a program for each group of parameters."""
+
+EVERY = [(row, name) for row in registry.ROWS for name in row.cases]
+FIRST = [(row, next(iter(row.cases))) for row in registry.ROWS]
+BOUNDED = [(row, name) for row, name in EVERY if row.otherwise == TOO_FAR]
+
+
+def case_of(row, name, shape, dtype=BF16) -> KernelCase:
+    return row.make(checks.random(shape, DEVICE).to(dtype), **row.cases[name])
+
+
+def spoiled(x: Tensor) -> Tensor:
+    """With a single element, the last one, off: by a bit, or of a float by more than its size."""
+    x = x.clone().contiguous()
+    last = x.view(-1)[-1:]
+    if x.is_floating_point():
+        last.copy_(torch.where(last.isfinite(), last + 0.5 + last.abs(), 0.0))
+    else:
+        last ^= 1
+    return x
+
+
+def check(case: KernelCase) -> None:
+    """It is right, and told to be wrong where any of its results is."""
+    results = list(zip(case.launch(), case.oracle(), strict=True))
+    assert [place for place, (found, expected) in enumerate(results) if not agrees(found, expected)] == []
+    for place, (found, expected) in enumerate(results):
+        if found is not None and found.numel():
+            assert not agrees(spoiled(found), expected), place
+            assert not agrees(found, None) and not agrees(None, expected)
+
+
+@pytest.mark.parametrize(("row", "name"), [pytest.param(*each, id=each[1]) for each in EVERY])
+def test_kernels_are_their_oracles(row, name):
+    """Where programs of a kernel are not full; what must be moved are results at least."""
+    try:
+        case = case_of(row, name, row.uneven)
+    except UnavailableError:
+        assert name == "quantize fp16_1x128"
+    else:
+        check(case)
+        assert case.moved >= bytes_of(*case.launch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("row", "name"), [pytest.param(*each, id=each[1]) for each in BOUNDED])
+def test_bounds_of_other_dtypes(row, name, dtype):
+    check(case_of(row, name, row.uneven, dtype))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(LEAST, torch.float32), (FULL, torch.float16)], ids=["least", "full"])
+@pytest.mark.parametrize(("row", "name"), [pytest.param(*each, id=each[1]) for each in FIRST])
+def test_one_element_and_whole_tiles(row, name, shape, dtype):
+    check(case_of(row, name, shape, dtype))
+
+
+# No kernel without a row, and no row without its kernels
+
+
+def launched_from_python(sources: dict[str, str]) -> set[str]:
+    """Names of functions that are decorated with `triton.jit` and whose names end in `_kernel`, or stand before a
+    subscript that is called: kernel[grid](...)."""
+    trees = [ast.parse(source) for source in sources.values()]
+    every = [node for tree in trees for node in ast.walk(tree)]
+    subscripts = {
+        ast.unparse(node.func.value).split(".")[-1]
+        for node in every
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    }
+    compiled = [
+        node.name
+        for node in every
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+    ]
+    found = [name for name in compiled if name.endswith("_kernel") or name in subscripts]
+    assert len(set(found)) == len(found), "two kernels have one name"
+    return set(found)
+
+
+def without_rows(sources: dict[str, str]) -> set[str]:
+    return launched_from_python(sources) - {name for row in registry.ROWS for name in row.kernels}
+
+
+def test_every_kernel_has_a_row():
+    sources = {str(path): path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")}
+    assert len(launched_from_python(sources)) == len({name for row in registry.ROWS for name in row.kernels}) >= 30
+    assert without_rows(sources) == set()
+    new = "@triton.jit\ndef {}(x):\n    pass\n\n\ndef launch(x):\n    module.{}[(1,)](x)\n"
+    assert without_rows(sources | {"new.py": new.format("new_kernel", "new_kernel")}) == {"new_kernel"}
+    assert without_rows(sources | {"new.py": new.format("other", "other")}) == {"other"}
+    assert without_rows(sources | {"new.py": new.format("called_by_kernels", "sum_kernel")}) == set()
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Counter[str]:
+    """The most programs of each kernel that runs."""
+    programs: Counter[str] = Counter()
+    real = KernelInterface.__getitem__
+
+    def launched(self, grid):
+        count = prod(grid) if isinstance(grid, tuple) else grid
+        programs[self.fn.__name__] = max(programs[self.fn.__name__], count)
+        return real(self, grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launched)
+    return programs
+
+
+@pytest.mark.parametrize("row", registry.ROWS, ids=lambda row: next(iter(row.cases)))
+def test_a_row_launches_its_kernels_in_several_programs(row, launches):
+    """All of them in the cases that say so, and others only that have rows of their own."""
+    seen: set[str] = set()
+    for name in row.cases:
+        case = case_of(row, name, row.uneven)
+        launches.clear()
+        case.launch()
+        assert set(launches) <= {kernel for other in registry.ROWS for kernel in other.kernels}
+        seen |= {kernel for kernel, programs in launches.items() if programs > (kernel not in ONE_PROGRAM)}
+        if seen >= set(row.kernels):
+            return
+    raise AssertionError(f"no case launches {set(row.kernels) - seen}, or none in several programs")
+
+
+# Who runs the rows
+
+
+@pytest.fixture
+def ran(monkeypatch) -> Counter[str]:
+    """How often a case of each row was made; it is right without a kernel."""
+    made: Counter[str] = Counter()
+
+    def counted(first, x, **options):
+        made[first] += 1
+        return KernelCase(list, list, 1)
+
+    rows = [row._replace(make=partial(counted, next(iter(row.cases)))) for row in registry.ROWS]
+    monkeypatch.setattr(registry, "ROWS", tuple(rows))
+    return made
+
+
+def test_the_self_test_and_the_benchmarks_run_every_row(ran):
+    states = {result.name: result.state for result in checks.run_checks(DEVICE)}
+    shapes = checks.COMPILED if DEVICE.type == "cuda" else checks.INTERPRETED
+    assert ran == {next(iter(row.cases)): len(row.cases) * len(shapes) for row in registry.ROWS}
+    assert all(states[name] == "ok" for row in registry.ROWS for name in row.cases) and len(states) > 150
+    ran.clear()
+    timed = benchmark.cases(torch.ones(1, 1))
+    assert all(make().is_right() for make in timed.values())
+    assert ran == {next(iter(row.cases)): len(row.timed) for row in registry.ROWS} and min(ran.values()) > 0
+
+
+def test_every_row_is_tested():
+    cases = [name for _, name in EVERY]
+    assert len(set(cases)) == len(cases) == sum(len(row.cases) for row in registry.ROWS)
+    assert [row for row, _ in FIRST] == list(registry.ROWS)
+
+
+def test_a_wrong_kernel_is_told(monkeypatch):
+    """By the line of its check; 16-bit codes have none."""
+    real = transpose.transpose
+    monkeypatch.setattr(transpose, "transpose", lambda codes: real(codes) ^ 1)
+    (row,) = (row for row in registry.ROWS if "transpose_kernel" in row.kernels)
+    monkeypatch.setattr(registry, "ROWS", (row,))
+    (result,) = (result for result in checks.run_checks(DEVICE) if result.name == "transpose of bytes")
+    assert result.state == "WRONG" and "other bits than the oracle's, of shape 5 x 34 and 16 x 64" in result.reason
+
+
+def test_no_bound_holds_for_what_is_no_number():
+    exact, error = torch.tensor([1.0, 3e38, 1e39], dtype=torch.float64), torch.full((3,), 1e-3, dtype=torch.float64)
+    assert agrees(torch.tensor([1.0009, 3e38, float("inf")]), Bound(exact, error))
+    for wrong in (
+        [float("nan"), 3e38, 3e38],
+        [1.0, float("inf"), 3e38],
+        [1.0, 3e38, float("nan")],
+        [1.002, 3e38, 3e38],
+    ):
+        assert not agrees(torch.tensor(wrong), Bound(exact, error))
+    assert not agrees(torch.ones(1), Bound(exact, error)) and not agrees(torch.ones(3).half(), torch.ones(3))
