@@ -258,10 +258,8 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             if AMAX_HISTORY in state:
                 state[AMAX_HISTORY].zero_()
             local = private_torch.local_tensor(param)
-            first = private_torch.global_offset(param)
-            origin = (
-                local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (first[0], first[1])
-            )
+            at = private_torch.global_offset(param)
+            origin = local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (at[0], at[1])
             shape = (local.shape[0], local.shape[1])
             values = spec.values(int(state[KEY]), origin, shape, local.device).to(self._dtype)
             if isinstance(local, QuantizedTensor):
@@ -310,10 +308,11 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         for param in quantized:
             components.move_parameter(param, fn)
         for name, buffer in before.items():
-            if name.endswith((INPUT_HISTORY, GRAD_OUTPUT_HISTORY)):
-                moved = self.get_buffer(name)
-                if moved.dtype != buffer.dtype:
-                    self.register_buffer(name, buffer.to(moved.device))
+            moved = self.get_buffer(name)
+            if buffer.is_meta and not moved.is_meta:
+                moved.zero_()  # to_empty gives memory as it is, and no load need have an entry
+            elif name.endswith((INPUT_HISTORY, GRAD_OUTPUT_HISTORY)) and moved.dtype != buffer.dtype:
+                self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
             storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
         self._check_dtypes()
