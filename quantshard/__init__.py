@@ -1,6 +1,7 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
 from quantshard import checkpoints, errors, layouts, optimizers, recipe, transformer_engine
+from quantshard.conversion.convert import convert, revert
 from quantshard.determinism import deterministic
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.modules import (
@@ -47,6 +48,7 @@ __all__ = [
     "check_replicas",
     "checkpoint",
     "checkpoints",
+    "convert",
     "deterministic",
     "dispatch_tokens",
     "errors",
@@ -57,6 +59,7 @@ __all__ = [
     "quantized_model_init",
     "recipe",
     "requantize_",
+    "revert",
     "transformer_engine",
 ]
 

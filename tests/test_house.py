@@ -36,7 +36,7 @@ FLOORS = (
     "gemm",
     "distributed",
     "modules optimizers checkpoints observe",
-    "layouts doctor terminal",
+    "layouts doctor terminal conversion",
     "transformer_engine",
     "__init__",
     "trainer compat",

@@ -14,6 +14,7 @@ from quantshard.private_torch.autograd import (
     registered_buffer,
     registered_parameter,
     set_aside,
+    take_hooks,
     take_saved,
 )
 from quantshard.private_torch.fsdp import (
@@ -115,6 +116,7 @@ __all__ = [
     "sharded_parameters",
     "state_dict_stager",
     "storage_info",
+    "take_hooks",
     "take_saved",
     "takes_data",
     "told_extents",

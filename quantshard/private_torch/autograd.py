@@ -36,6 +36,24 @@ def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers.get(name)
 
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Where `nn.Module` keeps the hooks of calls; in public they can be registered, but not listed."""
+
+
+def take_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Give a module the hooks of calls of another, in whose place it comes."""
+    for name in HOOKS:
+        getattr(module, name).update(getattr(other, name))
+
+
 @contextmanager
 def set_aside(module: nn.Module, kind: type[Tensor]) -> Iterator[list[Tensor]]:
     """The parameters of this very module that are of a class of tensors; meanwhile it has None in their place, which

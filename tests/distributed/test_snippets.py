@@ -28,6 +28,7 @@ RUN_BY = {
     "docs/checkpoints.md": f"{DOCS}checkpoints_doc.py",
     "docs/converting.md": "tests/transformer_engine/test_convert.py",
     "docs/determinism.md": HERE,
+    "docs/existing-models.md": HERE,
     "docs/experts.md": "tests/distributed/experts.py",
     "docs/format.md": f"{DOCS}format_doc.py",
     "docs/layouts.md": "tests/cli/test_exchange.py",
@@ -56,7 +57,7 @@ def test_every_page_with_code_has_a_test() -> None:
     assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
     for page, file in RUN_BY.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 5, 1, 1]
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 5, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -98,6 +99,15 @@ def test_determinism() -> None:
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         quantshard.deterministic(False)
+
+
+def test_a_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    """It trains, and prints what the page says."""
+    page = "docs/existing-models.md"
+    names: dict[str, Any] = {}
+    exec(snippets(page)[0], names)
+    assert capsys.readouterr().out in (ROOT / page).read_text(encoding="utf-8")
+    assert names["loss"] < names["model"].config.vocab_size and names["step"] == 4
 
 
 def test_transformer_engines_names() -> None:

@@ -1,0 +1,164 @@
+"""`convert` and `revert`: the linear layers of a model become quantized ones, in place, and plain ones again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import sharding
+from quantshard.conversion.forward import enter_recipe, leave_recipe
+from quantshard.conversion.linear import ConvertedLinear, convert_linear, plain_linear
+from quantshard.conversion.report import ConversionReport, ConvertedLayer, LeftLayer
+from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices
+from quantshard.errors import ConfigurationError
+from quantshard.recipe import Recipe
+from quantshard.tensor import components
+
+WHERE = ("linear",)
+"""What `modules=` may name."""
+
+Places = dict[int, list[tuple[nn.Module, str]]]
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipes,
+    *,
+    filter: Filter | None = None,
+    modules: str = "linear",
+    autocast: bool = True,
+    preserve_high_precision_init_val: bool = False,
+) -> ConversionReport:
+    """Quantize the weights of a model's linear layers, in place; names of parameters stay as they are.
+
+    Convert before the model is sharded (`fully_shard`) and before the optimizer is made. On the meta device it is the
+    layers alone that change; values are loaded later, by `checkpoints.load_high_precision` for one.
+
+    Args:
+        model: any module. Its `nn.Linear` layers are exchanged for quantshard's; their biases, hooks, frozen flags,
+            devices and nominal dtypes stay. Subclasses of `nn.Linear`, and layers whose weight is shared with another
+            module or computed, are left.
+        recipe: a recipe or its name; or a mapping from patterns of layers' names to recipes, of which the first that
+            matches holds: `{"*.down_proj": "block", "*": "mxfp8"}`. "bf16" leaves a layer as it is.
+        filter: which layers to convert: a function of module and name, or patterns (`"*.mlp.*"`, `"q_proj"`), which
+            match a whole name or its end behind a dot. By default all but the head and routers.
+        modules: "linear".
+        autocast: make `model.forward` enter the recipe, so that no loop needs `quantshard.autocast`.
+        preserve_high_precision_init_val: keep the values on the CPU, for the masters of an optimizer that is made
+            later, which otherwise begin with the quantized values.
+
+    Returns:
+        What was converted and what was left, with reasons and bytes; print it.
+
+    Raises:
+        ConfigurationError: the model is sharded or converted already, or no layer is left to convert; a pattern matches
+            nothing; a recipe is not known; values are infinite or NaN (layers before this one are converted then).
+    """
+    if modules not in WHERE:
+        raise ConfigurationError(f"convert(modules={modules!r}): choose one of: {', '.join(WHERE)}")
+    _check_model(model)
+    chosen = choices(model, recipe, filter)
+    if not any(choice.recipe for choice in chosen):
+        raise ConfigurationError(_nothing(model, chosen))
+    recipes = Counter(choice.recipe.name for choice in chosen if choice.recipe)
+    common = next(
+        choice.recipe for choice in chosen if choice.recipe and choice.recipe.name == recipes.most_common(1)[0][0]
+    )
+    places = _places(model)
+    report = ConversionReport(
+        tuple(
+            _convert(places, choice, choice.recipe, common if autocast else None, preserve_high_precision_init_val)
+            for choice in chosen
+            if choice.recipe
+        ),
+        tuple(LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in chosen if not c.recipe),
+    )
+    if autocast:
+        enter_recipe(model, common)
+    return report
+
+
+def revert(model: nn.Module) -> int:
+    """Undo `convert`: plain `nn.Linear` layers of the values that the quantized weights stand for; how many.
+
+    Raises:
+        ConfigurationError: the model is sharded, or holds no layer that `convert` made.
+    """
+    _check_unsharded(model, "revert")
+    layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
+    if not layers:
+        raise ConfigurationError("revert: this model holds no layer that quantshard.convert made")
+    places = _places(model)
+    for module in layers:
+        plain = plain_linear(module)
+        for parent, child in places[id(module)]:
+            setattr(parent, child, plain)
+    leave_recipe(model)
+    return len(layers)
+
+
+def _convert(places: Places, choice: LayerChoice, recipe: Recipe, around: Recipe | None, keep: bool) -> ConvertedLayer:
+    old = choice.module
+    shape = (old.out_features, old.in_features)
+    new = convert_linear(old, choice.name, recipe, keep)
+    if around is not None and recipe != around:
+        new.recipe = recipe
+    for parent, child in places[id(old)]:
+        setattr(parent, child, new)
+    fmt = components.storage_of(new.weight).cell.format
+    stored: int = sum(sharding.stored_bytes(fmt, sharding.whole(shape)).values())
+    before = old.weight.numel() * old.weight.element_size()
+    return ConvertedLayer(choice.name, shape, recipe.name, fmt.name, before, stored)
+
+
+def _places(model: nn.Module) -> Places:
+    """By the identity of each module, its parents and its names there: a module may stand in several places."""
+    found: Places = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            parent, _, child = name.rpartition(".")
+            found.setdefault(id(module), []).append((model.get_submodule(parent), child))
+    return found
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, nn.Linear):
+        raise ConfigurationError(
+            "convert changes the layers inside of a model, and this model is itself a Linear: put it into one, "
+            "as torch.nn.Sequential(layer)"
+        )
+    _check_unsharded(model, "convert")
+    for name, parameter in _parameters(model):
+        if components.quantized_local(parameter) is not None:
+            raise ConfigurationError(
+                f"convert: {name} is quantized already, to {components.storage_of(parameter).cell.format.name}; "
+                "quantshard.revert gives the plain layers back"
+            )
+
+
+def _check_unsharded(model: nn.Module, what: str) -> None:
+    for name, parameter in _parameters(model):
+        if isinstance(parameter, DTensor):
+            raise ConfigurationError(
+                f"{what}: {name} is sharded ({', '.join(map(str, parameter.placements))}); convert first, then "
+                "fully_shard, then make the optimizer"
+            )
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return iter(model.named_parameters())
+
+
+def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:
+    if not chosen:
+        kinds = Counter(
+            type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(False))
+        )
+        held = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6)) or "no parameters"
+        return f"convert: this model has no torch.nn.Linear (it has {held}), so there is nothing to convert"
+    reasons = Counter(choice.reason for choice in chosen)
+    said = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
+    return f"convert: none of the {len(chosen)} linear layers can be converted ({said})"

@@ -1,0 +1,91 @@
+"""What a conversion did to each linear layer, and how it is printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TypeVar
+
+from quantshard.observe.table import human_bytes
+
+Hashable_ = TypeVar("Hashable_", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A layer that was converted: its format, and the bytes of its weight, whole, before and after."""
+
+    name: str
+    shape: tuple[int, ...]
+    recipe: str
+    format: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class LeftLayer:
+    """A linear layer that stays as it was, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` did; printed, a line for each pattern of names."""
+
+    converted: tuple[ConvertedLayer, ...]
+    left: tuple[LeftLayer, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the converted weights, as they were."""
+        return sum(layer.bytes_before for layer in self.converted)
+
+    @property
+    def bytes_after(self) -> int:
+        """Their bytes now, scales included."""
+        return sum(layer.bytes_after for layer in self.converted)
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON can write it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        sizes = f"{human_bytes(self.bytes_before)} of weights are {human_bytes(self.bytes_after)} now"
+        lines = [f"converted {len(self.converted)} linear layers: {sizes}"]
+        kinds = [(layer.name, (layer.shape, f"{layer.recipe}: {layer.format}")) for layer in self.converted]
+        lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(kinds)]
+        if self.left:
+            lines.append(f"left {len(self.left)} as they were:")
+            reasons = [(layer.name, (layer.shape, layer.reason)) for layer in self.left]
+            lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(reasons)]
+        return "\n".join(lines)
+
+
+def _line(pattern: str, count: int, shape: tuple[int, ...], said: str) -> str:
+    return f"  {pattern} {list(shape)}{f' x{count}' if count > 1 else ''}: {said}"
+
+
+def by_pattern(named: Iterable[tuple[str, Hashable_]]) -> list[tuple[str, int, Hashable_]]:
+    """Names that differ in numbers alone, and of which the same is said, as one: `layers.{0-31}.q_proj`, 32, ..."""
+    found: dict[tuple[str, Hashable_], list[list[int]]] = {}
+    for name, said in named:
+        numbers = [int(number) for number in re.findall(r"(?<![^.])\d+(?![^.])", name)]
+        found.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "{}", name), said), []).append(numbers)
+    return [
+        (pattern.format(*map(_range, zip(*all_, strict=True))), len(all_), said)
+        for (pattern, said), all_ in found.items()
+    ]
+
+
+def _range(numbers: Iterable[int]) -> str:
+    """`3`, or `{0-3,5}`."""
+    values = sorted(set(numbers))
+    runs = [[value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return shown[0] if len(values) == 1 else "{" + ",".join(shown) + "}"

@@ -1,0 +1,117 @@
+"""Models of transformers that `convert` quantized: trained by plain FSDP2 loops, saved and loaded; 1 and 3 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import quantshard as qs
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
+from tests.distributed.models import bits, set_gradients
+from tests.distributed.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig),
+}
+LINEAR_LAYERS = 2 * 7
+
+
+def build(family: str, recipe: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    kind, config = FAMILIES[family]
+    return kind(config(**SIZES)).to(torch.bfloat16)
+
+
+def sharded(family: str, recipe: str) -> PreTrainedModel:
+    """On all ranks."""
+    model = build(family, recipe)
+    assert len(qs.convert(model, recipe).converted) == LINEAR_LAYERS
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def trained(family: str, recipe: str, folder: Path) -> tuple[dict[str, str], list[float], int]:
+    """Bits after a step of the same gradients on every mesh, saved; losses from there, and how many weights changed."""
+    model = sharded(family, recipe)
+    optimizer = FusedAdam(model.named_parameters(), lr=3e-3)
+    set_gradients(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    stepped = bits(model, optimizer)
+    qs.checkpoints.save(folder, model, optimizer)
+    names = [name for name, each in model.named_parameters() if components.quantized_local(each) is not None]
+    before = {name: value for name, value in bits(model).items() if name in names}
+    tokens = torch.randint(101, (6, 12), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    after = bits(model)
+    return stepped, losses, sum(after[name] != value for name, value in before.items())
+
+
+def loaded(family: str, recipe: str, folder: Path) -> dict[str, str]:
+    model = sharded(family, recipe)
+    optimizer = FusedAdam(model.named_parameters(), lr=3e-3)
+    qs.checkpoints.load(folder, model, optimizer)
+    return bits(model, optimizer)
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "mxfp8"), ("qwen3", "block"), ("gemma3", "nvfp4")])
+def test_a_model_of_transformers_trains_under_fsdp2(family: str, recipe: str, tmp_path: Path) -> None:
+    """1 and 3 ranks: equal bits after a step, all quantized weights change, losses fall, and 1 loads what 3 saved."""
+    one, three = (run_ranks(n, trained, family, recipe, tmp_path / str(n)) for n in (1, 3))
+    for stepped, losses, changed in (*one, *three):
+        assert stepped == one[0][0]
+        assert losses[-1] < losses[0] and changed == LINEAR_LAYERS
+    assert run_ranks(1, loaded, family, recipe, tmp_path / "3") == [one[0][0]]
+
+
+def refused(_: object) -> list[str]:
+    """What is said of a model that is sharded already."""
+    model = build("llama", "mxfp8")
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    said = []
+    for call in (lambda: qs.convert(model, "mxfp8"), lambda: qs.revert(model)):
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_sharded_models_are_refused() -> None:
+    """2 ranks."""
+    for convert, revert in run_ranks(2, refused, None):
+        assert "is sharded (" in convert and "convert first, then fully_shard, then make the optimizer" in convert
+        assert revert.startswith("revert: ")
