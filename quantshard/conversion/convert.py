@@ -70,7 +70,7 @@ def convert(
     places = _places(model)
     report = ConversionReport(
         tuple(
-            _convert(places, choice, choice.recipe, common if autocast else None, preserve_high_precision_init_val)
+            _convert(places, choice, choice.recipe, common, preserve_high_precision_init_val)
             for choice in chosen
             if choice.recipe
         ),
@@ -100,11 +100,11 @@ def revert(model: nn.Module) -> int:
     return len(layers)
 
 
-def _convert(places: Places, choice: LayerChoice, recipe: Recipe, around: Recipe | None, keep: bool) -> ConvertedLayer:
+def _convert(places: Places, choice: LayerChoice, recipe: Recipe, around: Recipe, keep: bool) -> ConvertedLayer:
     old = choice.module
     shape = (old.out_features, old.in_features)
     new = convert_linear(old, choice.name, recipe, keep)
-    if around is not None and recipe != around:
+    if recipe != around:
         new.recipe = recipe
     for parent, child in places[id(old)]:
         setattr(parent, child, new)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from quantshard.modules import autocast
+from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
 
 RECIPE = "quantshard_recipe"
@@ -18,7 +19,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def enter_recipe(model: nn.Module, recipe: Recipe) -> None:
-    """Make `model.forward` run under `autocast(recipe)`, whoever calls it.
+    """Make `model.forward` run under `autocast(recipe)`, unless its caller is in an autocast.
 
     The model's class becomes a subclass of the same name: an attribute `forward` would be bound to this very object,
     and a copy of the model would call it. FSDP2 changes classes in the same way.
@@ -43,12 +44,14 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if context.in_autocast():  # the caller's: its recipe, its strictness, its group of ranks
+            return plain.forward(self, *args, **kwargs)
         with autocast(recipe=getattr(self, RECIPE)):
             return plain.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: int) -> Any:
         """Pickled and copied by the plain class, which can be imported."""
-        return _restored, (plain, self.__dict__)
+        return _blank, (plain,), self.__dict__
 
     names = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__}
     entering = type(plain.__name__, (plain,), names)
@@ -57,8 +60,7 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
     return entering
 
 
-def _restored(plain: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    model = plain.__new__(plain)
-    nn.Module.__setstate__(model, state)
-    model.__class__ = _entering(plain)
-    return model
+def _blank(plain: type[nn.Module]) -> nn.Module:
+    """Without state, which copying sets later: a module may hold itself."""
+    entering = _entering(plain)
+    return entering.__new__(entering)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.modules import Linear, autocast, quantized_model_init
+from quantshard.modules import Linear, quantized_model_init
+from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
 from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import KEY
@@ -23,14 +24,15 @@ class _LinearInterface(nn.Linear):
 
 
 class ConvertedLinear(Linear, _LinearInterface):
-    """A `Linear` in the place of an `nn.Linear`. `recipe`: by which its GEMMs run, whatever autocast is around it."""
+    """A `Linear` in the place of an `nn.Linear`. `recipe`: by which its GEMMs run where that
+    around quantizes any."""
 
     recipe: Recipe | None = None
 
     def forward(self, inp: Tensor, **others: Any) -> Any:  # type: ignore[override]
-        if self.recipe is None:
+        if self.recipe is None or not context.quantizes(context.current_setting()):
             return super().forward(inp, **others)
-        with autocast(recipe=self.recipe):
+        with context.autocast_by(self.recipe):
             return super().forward(inp, **others)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import quantshard as qs
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import by_pattern
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, FallbackError
 from quantshard.formats import FORMATS
 from quantshard.gemm.operands import quantize_operand
 from quantshard.modules.contexts import context
@@ -139,6 +139,39 @@ def test_the_model_is_still_what_it_was() -> None:
     with torch.no_grad():
         twin.blocks[0].up.bias.add_(1)
     assert not torch.equal(model(TOKENS), twin(TOKENS))  # the copy's forward is the copy's
+
+
+def test_an_autocast_around_decides() -> None:
+    """Its strictness and its being off, also for layers with a recipe of their own."""
+    model = born()
+    qs.convert(model, {"down": "block", "*": "mxfp8"})
+    with pytest.raises(FallbackError), qs.autocast(recipe="mxfp8", strict=True):
+        model(TOKENS)
+    with qs.autocast(enabled=False):
+        off = model(TOKENS)
+    assert not torch.equal(off, model(TOKENS))
+    qs.revert(model)
+    assert torch.allclose(off.float(), model(TOKENS).float(), rtol=2**-5, atol=2**-3)  # sums of bfloat16 layers
+
+
+def test_compiled_in_one_graph() -> None:
+    """With a layer of another recipe; the loss and the gradients of the model as it is."""
+    model = born()
+    qs.convert(model, {"down": "block", "*": "mxfp8"})
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        run(TOKENS).float().square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_model_that_holds_itself_is_copied() -> None:
+    model = born()
+    qs.convert(model, "mxfp8")
+    model.__dict__["root"] = model
+    twin = copy.deepcopy(model)
+    assert twin.__dict__["root"] is twin and torch.equal(twin(TOKENS), model(TOKENS))
 
 
 def test_recipes_by_pattern() -> None:

@@ -346,3 +346,9 @@ class autocast:
             forward_amaxes.flush()
         else:
             forward_amaxes.drop()  # other ranks may not have failed here: no collective
+
+
+def autocast_by(recipe: Recipe) -> autocast:
+    """The innermost autocast once more, of another recipe: as strict, and over the same ranks."""
+    *_, group, strict = _autocasts[-1]._arguments
+    return autocast(recipe=recipe, amax_reduction_group=group, strict=strict)
