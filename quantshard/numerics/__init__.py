@@ -146,10 +146,9 @@ def encode_e8m0_round_up(x: Tensor) -> Tensor:
     What PTX's cvt.rp.satfinite.ue8m0 does (TransformerEngine, common/util/ptx_arch_spec.cuh, float_to_e8m0).
     """
     bits = x.float().view(torch.int32)
-    exponent, fraction = bits >> 23, bits & 0x7FFFFF
-    up = fraction > torch.where(exponent == 0, 0x400000, 0)  # the float32 subnormal 2**-127 is E8M0's 0
-    code = (exponent + up).clamp_(max=0xFE)
-    return torch.where(torch.isnan(x), 0xFF, code).to(torch.uint8)
+    code = (bits + 0x7FFFFF).bitwise_right_shift_(23).clamp_(max=0xFE)  # a fraction carries into the exponent
+    code.mul_(bits > 0x400000)  # the float32 subnormal 2**-127 is E8M0's 0
+    return code.masked_fill_(torch.isnan(x), 0xFF).to(torch.uint8)
 
 
 def decode(codes: Tensor, encoding: Encoding) -> Tensor:
