@@ -21,6 +21,7 @@ for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 20
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -83,7 +84,7 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
     if encoding.native is None or encoding.bits > 8:
         return in_chunks(lambda v: _round(v, encoding), x)
     codes = x.float().clamp(-encoding.max, encoding.max).to(encoding.native).view(torch.uint8)
-    return codes - ((codes == 0xFF).to(torch.uint8) << 7)  # 0xFF is only NaN here: infinities were clamped
+    return codes.masked_fill_(codes == 0xFF, 0x7F)  # 0xFF is only NaN here: infinities were clamped
 
 
 def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
@@ -145,21 +146,18 @@ def encode_e8m0_round_up(x: Tensor) -> Tensor:
     What PTX's cvt.rp.satfinite.ue8m0 does (TransformerEngine, common/util/ptx_arch_spec.cuh, float_to_e8m0).
     """
     bits = x.float().view(torch.int32)
-    exponent, fraction = bits >> 23, bits & 0x7FFFFF
-    up = fraction > torch.where(exponent == 0, 0x400000, 0)  # the float32 subnormal 2**-127 is E8M0's 0
-    code = (exponent + up).clamp_(max=0xFE)
-    return torch.where(torch.isnan(x), 0xFF, code).to(torch.uint8)
+    code = (bits + 0x7FFFFF).bitwise_right_shift_(23).clamp_(max=0xFE)  # a fraction carries into the exponent
+    code.mul_(bits > 0x400000)  # the float32 subnormal 2**-127 is E8M0's 0
+    return code.masked_fill_(torch.isnan(x), 0xFF).to(torch.uint8)
 
 
 def decode(codes: Tensor, encoding: Encoding) -> Tensor:
     """Decode codes, uint8 (one per byte) or float16, to float32 of the same shape, exactly; FP32 returns unchanged."""
     if encoding.bits > 8:
         return codes.float()
-    every = torch.arange(1 << encoding.bits, dtype=torch.uint8, device=codes.device)
     if encoding.native is not None:
-        values = every.view(encoding.native).float()
-    else:
-        values = _decode_by_definition(every.int(), encoding)
+        return codes.view(encoding.native).float()
+    values = _decode_by_definition(torch.arange(1 << encoding.bits, dtype=torch.int32, device=codes.device), encoding)
     return values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
@@ -252,9 +250,9 @@ def _expand(grid: Tensor, covers: Pair, shape: Pair, origin: Pair) -> Tensor:
     for dim in (0, 1):
         first, count = _touched(origin[dim], shape[dim], covers[dim])
         assert grid.shape[dim] == count, (tuple(grid.shape), covers, shape, origin)
-        if count != 1 and covers[dim] != 1:
-            at = torch.arange(origin[dim], origin[dim] + shape[dim], device=grid.device)
-            grid = grid.index_select(dim, at.div_(covers[dim], rounding_mode="floor").sub_(first))
+        if count > 1 and covers[dim] != 1:
+            start = origin[dim] - first * covers[dim]
+            grid = grid.repeat_interleave(covers[dim], dim).narrow(dim, start, shape[dim])
     return grid
 
 
@@ -269,8 +267,7 @@ def scales(amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtyp
     FP32 scales hold 1 / (encode scale); E8M0 and E4M3 scales are codes. `input_dtype` is that of the tensor to be
     quantized: it bounds the scale of a tiny block (see `_fp32_encode_scale`).
     """
-    second = {c.name: amaxes[c.name] for c in fmt.components if c.role is Role.AMAX}
-    return second | {c.scale.name: _stored_scale(c, amaxes, scaling, input_dtype) for c in fmt.copies.values()}
+    return scales_and_multipliers(amaxes, fmt, scaling, input_dtype)[0]
 
 
 def encode_scales(
@@ -280,28 +277,36 @@ def encode_scales(
 
     A delayed recipe that keeps its previous scale passes that scale to `quantize_codes` in place of this.
     """
-    return {c.scale.name: _encode_scale(c, amaxes, scaling, input_dtype) for c in fmt.copies.values()}
+    return scales_and_multipliers(amaxes, fmt, scaling, input_dtype)[1]
 
 
-def _encode_scale(copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
-    if copy.scale.encoding == FP32:
-        return _fp32_encode_scale(amaxes[copy.scale.name], copy, scaling, input_dtype)
-    stored = _stored_scale(copy, amaxes, scaling, input_dtype)
-    if copy.scale.encoding == E8M0:
-        return decode(254 - stored, E8M0)  # 2**-(e - 127); 254 - 0xFF wraps to 0xFF, NaN
-    scale = _reciprocal(decode(stored, copy.scale.encoding) * _reciprocal(_tensor_encode_scale(copy, amaxes)))
-    return torch.fmin(scale, torch.full_like(scale, _FLOAT32_MAX))  # stored scale 0: 0 * inf would be NaN
+def scales_and_multipliers(
+    amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `scales` and `encode_scales` return, made once."""
+    stored = {c.name: amaxes[c.name] for c in fmt.components if c.role is Role.AMAX}
+    multipliers = {}
+    for copy in fmt.copies.values():
+        name = copy.scale.name
+        stored[name], multipliers[name] = _scale_and_multiplier(copy, amaxes, scaling, input_dtype)
+    return stored, multipliers
 
 
-def _stored_scale(copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
+def _scale_and_multiplier(
+    copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     amax, element = amaxes[copy.scale.name], copy.codes.encoding
     if copy.scale.encoding == FP32:
-        return _reciprocal(_fp32_encode_scale(amax, copy, scaling, input_dtype))
+        multiplier = _fp32_encode_scale(amax, copy, scaling, input_dtype)
+        return _reciprocal(multiplier), multiplier
     # TE multiplies by float32 constants in this order; dividing, or another order, gives other codes for some amaxes
     if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh, for E4M3; here E2M1 too
-        return encode_e8m0_round_up(amax * (1.0 / element.max))
-    per_amax = _tensor_encode_scale(copy, amaxes) * (1.0 / element.max)  # TE, cast/nvfp4/core_nvfp4.cuh
-    return encode(amax * per_amax, copy.scale.encoding)
+        stored = encode_e8m0_round_up(amax * (1.0 / element.max))
+        return stored, decode(254 - stored, E8M0)  # 2**-(e - 127); 254 - 0xFF wraps to 0xFF, NaN
+    of_tensor = _tensor_encode_scale(copy, amaxes)
+    stored = encode(amax * (of_tensor * (1.0 / element.max)), copy.scale.encoding)  # TE, cast/nvfp4/core_nvfp4.cuh
+    multiplier = _reciprocal(decode(stored, copy.scale.encoding) * _reciprocal(of_tensor))
+    return stored, torch.fmin(multiplier, torch.full_like(multiplier, _FLOAT32_MAX))  # 0 stored: 0 * inf would be NaN
 
 
 def _fp32_encode_scale(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
@@ -313,10 +318,10 @@ def _fp32_encode_scale(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, inpu
     amax = amax.clamp(min=scaling.epsilon) if scaling.epsilon else amax
     scale = torch.full_like(amax, copy.codes.encoding.max * 2.0**-scaling.margin) / amax
     largest = torch.finfo(torch.float32 if copy.block == (ALL, ALL) else input_dtype).max
-    scale = torch.where(torch.isinf(scale), min(largest, _FLOAT32_MAX), scale)
+    scale = scale.masked_fill_(scale == math.inf, min(largest, _FLOAT32_MAX))
     if scaling.power_of_two:
         scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # drop the fraction
-    return torch.where(torch.isfinite(amax) & (amax != 0), scale, 1.0)
+    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
 
 
 def _tensor_encode_scale(copy: QuantizedCopy, amaxes: Grids) -> Tensor:
@@ -382,8 +387,7 @@ def quantize(
         x = hadamard16(x)
     assert words is not None or not scaling.stochastic_rounding, "stochastic rounding needs words"
     grids = amaxes(x, fmt, origin)
-    parts = scales(grids, fmt, scaling, x.dtype)
-    multipliers = encode_scales(grids, fmt, scaling, x.dtype)
+    parts, multipliers = scales_and_multipliers(grids, fmt, scaling, x.dtype)
     for which, copy in fmt.copies.items():
         of_copy = words[which] if words is not None and scaling.stochastic_rounding else None
         parts[copy.codes.name] = quantize_codes(x, copy, multipliers, origin, of_copy)

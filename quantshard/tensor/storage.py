@@ -100,8 +100,13 @@ class QuantizedStorage:
 
     def touched(self) -> dict[str, Tensor]:
         """Views of the components' entries that this rectangle touches."""
+        return self._touched(self.components)
+
+    def _touched(self, resident: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.shard.cut is None:  # each GEMM asks this of its operands
+            return resident
         by_name = self.cell.format.by_name
-        return {name: part[self.shard.touched(by_name[name])] for name, part in self.components.items()}
+        return {name: part[self.shard.touched(by_name[name])] for name, part in resident.items()}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """A storage whose components are `change(component)`; the state is shared."""
@@ -174,11 +179,10 @@ class QuantizedStorage:
         """
         self.mark_written()
         fmt, scaling = self.cell.format, self.cell.scaling
-        stored = numerics.scales(amaxes, fmt, scaling, values.dtype)
+        stored, multipliers = numerics.scales_and_multipliers(amaxes, fmt, scaling, values.dtype)
         for name, scale in stored.items():  # of all resident blocks: the state dict says that ranks replicate them
             self.components[name].copy_(scale)
-        touched = {name: grid[self.shard.touched(fmt.by_name[name])] for name, grid in amaxes.items()}
-        multipliers = numerics.encode_scales(touched, fmt, scaling, values.dtype)
+        multipliers = self._touched(multipliers)
         for copy in fmt.copies.values():
             codes = kernel_dispatch.quantize_codes(values, copy, multipliers, self.shard.origin, words)
             self.components[copy.codes.name].copy_(codes)
@@ -195,6 +199,8 @@ class QuantizedStorage:
         """Amaxes of `values` over the resident grids, zero in entries that this rectangle does not touch."""
         fmt = self.cell.format
         found = kernel_dispatch.amaxes(values, fmt, self.shard.origin)
+        if self.shard.cut is None:
+            return found
         grids = {}
         for name, grid in found.items():
             component = fmt.by_name[name]

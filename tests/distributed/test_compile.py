@@ -89,23 +89,20 @@ Cells = dict[tuple[str, int], list[str]]
 
 
 def cells(backend: str) -> Cells:
-    """In turns: linear layers meet every recipe, on 3 ranks two of those that keep something; each other setting meets
-    two of these, on 1 rank or 2."""
+    """In turns: linear layers meet every recipe, those that keep something on 2 ranks or 3; each other setting meets
+    one of these, on 2 ranks."""
     first = next(iter(SETTINGS))
     if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 1): ["delayed"]}
     plain = [recipe for recipe in RECIPES if recipe not in KEEPING]
     return {
-        (first, 1): plain[:2],
-        (first, 2): [*plain[2:], "nvfp4"],
+        (first, 1): plain,
+        (first, 2): ["nvfp4"],
         (first, 3): ["delayed", "mxfp8 two copies"],
-        ("linear layers, gathered once", 2): ["nvfp4", "mxfp8 two copies"],
-        ("autocast inside", 1): ["nvfp4"],
+        ("linear layers, gathered once", 2): ["nvfp4"],
         ("autocast inside", 2): ["delayed"],
-        ("with an MLP", 1): ["mxfp8 two copies"],
         ("with an MLP", 2): ["delayed"],
-        ("with an MLP on kernels", 1): ["nvfp4"],
-        ("with an MLP on kernels", 2): ["delayed"],
+        ("with an MLP on kernels", 2): ["nvfp4"],
     }
 
 
@@ -114,7 +111,7 @@ def rest() -> Cells:
     1, 2 and 3 ranks."""
     chosen, first = cells("aot_eager"), next(iter(SETTINGS))
     every = {(first, ranks): list(RECIPES) for ranks in (1, 2, 3)}
-    every |= {(label, ranks): [*KEEPING, "mxfp8"] for label in SETTINGS if "MLP" in label for ranks in (1, 2, 3)}
+    every |= {(label, ranks): [*KEEPING, "mxfp8"] for label in SETTINGS if label != first for ranks in (1, 2, 3)}
     return {at: [name for name in recipes if name not in chosen.get(at, ())] for at, recipes in every.items()}
 
 

@@ -158,6 +158,7 @@ def test_ranks_of_which_one_has_no_kernels_for_its_gradients() -> None:
     assert run_ranks(3, mixed) == [expected] * 3
 
 
+@pytest.mark.exhaustive
 def test_experts_at_once_on_three_ranks() -> None:
     """A third of a gradient rounds, so only the first outputs are those of one process; the rest is that of the same
     ranks, sharded and recomputed or not."""

@@ -121,7 +121,9 @@ def table(mesh: str, folder: str) -> dict[str, dict[str, str]]:
     return columns
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=pytest.mark.exhaustive) if mesh == "FSDP2 x1" else mesh for mesh in MESHES]
+)
 def test_table(mesh: str, tmp_path: Path, show: Callable[[str], None]) -> None:
     """1 to 4 ranks."""
     by_rank = run_ranks(Case("current", MESHES[mesh]).ranks, table, mesh, str(tmp_path))
@@ -387,7 +389,7 @@ def save_files(cases: dict[str, Case], folder: str) -> dict[str, list[tuple[str,
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_files_are_read_where_quantshard_is_not(ranks: int, tmp_path: Path) -> None:
     """1 process without FSDP2, and full state dicts of 2 ranks; every recipe, FP8 moments on every other."""
     cases = {

@@ -18,6 +18,7 @@ import quantshard as qs
 from quantshard.modules import fused, rotary
 from quantshard.modules.contexts import context
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 
 pytest.importorskip("triton")
@@ -140,9 +141,10 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def cells() -> list[tuple[str, str, bool, bool]]:
+def cells() -> list[Any]:
     """(Module, recipe, weights stored quantized, autocast inside): every module with delayed scaling, which keeps most
-    between steps, the gated MLP with every recipe, and a layer with two."""
+    between steps, the gated MLP with every recipe, and a layer with two; without `make test-all`, of layers the one
+    that has most parts, and of recipes those that keep or draw something."""
     found = [(name, "delayed", turn % 3 != 2, turn % 2 == 0) for turn, name in enumerate(MODULES)]
     found += [("gated mlp", recipe, turn % 3 != 1, turn % 2 == 1) for turn, recipe in enumerate(RECIPES)]
     found += [
@@ -150,7 +152,9 @@ def cells() -> list[tuple[str, str, bool, bool]]:
         ("mlp", "current", False, True),
         ("norm and three linears", "nvfp4", False, False),
     ]
-    return sorted(set(found))
+    left = {("layer", "delayed"), ("layer with fused projections", "current")}
+    left |= {("gated mlp", recipe) for recipe in RECIPES if recipe not in ("delayed", "block", "nvfp4")}
+    return exhaustive(sorted(set(found)), {cell for cell in found if cell[:2] not in left})
 
 
 @pytest.mark.parametrize(("name", "recipe", "stored", "inside"), cells())
@@ -168,7 +172,7 @@ def test_bits(name: str, recipe: str, stored: bool, inside: bool, used: list[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["delayed", "nvfp4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("current", "block"))]
+    "recipe", ["nvfp4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("delayed", "current", "block"))]
 )
 def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
     eager = trained(build("gated mlp", recipe), recipe, None, steps=2)
@@ -177,7 +181,7 @@ def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
     assert len(used) == 2 * forwards > 0
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_of_what_gradients_are_needed(recipe: str, used: list[str]) -> None:
     """Frozen weights, frozen parameters of the normalization, and an input without a gradient; in float32 too."""
     for frozen in ("fc1", "fc2", "layer_norm", "weight") if recipe == "delayed" else ("fc2", "weight"):
@@ -333,7 +337,7 @@ def test_checkpointing_inside_a_compiled_function(recipe: str) -> None:
         assert not differing(run(aot_eager), run(None))
 
 
-@pytest.mark.parametrize("compiler", [aot_eager, pytest.param(inductor, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", [aot_eager, pytest.param(inductor, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("tensor_format", "interleaved"), [("sbhd", False), ("bshd", False), ("bshd", True)])
 def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel, forward and backward, of queries alone or of a projection, whose gradient is joined in place."""

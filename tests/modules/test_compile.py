@@ -29,6 +29,7 @@ from quantshard.formats import FP8_E4M3, Scaling
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms.structure import structure_of
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 
 # Dynamo itself makes an instance of every autograd.Function that it traces
@@ -96,11 +97,11 @@ KEEPING = ("delayed", "nvfp4", "mxfp8 two copies")
 SEVERAL_LAYERS = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 
 
-def cells() -> list[tuple[str, str, bool]]:
+def cells() -> list[Any]:
     """(Module, recipe, autocast inside), in turns: a linear layer with every recipe, every module with one.
 
     Modules differ in what is between their linear layers, which is the same to all recipes; but those with several
-    of them are also tried with delayed scaling, which keeps a history for each.
+    of them are also tried with delayed scaling, which keeps a history for each; by `make test-all` alone with others.
     """
     found = {("Linear", recipe, turn % 2 == 0) for turn, recipe in enumerate(RECIPES)}
     found |= {("Linear", recipe, inside) for recipe in KEEPING for inside in (True, False)}
@@ -108,7 +109,7 @@ def cells() -> list[tuple[str, str, bool]]:
         found.add((name, list(RECIPES)[(turn + 3) % len(RECIPES)], turn % 2 == 0))
         if name in SEVERAL_LAYERS:
             found.add((name, "delayed", turn % 2 == 0))
-    return sorted(found)
+    return exhaustive(sorted(found), {cell for cell in found if cell[0] not in SEVERAL_LAYERS or cell[1] == "delayed"})
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +188,9 @@ def test_bits_of_every_module(name: str, recipe: str, inside: bool) -> None:
     assert_equal(compiled, steps(build(name, asked), asked, inside, None))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [name if name in KEEPING else pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES]
+)
 def test_bits_with_high_precision_weights(recipe: str) -> None:
     in_turns = list(RECIPES).index(recipe) % 2
     name, dtype = (("LayerNormMLP", torch.bfloat16), ("Linear", torch.float32))[in_turns]
@@ -196,7 +199,7 @@ def test_bits_with_high_precision_weights(recipe: str) -> None:
     assert_equal(compiled, steps(build(name, asked, stored=False, dtype=dtype), asked, True, None))
 
 
-@pytest.mark.parametrize("recipe", KEEPING)
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_bits_outside_of_autocast(recipe: str) -> None:
     inside = recipe == "nvfp4"
     compiled = steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, aot_eager)

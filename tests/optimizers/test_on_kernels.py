@@ -123,10 +123,10 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def train(recipe: str, options: dict[str, Any], *devices: str) -> tuple[dict[str, Any], FusedAdam]:
-    """Four steps: the second is skipped, the third lacks a gradient."""
+    """Three steps: the second is skipped, the third lacks a gradient."""
     params, optimizer = build(recipe, **options)
     with kernels_on(*devices):
-        for step in range(4):
+        for step in range(3):
             set_grads(params, step)
             if step == 1:
                 params["vector"].grad[3] = float("nan")
