@@ -39,7 +39,7 @@ FLOORS = (
     "layouts doctor terminal conversion",
     "transformer_engine",
     "__init__",
-    "trainer compat",
+    "trainer compat integrations",
     "cli",
     "__main__",
 )
