@@ -41,7 +41,10 @@ def of_the_base(found: dict[str, str]) -> dict[str, str]:
 
 
 class Kept(TorchDispatchMode):
-    """Which plain tensors as large as a base weight are made, and how many bytes of them are still alive."""
+    """Which plain tensors as large as a base weight are made, and how many bytes of them are still alive.
+
+    A view of something older, as codes seen as FP8 numbers, costs nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +52,11 @@ class Kept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        older = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if type(t) is Tensor}
         for t in tree_leaves(out):
-            if type(t) is Tensor and t.is_floating_point() and t.numel() >= lora.FEATURES**2:
+            if type(t) is not Tensor or t.untyped_storage().data_ptr() in older:
+                continue
+            if t.is_floating_point() and t.numel() >= lora.FEATURES**2:
                 self.made.append((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()))
         return out
 
