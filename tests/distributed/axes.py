@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard.distributed.distribute import shard_parameter
+from tests.distributed import pool
 from tests.distributed.models import RECIPES
 
 
@@ -36,7 +36,7 @@ class Axes:
         return math.prod(self.sizes.values())
 
     def root(self) -> DeviceMesh:
-        return _root(self, dist.group.WORLD)
+        return _root(self, pool.case)
 
     def data_mesh(self, root: DeviceMesh) -> DeviceMesh | None:
         if not self.data:
@@ -46,8 +46,8 @@ class Axes:
 
 
 @lru_cache(maxsize=32)
-def _root(axes: Axes, world: dist.ProcessGroup) -> DeviceMesh:
-    """Made once in a run of the pool, which has its own `world`: process groups take long to make."""
+def _root(axes: Axes, case: int) -> DeviceMesh:
+    """Made once in a case of the pool, which destroys its groups: they take long to make."""
     return init_device_mesh("cpu", tuple(axes.sizes.values()), mesh_dim_names=tuple(axes.sizes))
 
 

@@ -2,8 +2,10 @@
 
 They are started once and used by many cases.
 
-`run_ranks(n, function, *args)` runs `function(*args)` on n processes that form a fresh process group, and returns their
-results by rank. The processes live as long as the test session; a case that hangs or kills one costs a new set.
+`run_ranks(n, function, *args)` runs `function(*args)` on n processes of one process group, and returns their results by
+rank. Each n has processes of its own, whose group lives as long as they do, and with it what DTensor has found out about
+operations on it, which takes longer than most cases; groups that a case makes end with it. A case that fails, hangs or
+kills a process costs a new set.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-MAX_RANKS = 4
 TIMEOUT_SECONDS = 420
 GROUP_SECONDS = 240
 """How long a rank waits for another: the machine may be busy with other things."""
@@ -37,81 +39,100 @@ class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
+case = 0
+"""How many calls of `run_ranks` this rank has had, for what is kept as long as one."""
+
+Rank = tuple[Connection, Any]
+"""A pipe to a process, and the process."""
+
+
 class _Pool:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         self.folder = tempfile.TemporaryDirectory()
-        self.calls = 0
+        self.sets = 0
         self.context = context
-        self.ranks = [self._start(rank) for rank in range(MAX_RANKS)]
+        self.ranks: dict[int, list[Rank]] = {}
+        """By the number of ranks."""
 
-    def _start(self, rank: int) -> tuple[Connection, Any]:
+    def _start(self, rank: int, world_size: int, rendezvous: str) -> Rank:
         ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process = self.context.Process(target=_serve, args=(rank, world_size, rendezvous, theirs), daemon=True)
         process.start()
         theirs.close()
         return ours, process
 
+    def _ranks(self, world_size: int) -> list[Rank]:
+        if world_size not in self.ranks:
+            self.sets += 1
+            rendezvous = str(Path(self.folder.name) / str(self.sets))
+            self.ranks[world_size] = [self._start(rank, world_size, rendezvous) for rank in range(world_size)]
+        return self.ranks[world_size]
+
     def run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        self.calls += 1
-        rendezvous = str(Path(self.folder.name) / str(self.calls))
-        for pipe, _ in self.ranks[:world_size]:
-            pipe.send((world_size, rendezvous, function, args))
+        ranks = self._ranks(world_size)
+        for pipe, _ in ranks:
+            pipe.send((function, args))
         replies = []
-        for rank, (pipe, process) in enumerate(self.ranks[:world_size]):
+        for rank, (pipe, _) in enumerate(ranks):
             if not pipe.poll(TIMEOUT_SECONDS):
                 raise TimeoutError(f"rank {rank} of {world_size} has not answered {function.__name__}{args}")
             replies.append(pipe.recv())
-            if replies[-1][2]:
-                pipe.send(None)
-                process.join()
-                self.ranks[rank] = self._start(rank)
-        errors = [f"rank {rank}:\n{reply[1]}" for rank, reply in enumerate(replies) if reply[0] == "error"]
+        errors = [f"rank {rank}:\n{error}" for rank, (_, error, _) in enumerate(replies) if error]
         if errors:
             raise RankError("\n".join(errors))
-        return [reply[1] for reply in replies]
+        if any(worn for *_, worn in replies):
+            self._end(world_size)
+        return [result for result, *_ in replies]
+
+    def _end(self, world_size: int) -> None:
+        for _, process in self.ranks.pop(world_size):
+            process.kill()
 
     def close(self) -> None:
-        for _, process in self.ranks:
-            process.kill()
+        for world_size in list(self.ranks):
+            self._end(world_size)
         self.folder.cleanup()
 
 
-def _serve(rank: int, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+    global case
+    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is no garbage; to look through it takes longer than most cases
+    backend = "gloo"
+    if torch.cuda.device_count() >= world_size:
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    store = dist.FileStore(rendezvous, world_size)
+    timeout = timedelta(seconds=GROUP_SECONDS)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
-            world_size, rendezvous, function, args = pipe.recv()
+            function, args = pipe.recv()
         except (EOFError, OSError):
             return
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        result, error = None, None
+        case += 1
         try:
-            store = dist.FileStore(rendezvous, world_size)
-            backend = "gloo"
-            if torch.cuda.device_count() >= world_size:
-                torch.cuda.set_device(rank)
-                backend = "cpu:gloo,cuda:nccl"
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_SECONDS)
-            )
             torch.manual_seed(0)
-            reply = ("ok", function(*args))
+            result = function(*args)
             dist.barrier()
+            _end_groups()
         except BaseException:
-            reply = ("error", traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            # DTensor would give the next case's parameters meshes that are equal and have the groups of this one
-            _clear_sharding_prop_cache()
-        worn = _is_worn()
-        pipe.send((*reply, worn))
-        if worn:
-            pipe.recv()  # until the reply has arrived: its tensors are sent through this process
-            return
+            error = traceback.format_exc()
+        pipe.send((result, error, _is_worn()))
+
+
+def _end_groups() -> None:
+    """Destroy the groups that a case made beside that of all ranks."""
+    made = [group for group in list(distributed_c10d._world.pg_map) if group is not dist.group.WORLD]
+    for group in made:
+        dist.destroy_process_group(group)
+    if made:
+        # DTensor would give the next case's parameters meshes that are equal and have the groups of this one
+        _clear_sharding_prop_cache()
 
 
 def _is_worn() -> bool:
