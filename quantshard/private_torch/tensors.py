@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement],
     The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
     and what is loaded into it lost. FSDP2 makes its own DTensors as here.
     """
-    meta = _spec_meta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
+    strides = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]  # contiguous
+    meta = _spec_meta(shape, tuple(strides), local.dtype)
     return DTensor(local, _spec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 

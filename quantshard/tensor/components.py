@@ -252,17 +252,16 @@ def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
 
 def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
     """Component name -> live component; a DTensor if `owner`, the parameter or state that has this storage, is one."""
+    return {name: storage_tensor(storage, owner, name) for name in storage.components}
+
+
+def storage_tensor(storage: QuantizedStorage, owner: Tensor, name: str) -> Tensor:
+    """One of `storage_tensors`."""
+    part = storage.components[name]
     if not isinstance(owner, DTensor):
-        return dict(storage.components)
-    return {
-        name: as_dtensor(
-            part,
-            owner,
-            component_placements(storage.shard, storage.cell.format.by_name[name], owner.placements),
-            global_component_shape(storage.cell.format, storage.shard, name),
-        )
-        for name, part in storage.components.items()
-    }
+        return part
+    placements = component_placements(storage.shard, storage.cell.format.by_name[name], owner.placements)
+    return as_dtensor(part, owner, placements, global_component_shape(storage.cell.format, storage.shard, name))
 
 
 def global_component_shape(fmt: Format, shard: Shard, name: str) -> tuple[int, int]:
@@ -288,8 +287,24 @@ def state_of(param: Tensor) -> dict[str, Tensor]:
 
 
 def suffixes(param: Tensor) -> list[str]:
-    """The key suffixes of a quantized parameter."""
-    return list(state_of(param))
+    """The key suffixes of a quantized parameter, in the order of `state_of`."""
+    storage = storage_of(param)
+    by_name = storage.cell.format.by_name
+    return [
+        *(by_name[name].key_suffix for name in storage.components),
+        *(f"_{key}" for key in storage.state),
+        FORMAT_SUFFIX,
+    ]
+
+
+def state_entry(param: Tensor, suffix: str) -> Tensor | None:
+    """What `state_of` has of a suffix, without the DTensors of all others; None if it has nothing."""
+    storage = storage_of(param)
+    by_name = storage.cell.format.by_name
+    for name in storage.components:
+        if by_name[name].key_suffix == suffix:
+            return storage_tensor(storage, param, name)
+    return state_of(param).get(suffix) if suffix in suffixes(param) else None
 
 
 def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:

@@ -3,9 +3,9 @@
 They are started once and used by many cases.
 
 `run_ranks(n, function, *args)` runs `function(*args)` on n processes of one process group, and returns their results by
-rank. Each n has processes of its own, whose group lives as long as they do, and with it what DTensor has found out about
-operations on it, which takes longer than most cases; groups that a case makes end with it. A case that fails, hangs or
-kills a process costs a new set.
+rank. Each n has processes of its own, whose group lives as long as they do, and with it what DTensor has found out
+about operations on it, which takes longer than most cases; groups that a case makes end with it. A case that fails,
+hangs or kills a process costs a new set.
 """
 
 from __future__ import annotations

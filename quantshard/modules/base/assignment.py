@@ -172,8 +172,12 @@ class PiecewiseAssignment(ComponentStateDict):
     def _attributes_in_the_way(self) -> list[str]:
         """Names of pieces under which a plain attribute was set, which no code reads; not those of weights themselves,
         which PyTorch's pruning and weight_norm set."""
-        pieces = (weight + suffix for weight in self._weights for suffix in self._state_keys(weight) if suffix)
-        return [name for name in pieces if name in self.__dict__]
+        beginnings = tuple(weight + "_" for weight in self._weights)
+        likely = [name for name in self.__dict__ if name.startswith(beginnings)]
+        pieces = (
+            {weight + suffix for weight in self._weights for suffix in self._state_keys(weight)} if likely else set()
+        )
+        return [name for name in likely if name in pieces]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         wrong = self._attributes_in_the_way()

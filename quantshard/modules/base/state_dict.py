@@ -42,6 +42,13 @@ class ComponentStateDict(nn.Module):
             return components.state_of(param)
         return {"": param, **{f"_{key}": value for key, value in self._born_states[name].items()}}
 
+    def _state_entry(self, name: str, suffix: str) -> Tensor | None:
+        """What `_state_keys` has of a suffix, without all others: it is asked for each key of a state dict."""
+        param = getattr(self, name)
+        if components.quantized_local(param) is not None:
+            return components.state_entry(param, suffix)
+        return self._state_keys(name).get(suffix)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._weights:
@@ -149,7 +156,7 @@ class ComponentStateDict(nn.Module):
             # transformers by get_parameter, which gives what is of that class only
             for weight in self.__dict__.get("_weights", ()):
                 if name.startswith(weight + "_"):
-                    found = self._state_keys(weight).get(name.removeprefix(weight))
+                    found = self._state_entry(weight, name.removeprefix(weight))
                     if found is not None:
                         return found if isinstance(found, nn.Parameter) else nn.Parameter(found, requires_grad=False)
             raise
