@@ -45,6 +45,7 @@ def test_the_second_table_has_one_attention(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_peers_and_compiled_variants_run(capsys) -> None:
     """torchao under emulation."""
     pytest.importorskip("torchao")

@@ -8,7 +8,8 @@ call each, and prints two tables.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -171,22 +172,34 @@ def load(folder: str, target: str, source: str, recipe: str, option: str) -> lis
     return [*wrong, different(held(model, optimizer), later)]
 
 
-def test_saved_on_any_mesh_and_loaded_on_any_other(tmp_path: Path, show: Callable[[str], None]) -> None:
-    """Each recipe, with states of its kind, is saved and loaded on every mesh, and every mesh loads every other's."""
+@pytest.mark.parametrize(
+    "turns", [(0, 2, 5), pytest.param(range(7), marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_saved_on_any_mesh_and_loaded_on_any_other(
+    turns: Sequence[int], tmp_path: Path, show: Callable[[str], None]
+) -> None:
+    """Each recipe, with states of its kind, is saved and loaded on every mesh, and every mesh loads every other's.
+
+    Some: each mesh loads those of three others, and of each recipe there are checkpoints of three meshes at least."""
     names, recipes = list(MESHES), list(RECIPES)
     saves, loads = [], []
     for (i, source), (j, target) in itertools.permutations(enumerate(names), 2):
         turn = (j - i - 1) % len(names)
-        job = (source, recipes[turn], list(OPTIONS)[turn % len(OPTIONS)])
+        if turn not in turns:
+            continue
+        kind = turn if len(turns) == len(recipes) else (turn + i) % len(recipes)
+        job = (source, recipes[kind], list(OPTIONS)[turn % len(OPTIONS)])
         saves.append(job)
         loads.append((target, *job))
-    assert {(target, recipe) for target, _, recipe, _ in loads} == {(a, b) for a in names for b in recipes}
+    if len(turns) == len(recipes):
+        assert {(target, recipe) for target, _, recipe, _ in loads} == {(a, b) for a in names for b in recipes}
+    assert min(Counter(recipe for _, _, recipe, _ in loads).values()) >= 3
     saved, loaded = runs(save, saves, str(tmp_path)), runs(load, loads, str(tmp_path))
     wrong = {job: keys for job in loads for ways in (*saved[job[1:]], *loaded[job]) for keys in ways if keys}
-    bad = {job[:2] for job in wrong}
+    bad, tried = {job[:2] for job in wrong}, {job[:2] for job in loads}
     rows = {
         f"{number}: {source}": [
-            "-" if source == target else "DIFFERS" if (target, source) in bad else "equal" for target in names
+            "DIFFERS" if (target, source) in bad else "equal" if (target, source) in tried else "-" for target in names
         ]
         for number, source in enumerate(names)
     }

@@ -18,6 +18,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.loop import make_optimizer
+from tests.covering import exhaustive
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 
@@ -69,7 +70,11 @@ def second_run(settings: TrainSettings, path: str, steps: int) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "architecture"), [(name, ("llama", "gpt")[turn % 2]) for turn, name in enumerate(RECIPES)]
+    ("name", "architecture"),
+    exhaustive(
+        [(name, ("llama", "gpt")[turn % 2]) for turn, name in enumerate(RECIPES)],
+        [("delayed", "llama"), ("mxfp8", "llama"), ("nvfp4", "gpt")],
+    ),
 )
 def test_born_trained_saved_resharded_and_resumed(name: str, architecture: str, tmp_path: Path) -> None:
     settings = replace(SETTINGS, recipe=name, architecture=architecture, kv_heads=1 if architecture == "llama" else 0)

@@ -57,6 +57,7 @@ SPILLED = {
 """Bytes, by version of Triton; more programs beside each other are worth them."""
 
 
+@pytest.mark.exhaustive
 def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[str], None]) -> None:
     """Registers that spill would cost bandwidth; a fused multiply-add or a quick division would cost the oracle's bits.
 
