@@ -118,7 +118,7 @@ def test_every_encoding_can_show_everything(tmp_path: Path, encoding: str) -> No
     assert len(err.splitlines()) == 6 and all(line.startswith("quantshard: ") for line in err.splitlines()), err
 
 
-COMMAND_NAMES = ["", *"train resume demo diff inspect verify export import convert-te doctor".split()]
+COMMAND_NAMES = ["", *"train resume demo explain plan diff inspect verify export import convert-te doctor".split()]
 
 
 def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
