@@ -26,7 +26,7 @@ def existing(path: str | os.PathLike[str], what: str) -> str:
     if not text.strip():
         raise ConfigurationError(f"a path is empty; name {what}")
     if not os.path.lexists(place):
-        raise ConfigurationError(f"there is nothing at {text}{_meant(place)}; name {what}")
+        raise ConfigurationError(f"there is nothing at {text}{meant_path(place)}; name {what}")
     if place.is_dir() and not any(place.iterdir()):
         raise ConfigurationError(f"{text} is an empty folder; name {what}")
     return text
@@ -38,7 +38,7 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _meant(path: Path) -> str:
+def meant_path(path: Path) -> str:
     """The name beside a missing path that was perhaps meant, or where the path breaks off."""
     above = path.parent
     while not above.is_dir() and above != above.parent:
@@ -48,4 +48,4 @@ def _meant(path: Path) -> str:
     except OSError:
         return ""
     near = get_close_matches(path.name, names, 1, 0.6)
-    return f"; did you mean {above / near[0]}?" if near else ""
+    return f" (did you mean {above / near[0]}?)" if near else ""
