@@ -29,7 +29,8 @@ _CUTS = {
     "o_proj.weight": 1,
     "down_proj.weight": 1,
 }
-"""Ends of names of weights, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
+_CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
+"""Ends of names of parameters, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
 
 _STATE_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 

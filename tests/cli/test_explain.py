@@ -12,9 +12,13 @@ import pytest
 import torch
 
 import quantshard as qs
+from quantshard import recipe
+from quantshard.cli import explain
 from quantshard.cli import models as sources
 from quantshard.observe.patterns import by_pattern
 from quantshard.observe.table import folded
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.model import LanguageModel
 from tests.cli.hostile import made, told
 from tests.layouts import models
 
@@ -90,6 +94,20 @@ def test_plan_is_that_of_python(tmp_path: Path) -> None:
     assert json_of("plan", tmp_path, "--world-size", 3)["rows"][0]["mesh"] == {"dp_shard": 3}
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_tensor_parallelism_cuts_what_the_modules_cut(architecture: str) -> None:
+    """Of the command's own model: the dims that its modules would hand to DTensor, biases among them."""
+    settings = TrainSettings(architecture=architecture, hidden=64, heads=2, layers=1).resolved()
+    model = LanguageModel(settings, recipe.resolve("mxfp8"), "meta")
+    cuts, seen = explain._cuts(model), set()
+    for prefix, module in model.named_modules():
+        for leaf, dim in getattr(module, "_cuts", {}).items():
+            name = f"{prefix}.{leaf}"
+            assert next((dim for end, dim in cuts.items() if name.endswith(end)), None) == dim, name
+            seen.add(dim)
+    assert seen == {None, 0, 1}
+
+
 def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     run = made(tmp_path)
     found = json_of("plan", run)
@@ -153,9 +171,9 @@ def test_names_are_broken_behind_dots() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["explain", "confg"], "there is nothing at confg; did you mean config.json?"),
+        (["explain", "confg"], "there is nothing at confg (did you mean config.json?)"),
         (["plan", "far/away"], "there is nothing at far/away"),
-        (["inspect", "tetx"], "there is nothing at tetx; did you mean text?"),
+        (["inspect", "tetx"], "there is nothing at tetx (did you mean text?)"),
         (["explain", "empty"], "empty is an empty folder"),
         (["explain", "text"], "text is no run (which has a config.toml), no complete checkpoint"),
         (["explain", ""], "a path is empty"),
