@@ -28,6 +28,7 @@ from quantshard.tensor import arithmetic as _arithmetic
 from quantshard.tensor import aten_rules as _ops
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import requantize_
+from quantshard.version import __version__
 
 __all__ = [
     "Dispatch",
@@ -42,6 +43,7 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "__version__",
     "autocast",
     "broadcast_",
     "capturable_",

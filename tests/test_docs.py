@@ -171,7 +171,9 @@ quantshard import plain --recipe nvfp4 --out requantized
 
 `--layout` takes a row of the first table below, or the name of a family (`compressed-tensors`, `modelopt`, `plain`),
 of which the first row is taken that is exact. `--config DIR` gives the model's Hugging Face configuration and
-tokenizer; the checkpoint of a run has its own. The directory appears when it is complete, and none is overwritten.
+tokenizer; the checkpoints of a run and of an import have their own. The directory appears when it is complete, and none
+is overwritten. An export copies tokenizer, chat template and generation_config.json of that folder beside the weights,
+an import config.json too; both say so. `quantshard train --init-from DIR` goes on from an export or an import.
 
 In Python, where a model of yours may be sharded (FSDP2, tensor parallelism) and each rank reads the slices that it
 holds. An optimizer built afterwards has masters seeded from the weights, or, where the file is in high precision, from
@@ -188,10 +190,11 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
 
 ## What to know
 
-- Names are those of Llama in transformers, from models of `TransformerLayer` with RMSNorm, swiglu and parameters named
-  as in `quantshard/trainer/model.py`; `--names MAP` (TOML, see `quantshard/layouts/names.py`) gives others. One fused
-  qkv weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever the order of its rows; where the cut would cut a
-  128x128 block, it is refused.
+- A model with names of its own, such as one of transformers after `quantshard.convert`, keeps them, and the report says
+  so. From models of `TransformerLayer` with RMSNorm, swiglu and parameters named as in `quantshard/trainer/model.py`,
+  names are those of Llama in transformers. `--names MAP` (TOML, see `quantshard/layouts/names.py`) gives others. A
+  fused qkv weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever the order of its rows; where the cut would cut
+  a 128x128 block, it is refused.
 - Embeddings, norms and the output head stay as they are, and are in the layout's list of modules to ignore. A head
   that is the embedding is written once.
 - Masters are found by the names of parameters: `FusedAdam(model.named_parameters(), ...)`. `plain` has them;

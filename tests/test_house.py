@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "quantshard"
 
 FLOORS = (
-    "errors",
+    "errors version",
     "formats",
     "limits foreign numerics sharding recipe_arguments private_torch determinism",
     "recipe kernels",

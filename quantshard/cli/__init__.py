@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from inspect import cleandoc
 from typing import Annotated
 
 import typer
 
-from quantshard.cli import convert, demo, diff, doctor, exchange, inspect, train, verify
+from quantshard.cli import convert, demo, diff, doctor, exchange, explain, inspect, train, verify
 from quantshard.errors import QuantshardError
 from quantshard.terminal.screen import complain, prepare_output, say
 from quantshard.trainer import launch
+from quantshard.version import __version__
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
-    *(module.register for module in (train, demo, diff, inspect, verify, exchange, convert, doctor)),
+    *(module.register for module in (train, demo, explain, diff, inspect, verify, exchange, convert, doctor)),
 )
 """What adds commands to the command line."""
 
@@ -25,7 +25,7 @@ __all__ = ["app", "main"]
 
 def _version(asked: bool) -> None:
     if asked:
-        say(f"quantshard {metadata.version('quantshard')}")
+        say(f"quantshard {__version__}")
         raise typer.Exit
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quantshard import transformer_engine
+from quantshard.terminal import inputs
 from quantshard.terminal.screen import say
 
 
@@ -29,6 +30,8 @@ def convert_te(
     ] = False,
 ) -> None:
     """Write a TransformerEngine checkpoint (model, FusedAdam) as one of ours, and list what is not exact."""
+    for checkpoint in (source, like):
+        inputs.existing(checkpoint, "a checkpoint")
     done = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)
     say(*done.lines())
     say(f"wrote {out}")

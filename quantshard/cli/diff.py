@@ -1,17 +1,77 @@
-"""`quantshard diff`: compare two checkpoints bit by bit."""
+"""`quantshard diff`: compare two checkpoints bit by bit, and say what differs in groups."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
 
 import typer
 
-from quantshard.checkpoints.inspect.compare import Comparison, compare
-from quantshard.errors import CheckpointError
+from quantshard.checkpoints import rank_state
+from quantshard.checkpoints.inspect.compare import Comparison, Difference, compare, largest_difference
+from quantshard.checkpoints.untrusted.extras import EXTRA
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.layouts.source import MODEL, OPTIMIZER, CheckpointModel
+from quantshard.observe.patterns import counted_name, pattern_groups
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.terminal import inputs
 from quantshard.terminal.screen import complain, say
 
 UNEQUAL, UNREADABLE = 1, 2
 """Exit codes, as those of the diff that compares texts."""
+
+WEIGHTS, RANDOM, HISTORIES = "weights", "random keys and draws", "amax histories"
+_PREFIXES = {OPTIMIZER: "optimizer", f"{EXTRA}.": "extra", f"{rank_state.RANKS}.": "states of ranks"}
+_SUFFIXES = {f"_{KEY}": RANDOM, f"_{DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORIES}
+_SCALE = "_scale_inv"
+
+
+@dataclass
+class EntryGroup:
+    """Entries of one kind: how many are equal, and the differences. `largest`: of values, and in which entry."""
+
+    name: str
+    equal: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def changed(self) -> list[Difference]:
+        """The entries that both checkpoints have."""
+        return [found for found in self.differences if not found.only_in]
+
+    @property
+    def largest(self) -> Difference | None:
+        """The entry with the largest difference of values."""
+        known = [found for found in self.changed if found.largest is not None]
+        return max(known, key=lambda found: found.largest or 0.0, default=None)
+
+    def parts(self) -> list[str]:
+        """What is said of it, in a few words."""
+        if not self.differences:
+            return [f"{self.name} equal"]
+        said = []
+        if changed := self.changed:
+            most = self.largest
+            by = "" if most is None else f" (by at most {most.largest:.4g}: {most.key})"
+            said.append(f"{self.name} differ in {len(changed)} of {len(changed) + self.equal}{by}")
+        for side in "AB":
+            if count := sum(found.only_in == side for found in self.differences):
+                said.append(f"{count} {'entry' if count == 1 else 'entries'} only in {side}: {self.name}")
+        return said
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can write it."""
+        most = self.largest
+        return {
+            "name": self.name,
+            "equal": self.equal,
+            "different": len(self.changed),
+            **{f"only_in_{side.lower()}": sum(d.only_in == side for d in self.differences) for side in "AB"},
+            "largest_difference": None if most is None else most.largest,
+            "largest_in": None if most is None else most.key,
+        }
 
 
 def register(app: typer.Typer) -> None:
@@ -24,19 +84,81 @@ def diff(
         str, typer.Argument(metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
     ],
     checkpoint_b: Annotated[str, typer.Argument(metavar="CKPT_B", help="the one to compare it with")],
+    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
 ) -> None:
     """Compare two checkpoints bit by bit, whatever processes and meshes wrote them.
 
-    Names the first difference and counts them by entry. Exit code 0: equal; 1: different; 2: one cannot be read.
+    Counts the differences of weights, optimizer and the rest, with the largest, and names the first. Exit code 0:
+    equal; 1: different; 2: one cannot be read.
     """
     try:
-        comparison = compare(checkpoint_a, checkpoint_b)
-    except CheckpointError as error:
+        for path in (checkpoint_a, checkpoint_b):
+            inputs.existing(path, "a checkpoint")
+        comparison = _with_values(compare(checkpoint_a, checkpoint_b))
+    except (CheckpointError, ConfigurationError) as error:
         complain(str(error))
         raise typer.Exit(UNREADABLE) from None
-    say(*comparison_lines(comparison))
+    say(json.dumps(comparison_dict(comparison), indent=1) if json_ else "\n".join(comparison_lines(comparison)))
     if not comparison.equal:
         raise typer.Exit(UNEQUAL)
+
+
+def groups_of(comparison: Comparison) -> list[EntryGroup]:
+    """The entries by kind, weights first."""
+    differing, keys = {found.key: found for found in comparison.differences}, set(comparison.keys)
+    groups = {WEIGHTS: EntryGroup(WEIGHTS)}
+    for key in comparison.keys:
+        name = _kind(key, keys)
+        group = groups.setdefault(name, EntryGroup(name))
+        if key in differing:
+            group.differences.append(differing[key])
+        else:
+            group.equal += 1
+    return [group for group in groups.values() if group.equal or group.differences]
+
+
+def _kind(key: str, keys: set[str]) -> str:
+    for prefix, kind in _PREFIXES.items():
+        if key.startswith(prefix):
+            return kind
+    for suffix, kind in _SUFFIXES.items():
+        # what modules remember of their inputs belongs to no weight of that name
+        if key.endswith(suffix) and (kind == HISTORIES or key.removesuffix(suffix) in keys):
+            return kind
+    return WEIGHTS
+
+
+def _with_values(comparison: Comparison) -> Comparison:
+    """The comparison with, for each component of a quantized weight, the largest difference of the weight's values.
+
+    Only what differs is read once more; of what is no checkpoint of ours, or of other shapes, nothing is said."""
+    keys = set(comparison.keys)
+    if not any(_kind(d.key, keys) == WEIGHTS and not d.only_in for d in comparison.differences):
+        return comparison
+    try:
+        a, b = CheckpointModel(comparison.path_a), CheckpointModel(comparison.path_b)
+    except (CheckpointError, ConfigurationError):
+        return comparison
+    found, values = [], dict[str, float]()
+    for entry in comparison.differences:
+        name = entry.key.removeprefix(MODEL)
+        owner = _owner(name, a.weights)
+        one, two = a.weights.get(owner), b.weights.get(owner)
+        is_part = _kind(entry.key, keys) == WEIGHTS and one is not None and one.tag is not None
+        if is_part and one is not None and two is not None and one.shape == two.shape:
+            if owner not in values:
+                values[owner] = largest_difference(a.values(one), b.values(two))
+            entry = replace(entry, largest=values[owner])
+        is_scale = entry.key.startswith(OPTIMIZER) and name.endswith(_SCALE)
+        found.append(replace(entry, largest=None) if is_scale else entry)
+    return replace(comparison, differences=tuple(found))
+
+
+def _owner(name: str, weights: Container[str]) -> str:
+    """The weight that an entry is a component of: `x.weight` of `x.weight_scale_inv`; "" for none."""
+    while name and name not in weights:
+        name = name.rpartition("_")[0]
+    return name
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
@@ -45,8 +167,41 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     size = f"{comparison.tensors} tensors, {comparison.bytes} bytes{also}"
     if comparison.first is None:
         return [f"equal: {size}"]
-    lines = [f"first difference: {comparison.first}", ""]
-    lines.append(f"different: {len(comparison.differences)} entries (both have {size})")
-    for found in comparison.differences:
-        lines.append(f"  {found.key}: {f'{found.count} of {found.elements} elements' if found.count else found.what}")
+    groups = groups_of(comparison)
+    lines = [", ".join(part for group in groups for part in group.parts())]
+    lines += [f"A: {comparison.path_a}", f"B: {comparison.path_b} (both have {size})"]
+    lines.append(f"first difference: {comparison.first}")
+    for group in groups:
+        lines += [f"{group.name}:", *_patterns(group.differences)] if group.differences else []
     return lines
+
+
+def _patterns(differences: Iterable[Difference]) -> list[str]:
+    """A line for the entries of a pattern of which the same is to be said."""
+    told = ((d.key, (d.only_in, d.elements, "" if d.count or d.only_in else d.what), d) for d in differences)
+    return [f"  {counted_name(pattern, len(found))}: {_said(found)}" for pattern, found in pattern_groups(told)]
+
+
+def _said(found: Sequence[Difference]) -> str:
+    first = found[0]
+    if first.only_in:
+        return f"only in {first.only_in}"
+    if not first.count:
+        return first.what
+    values = [entry.largest for entry in found if entry.largest is not None]
+    by = f", by at most {max(values):.4g}" if values else ""
+    return f"{sum(d.count for d in found)} of {sum(d.elements for d in found)} elements{by}"
+
+
+def comparison_dict(comparison: Comparison) -> dict[str, Any]:
+    """What a comparison found, as JSON can write it."""
+    return {
+        "equal": comparison.equal,
+        "a": comparison.path_a,
+        "b": comparison.path_b,
+        "tensors": comparison.tensors,
+        "others": comparison.others,
+        "bytes": comparison.bytes,
+        "groups": [group.to_dict() for group in groups_of(comparison)],
+        "differences": [asdict(found) for found in comparison.differences],
+    }

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from quantshard import checkpoints, layouts, recipe
-from quantshard.checkpoints.disk.store import is_taken, local
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.manifest import FileEntry
+from quantshard.checkpoints.disk.store import is_taken, local, locate
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import FieldReader, shown
-from quantshard.layouts import LLAMA, Names, names
-from quantshard.layouts.files import SafetensorsFiles, read_layout_json
+from quantshard.foreign import regular_content
+from quantshard.layouts import Names, names
+from quantshard.layouts.files import SafetensorsFiles, companions, copied_lines, read_layout_json
 from quantshard.layouts.table import LAYOUTS
-from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
+from quantshard.layouts.writing import CONFIGURATION
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
+from quantshard.terminal import inputs, outputs
 from quantshard.terminal.screen import say
-from quantshard.trainer.config import TrainSettings, from_mapping, read_settings_file
-from quantshard.trainer.data import VOCABULARY
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.configuration import config_of_run, settings_of
 from quantshard.trainer.model import LanguageModel
 
+_LONGEST = 1 << 30
+"""The most bytes of a file that is copied beside weights."""
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_EPSILON, _ROTARY_BASE = 1e-5, 10000.0
 
-MAP = typer.Option("--names", metavar="MAP", help="TOML: our names -> theirs. Default: Llama's", show_default=False)
+MAP = typer.Option(
+    "--names", metavar="MAP", help="TOML: our names -> theirs. Default: Llama's, or the model's own", show_default=False
+)
 LOSSY = typer.Option("--lossy", help="quantize anew what does not go over exactly")
 
 
@@ -58,11 +64,11 @@ def export(
 ) -> None:
     """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""
     done = layouts.export(
-        checkpoint,
+        inputs.existing(checkpoint, "a checkpoint"),
         layout,
         out,
         names=_names(names_file),
-        config=config if config is not None else _config_of_run(checkpoint),
+        config=config_of_run(checkpoint) if config is None else inputs.existing(config, "a config.json or its folder"),
         max_shard_bytes=size(max_shard_size),
         values=values,
         lossy=lossy,
@@ -83,8 +89,8 @@ def import_(
     """
     if is_taken(out):
         raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
-    folder = local(folder, "safetensors files")
-    config = read_layout_json(folder / "config.json")
+    folder = local(inputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
+    config = read_layout_json(folder / CONFIGURATION)
     settings = settings_of(config, str(folder))
     chosen = recipe.resolve(recipe_name)
     model = _described(folder, settings, chosen, config["vocab_size"])
@@ -97,8 +103,31 @@ def import_(
                     quantized.clear_high_precision_init_val()  # four times the weight
     done = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
     checkpoints.save(out, model, None, {"recipe": recipe_name})
-    say(*done.lines())
+    copied = _copy_beside(folder, out)
+    say(*done.lines(), *copied)
     say(f"wrote {out}, the model's weights by recipe {recipe_name!r}")
+
+
+def _copy_beside(folder: Path, out: str) -> list[str]:
+    """Copy configuration and tokenizer beside the weights, and name them in the manifest; what is said of it."""
+    found, entries = companions(folder, CONFIGURATION), {}
+    for path in found:
+        content = regular_content(path, _LONGEST)
+        _write_beside(out, path.name, content)
+        entries[path.name] = FileEntry(*manifest.digest(content))
+    described = manifest.read_manifest(out)
+    if described is not None:
+        named = replace(described, files={**described.files, **entries})
+        _write_beside(out, manifest.MANIFEST, named.to_json().encode())
+    return copied_lines(found)
+
+
+def _write_beside(folder: str, name: str, content: bytes) -> None:
+    store, place = locate(folder)
+    if store.renames:
+        outputs.write_file(Path(place) / name, content)
+    else:
+        store.write(store.join(place, name), content)
 
 
 def _described(folder: Path, settings: TrainSettings, chosen: Recipe, vocabulary: int) -> LanguageModel:
@@ -132,74 +161,5 @@ def size(text: str) -> int:
     return max(1, int(float(found[1]) * _UNITS[unit + "b" if unit else ""]))
 
 
-def hf_config(settings: TrainSettings) -> dict[str, Any]:
-    """The Hugging Face configuration of a run's model."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": settings.hidden,
-        "intermediate_size": settings.ffn,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.kv_heads,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": settings.seq_length,
-        "rms_norm_eps": _EPSILON,
-        "rope_theta": _ROTARY_BASE,
-        "tie_word_embeddings": settings.tied,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "dtype": settings.params_dtype,
-    }
-
-
-_LIKE = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-         "ffn": "intermediate_size", "seq_length": "max_position_embeddings"}  # fmt: skip
-
-
-def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
-    """The sizes of a Llama from its Hugging Face configuration.
-
-    Raises:
-        ConfigurationError: it is of another architecture, or lacks a size.
-    """
-    fields = FieldReader(config, f"{where}: config.json")
-    kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
-    instead = "build your model and load into it by quantshard.layouts.load"
-    if kind != "llama" or fields.flag("attention_bias") or fields.flag("mlp_bias"):
-        raise ConfigurationError(
-            f"{where}: config.json is of model_type {shown(kind)}; the command builds Llamas without biases: {instead}"
-        )
-    found: dict[str, Any] = {}
-    for ours, theirs in {**_LIKE, "vocabulary": "vocab_size"}.items():
-        most = MOST_HEADS if ours in ("heads", "layers") else MOST
-        count = fields.integer(theirs, 2 if ours == "seq_length" else 1, most)
-        if count is None:
-            raise fields.wrong(theirs, "given")
-        found[ours] = count
-    del found["vocabulary"]
-    width = fields.integer("head_dim", 1, MOST) or found["hidden"] // found["heads"]
-    if width * found["heads"] != found["hidden"]:
-        raise ConfigurationError(f"{where}: heads of {width} features do not make up {found['hidden']}: {instead}")
-    settings = TrainSettings(
-        **found,
-        kv_heads=fields.integer("num_key_value_heads", 1, MOST_HEADS) or 0,
-        tied=is_tied(config),
-        params_dtype="float32" if dtype == "float32" else "bfloat16",
-    ).resolved()
-    settings.check()
-    return settings
-
-
-def _names(path: Path | None) -> Names:
-    return LLAMA if path is None else names.read_names(path)
-
-
-def _config_of_run(checkpoint: str) -> dict[str, Any] | None:
-    """The configuration of the model of the run whose checkpoint this is; None if it is not in a run's folder."""
-    file = Path(checkpoint).absolute().parent.parent / "config.toml"
-    if "://" in checkpoint or not file.is_file():
-        return None
-    settings = TrainSettings(**from_mapping(read_settings_file(file), str(file)))
-    return hf_config(settings) if settings.architecture == "llama" else None
+def _names(path: Path | None) -> Names | None:
+    return None if path is None else names.read_names(Path(inputs.existing(path, "a map of names")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -11,9 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from quantshard.checkpoints.inspect.inspection import Inspection, TensorSummary
+from quantshard.cli.explain import WIDE, WIDER
 from quantshard.errors import printable
 from quantshard.layouts.inspection import inspect as inspect_path
+from quantshard.observe.patterns import counted_name, pattern_groups
 from quantshard.observe.table import FittedTable, human_bytes
+from quantshard.terminal import inputs
 from quantshard.terminal.screen import Screen, say
 
 
@@ -27,22 +32,23 @@ def inspect(
         str, typer.Argument(metavar="CKPT", help="a checkpoint or its URL, or safetensors: a file or a folder")
     ],
     json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+    wide: Annotated[bool, WIDE] = False,
     data: Annotated[bool, typer.Option("--data/--no-data", help="read scales and codes too")] = True,
 ) -> None:
     """Show what is inside a checkpoint: formats, shapes, bytes, scales, and shares of saturated and zero codes.
 
     It may come from anybody: nothing in it is run.
     """
-    found = inspect_path(path, data)
+    found = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
     if json_:
         say(found.to_json())
     else:
-        Screen(table=True).print(inspection_tables(found))
+        Screen(wide=wide).print(inspection_tables(found, wide))
 
 
-def inspection_tables(found: Inspection) -> Group:
-    """What was found, as tables."""
-    parts: list[Any] = [_rows(found), _totals(found)]
+def inspection_tables(found: Inspection, wide: bool = True) -> Group:
+    """What was found, as tables. `wide`: with a row for every tensor."""
+    parts: list[Any] = [_rows(found.rows if wide else _by_pattern(found.rows)), _totals(found)]
     if found.run is not None:
         told = ", ".join(f"{name} {value}" for name, value in found.run.items() if value is not None)
         parts.append(Text(f"written by: {told}"))
@@ -60,7 +66,29 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 _SPARED = ("pieces", "zero", "saturated", "scales", "shape")
 
 
-def _rows(found: Inspection) -> FittedTable:
+def _by_pattern(rows: Sequence[TensorSummary]) -> list[TensorSummary]:
+    """One row for the tensors of a pattern that are stored alike."""
+    named = ((row.name, (row.kind, row.format, row.shape, row.chunks, row.codes), row) for row in rows)
+    return [_united(pattern, members) for pattern, members in pattern_groups(named)]
+
+
+def _united(pattern: str, rows: Sequence[TensorSummary]) -> TensorSummary:
+    """A row for many tensors: the sums of their bytes and codes, their smallest and largest scale."""
+    scales = [scale for row in rows for scale in row.scales or ()]
+    counts: dict[str, Any] = {
+        name: None if getattr(rows[0], name) is None else sum(getattr(row, name) or 0 for row in rows)
+        for name in ("codes", "zeros", "saturated")
+    }
+    return replace(
+        rows[0],
+        name=counted_name(pattern, len(rows)),
+        bytes=sum(row.bytes for row in rows),
+        scales=(min(scales), max(scales)) if scales else None,
+        **counts,
+    )
+
+
+def _rows(found: Sequence[TensorSummary]) -> FittedTable:
     rows = [
         [
             row.name,
@@ -72,9 +100,9 @@ def _rows(found: Inspection) -> FittedTable:
             _share(row.saturated, row),
             _share(row.zeros, row),
         ]
-        for row in found.rows
+        for row in found
     ]
-    return FittedTable(_COLUMNS, rows, _SPARED)
+    return FittedTable(_COLUMNS, rows, _SPARED, WIDER)
 
 
 def _share(count: int | None, row: TensorSummary) -> str:

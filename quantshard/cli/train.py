@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer import launch, worker
+from quantshard.terminal import inputs
+from quantshard.trainer import initialization, launch, worker
 from quantshard.trainer.config import TYPES, merge, setting_fields
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.worker import WorkerJob
@@ -60,7 +61,11 @@ def train(
         flags["data"] = [*flags["data"], *more_data]
     if flags["data"] is not None:
         flags["data"] = tuple(flags["data"])
+    if config is not None:
+        inputs.existing(config, "a TOML file of settings")
     settings = merge(flags, config)
+    if settings.init_from:
+        settings = merge(flags, config, initialization.sizes(settings.init_from))
     settings.check()
     settings = settings.resolved()
     if launch.is_worker():

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import TypeVar
 
+from quantshard.observe.patterns import by_pattern
 from quantshard.observe.table import human_bytes
-
-Hashable_ = TypeVar("Hashable_", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -69,23 +64,3 @@ class ConversionReport:
 
 def _line(pattern: str, count: int, shape: tuple[int, ...], said: str) -> str:
     return f"  {pattern} {list(shape)}{f' x{count}' if count > 1 else ''}: {said}"
-
-
-def by_pattern(named: Iterable[tuple[str, Hashable_]]) -> list[tuple[str, int, Hashable_]]:
-    """Names that differ in numbers alone, and of which the same is said, as one: `layers.{0-31}.q_proj`, 32, ..."""
-    found: dict[tuple[str, Hashable_], list[list[int]]] = {}
-    for name, said in named:
-        numbers = [int(number) for number in re.findall(r"(?<![^.])\d+(?![^.])", name)]
-        found.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "{}", name), said), []).append(numbers)
-    return [
-        (pattern.format(*map(_range, zip(*all_, strict=True))), len(all_), said)
-        for (pattern, said), all_ in found.items()
-    ]
-
-
-def _range(numbers: Iterable[int]) -> str:
-    """`3`, or `{0-3,5}`."""
-    values = sorted(set(numbers))
-    runs = [[value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return shown[0] if len(values) == 1 else "{" + ",".join(shown) + "}"

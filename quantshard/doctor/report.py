@@ -28,6 +28,7 @@ from quantshard.formats import FORMATS, Copy
 from quantshard.gemm import backend
 from quantshard.observe.table import human_bytes
 from quantshard.recipe import Cell
+from quantshard.version import __version__
 
 VERSION = 1
 """Of the keys of the JSON; larger where one of them changes its meaning."""
@@ -84,7 +85,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     why = checks.why_no_kernels(device)
     return {
         "version": VERSION,
-        "quantshard": _version("quantshard"),
+        "quantshard": __version__,
         "date": datetime.date.today().isoformat(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -186,7 +187,7 @@ def _machine(about: dict[str, Any]) -> Table:
         "Triton": about["triton"] or "not installed",
         "kernels": about["kernels"]["reason"] or about["kernels"]["run"],
         "collectives": f"{'gloo' if collectives['gloo'] else 'no gloo'}, {nccl}",
-        "quantshard": about["quantshard"] or "not installed",
+        "quantshard": about["quantshard"],
     }
     for key, value in rows.items():
         table.add_row(key, Text(value))

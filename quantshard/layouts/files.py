@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,11 @@ DTYPES: Final = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 """The dtypes that layouts have, as a header says them."""
+
+_COMPANIONS: Final = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.*",
+    "chat_template*",
+)  # fmt: skip
 
 _OTHER_DTYPES: Final = {
     torch.float64: "F64", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0", torch.bool: "BOOL",
@@ -112,6 +118,19 @@ def _write_file(path: Path, groups: Sequence[TensorBatch], metadata: Mapping[str
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def companions(folder: Path, *names: str) -> list[Path]:
+    """The files of a model's folder that describe it beside its weights: tokenizer, templates, how it generates; and
+    those of these names."""
+    wanted = (*names, *_COMPANIONS)
+    return [path for path in sorted(folder.iterdir()) if any(fnmatchcase(path.name, name) for name in wanted)
+            and (path.is_symlink() or not path.is_dir())]  # fmt: skip
+
+
+def copied_lines(copied: Sequence[Path]) -> list[str]:
+    """What is said of files that were copied."""
+    return [f"copied beside the weights: {', '.join(path.name for path in copied)}"] if copied else []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

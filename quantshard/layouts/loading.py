@@ -21,12 +21,12 @@ from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import local
 from quantshard.checkpoints.partial_load import covers_buffers, loading
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import Copy, Role
 from quantshard.layouts import conversion, files, table
 from quantshard.layouts.conversion import InexactConversionError, RowRun
 from quantshard.layouts.files import SafetensorsFiles
-from quantshard.layouts.names import LLAMA, Names
+from quantshard.layouts.names import Names, default_names
 from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of, is_tied
 from quantshard.sharding import ceil_div
@@ -73,7 +73,7 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    names: Names = LLAMA,
+    names: Names | None = None,
     config: Mapping[str, Any] | None = None,
     lossy: bool = False,
 ) -> Import:
@@ -85,7 +85,7 @@ def load(
     Args:
         path: a folder of safetensors with config.json, which says the layout; see `LAYOUTS`.
         model: whole or sharded (FSDP2, tensor parallelism), not on the meta device.
-        names: our names -> theirs.
+        names: our names -> theirs. Default: as for an export.
         config: instead of config.json.
         lossy: quantize anew what cannot be copied.
 
@@ -100,13 +100,38 @@ def load(
         if isinstance(module, FSDPModule):
             module.reshard()  # else a forward without backward may have left the gathered copies in place
     with loading(f"the load of {path}", model) as load:
-        loader = agreement.alike(lambda: _LayoutLoader(local(path, "safetensors files"), model, names, config))
+        loader = agreement.alike(lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config)))
         loader.judge(lossy)
         load.writes = True
         loader.write()
         # it wrote all parameters; what an earlier, failed load may have left in buffers it has not, as files have none
         load.mends = not load.is_mixed or covers_buffers(model)
     return loader.report
+
+
+def check(path: str | os.PathLike[str], model: nn.Module, *, names: Names | None = None) -> None:
+    """See that the files have the weights of a model, which may be on the meta device; only headers are read.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of another shape.
+        ConfigurationError: the layout of the files is not that of the model's recipe.
+    """
+    loader = _LayoutLoader(local(path, "safetensors files"), model, names, None)
+    for item in loader.items:
+        if item.is_stored_quantized and loader.layout is not None:
+            found = table.import_verdict(None if item.storage is None else item.storage.cell, loader.layout)
+            if item.storage is None or found.kind != EXACT:
+                raise ConfigurationError(
+                    f"{path}: {item.name} cannot be copied: {found.why}; take a recipe of the same codes and blocks, "
+                    "or import it first, with --lossy"
+                )
+
+
+def _filled(loader: _LayoutLoader) -> _LayoutLoader:
+    for item in loader.items:
+        if item.param.is_meta:
+            raise CheckpointError(f"{item.name} is on the meta device; call reset_parameters() on the modules first")
+    return loader
 
 
 @dataclass
@@ -144,7 +169,7 @@ class _ParameterSlices:
 class _LayoutLoader:
     """Finds in the headers of the files where each parameter comes from, alike on all ranks; then reads and writes."""
 
-    def __init__(self, path: Path, model: nn.Module, names: Names, config: Mapping[str, Any] | None) -> None:
+    def __init__(self, path: Path, model: nn.Module, names: Names | None, config: Mapping[str, Any] | None) -> None:
         given = config is not None
         has_file = os.path.lexists(path / CONFIGURATION)  # a broken link too: it is refused, and no missing file
         self.config = dict(config or {}) if given or not has_file else files.read_layout_json(path / CONFIGURATION)
@@ -153,7 +178,9 @@ class _LayoutLoader:
         self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
         self.report = Import(path, self.layout)
         self.taken: set[str] = set()
-        self.items = [self._item(name, param, names) for name, param in model.named_parameters()]
+        named = dict(model.named_parameters())
+        chosen = names or default_names(named)
+        self.items = [self._item(name, param, chosen) for name, param in named.items()]
         unknown = sorted(n for n in self.files.names() if n not in self.taken and not n.endswith(_SKIPPED))
         if self.tied:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
@@ -164,8 +191,6 @@ class _LayoutLoader:
             )
 
     def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
-        if param.is_meta:
-            raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
         pieces = names.theirs(name, param.shape[0], heads_of(self.config))
         if not pieces:
             raise CheckpointError(f"{name} has no name in {self.report.path}; give a map of names (--names)")

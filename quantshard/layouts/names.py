@@ -37,10 +37,12 @@ class HeadCounts:
 
 @dataclass(frozen=True)
 class Names:
-    """A map: `plain`, our name -> theirs; `fused`, our name -> (order of its rows, their names of q, k and v)."""
+    """A map: `plain`, our name -> theirs; `fused`, our name -> (order of its rows, their names of q, k and v).
+    `identity`: all other names stay as they are."""
 
     plain: Mapping[str, str]
     fused: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    identity: bool = False
 
     def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
         """The weights of theirs that one of ours, of so many rows, holds: their name -> its rows. Empty: not mapped.
@@ -52,7 +54,7 @@ class Names:
         if general in self.plain:
             return {_numbered(self.plain[general], numbers): whole_run(rows)}
         if general not in self.fused:
-            return {}
+            return {ours: whole_run(rows)} if self.identity else {}
         order, into = self.fused[general]
         if heads is None:
             raise ConfigurationError(
@@ -124,6 +126,19 @@ def _llama() -> Names:
 
 LLAMA: Final = _llama()
 """Llama and its like in transformers, from models of `TransformerLayer` with RMSNorm and swiglu."""
+
+IDENTITY: Final = Names({}, identity=True)
+"""Of a model that has the names of its files, as one of transformers after `quantshard.convert`."""
+
+_OURS: Final = "_weight"
+"""How names end that modules of several weights give them, and no model of another library."""
+
+
+def default_names(ours: Iterable[str]) -> Names:
+    """The map where none was asked for: Llama's for a model of `TransformerLayer`, else the model's own names."""
+    held = list(ours)
+    is_llama = all(_general(name)[0] in LLAMA.plain or _general(name)[0] in LLAMA.fused for name in held)
+    return LLAMA if is_llama or any(name.endswith(_OURS) for name in held) else IDENTITY
 
 
 def read_names(path: Path) -> Names:

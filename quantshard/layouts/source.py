@@ -117,6 +117,12 @@ class CheckpointModel:
 
     def _master_keys(self) -> dict[str, str]:
         """Name of a parameter -> the key of its master, where the optimizer has one and was told names."""
+        states = {name: f"{state}{MASTER}" for name, state in self._state_keys().items()}
+        held = self._stored.keys()
+        return {name: key for name, key in states.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
+
+    def _state_keys(self) -> dict[str, str]:
+        """Name of a parameter -> how the keys of its states begin, where the optimizer was told names."""
         found: dict[str, str] = {}
         for key in self._stored:
             if not key.startswith(f"{OPTIMIZER}param_groups.") or not key.endswith(".param_names"):
@@ -124,10 +130,24 @@ class CheckpointModel:
             names, numbers = self._object(key), self._object(key.removesuffix("param_names") + "params")
             if not are_named(names, numbers):
                 raise CheckpointError(f"{self.path} is damaged: {key} does not name the parameters of its group")
-            states = [f"{OPTIMIZER}state.{number}.{MASTER}" for number in numbers]
+            states = [f"{OPTIMIZER}state.{number}." for number in numbers]
             found.update(zip(map(components.canonical_name, names), states, strict=True))
-        held = self._stored.keys()
-        return {name: key for name, key in found.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
+        return found
+
+    def states(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+        """Name of a parameter -> dtype and shape of each state that the optimizer has of it, where it was told names.
+
+        Raises:
+            CheckpointError: a list of names is damaged.
+        """
+        keys = {start: name for name, start in self._state_keys().items()}
+        found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        for key, entry in self._stored.items():
+            start, _, state = key.rpartition(".")
+            if f"{start}." in keys and isinstance(entry, TensorStorageMetadata):
+                described = entry.properties.dtype, tuple(entry.size)
+                found.setdefault(keys[f"{start}."], {})[state] = described
+        return found
 
     def _object(self, key: str) -> Any:
         if key not in self._stored:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Final
 
@@ -334,7 +335,9 @@ def find(name: str, formats: set[str]) -> Layout:
     family = [layout for layout in LAYOUTS.values() if layout.family == name]
     if not family:
         known = sorted({*LAYOUTS, *(layout.family for layout in LAYOUTS.values())})
-        raise ConfigurationError(f"unknown layout {name!r}; choose one of: {', '.join(known)}")
+        near = get_close_matches(name[:80], known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigurationError(f"unknown layout {name!r}; {hint}choose one of: {', '.join(known)}")
     cells: list[Cell | None] = [cell_of_tag(tag) for tag in formats] or [None]
     for layout in family:
         if all(verdict(cell, layout).kind == EXACT for cell in cells):

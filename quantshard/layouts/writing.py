@@ -26,7 +26,7 @@ from quantshard.formats import ALL, Copy, Format
 from quantshard.layouts import conversion, files, table
 from quantshard.layouts.conversion import InexactConversionError, RowRun
 from quantshard.layouts.files import TensorBatch
-from quantshard.layouts.names import LLAMA, HeadCounts, Names, check_distinct
+from quantshard.layouts.names import IDENTITY, HeadCounts, Names, check_distinct, default_names
 from quantshard.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.layouts.table import EXACT, UNDEFINED, Layout
 
@@ -42,10 +42,6 @@ NOTED_AMAX: Final = "quantshard.amax."
 """Prefix of the entries of a header that note weights' amaxes, in hexadecimal digits and so exactly: the second scale
 is rounded, and an import of our own export brings every bit back (`conversion.amax_of`)."""
 
-_BESIDE: Final = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 HEAD: Final = "lm_head"
 CONFIGURATION: Final = "config.json"
 MOST, MOST_HEADS = 1 << 30, 1 << 16
@@ -88,7 +84,7 @@ def export(
     layout: str,
     out: str | os.PathLike[str],
     *,
-    names: Names = LLAMA,
+    names: Names | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     values: str = "masters",
@@ -101,8 +97,9 @@ def export(
         layout: a name of `LAYOUTS`, or a family ("compressed-tensors", "modelopt", "plain"), of which the first row is
             taken that is exact.
         out: a directory that does not exist; it appears under this name when it is complete.
-        names: our names -> theirs.
+        names: our names -> theirs. Default: Llama's for a model of `TransformerLayer`, else the model's own.
         config: the model's Hugging Face configuration, or a directory with its config.json, whose tokenizer is copied.
+            Default: the checkpoint's own directory, if it has one (an import's).
         max_shard_bytes: of one file, where a file holds more than one weight.
         values: where values are written or quantized anew: of the "masters", where there are any, or of the "weights".
         lossy: quantize anew what does not go over exactly.
@@ -119,11 +116,13 @@ def export(
     target = local(out, "an export")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists and is not overwritten; export to another directory")
-    described = _config(config)
     source = CheckpointModel(checkpoint)
+    if config is None and "://" not in str(checkpoint) and os.path.lexists(Path(checkpoint) / CONFIGURATION):
+        config = checkpoint
+    described, chosen = _config(config), names or default_names(source.weights)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
     plan = _ExportPlan(
-        source, table.find(layout, tags), names, described, values == "masters", lossy, Export(target, _NONE)
+        source, table.find(layout, tags), chosen, described, values == "masters", lossy, Export(target, _NONE)
     )
     groups = plan.groups()
     try:
@@ -194,11 +193,12 @@ def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathL
     files.write_json(folder / CONFIGURATION, config)
     if layout.producer is not None:
         files.write_json(folder / "hf_quant_config.json", layout.producer(ignore))
-    for name in _BESIDE if beside is not None and Path(beside).is_dir() else ():
-        if os.path.lexists(Path(beside or "") / name):
-            # no link is followed, and no pipe waited for: the folder may come from anybody
-            with open_regular(Path(beside or "") / name) as file, open(folder / name, "wb") as copy:
-                shutil.copyfileobj(file, copy)
+    found = [] if beside is None or not Path(beside).is_dir() else files.companions(Path(beside))
+    for path in found:
+        # no link is followed, and no pipe waited for: the folder may come from anybody
+        with open_regular(path) as file, open(folder / path.name, "wb") as copy:
+            shutil.copyfileobj(file, copy)
+    plan.report.notes += files.copied_lines(found)
 
 
 @dataclass
@@ -370,6 +370,8 @@ class _ExportPlan:
 
     def _say(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         notes, layout = self.report.notes, self.layout
+        if self.names is IDENTITY:
+            notes.append("names are the model's own")
         ragged = [
             f"{name} {list(shape)}"
             for name, shape in shapes.items()

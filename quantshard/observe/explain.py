@@ -186,7 +186,8 @@ def gemm_of(
     if not ours:
         path, reason = backend.gemm_path(None, device)
         taken = ("not ours",) if chosen is not None and chosen.table else ()
-        return GemmPath(path, f"{reason}: {kind.__name__} is not one of quantshard's modules", taken)
+        whose = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
+        return GemmPath(path, f"{reason}: {whose}", taken)
     cell = None if chosen is None else chosen.weight
     path, reason = backend.gemm_path(cell, device)
     if chosen is not None and chosen.table:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import compress
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
+from quantshard.observe.patterns import counted_name, pattern_groups
 
 WEIGHTS = "weights"
 GATHERED = "given to all-gathers, forward and backward"
@@ -125,15 +127,22 @@ class Report:
     totals: Totals
     attention: tuple[str, ...] = ()
     """The backends by which attention would run without mask and dropout, each with its modules."""
+    more: str = "a wider terminal or a file has them"
+    """Where the columns are to be had for which there is no room."""
 
     @classmethod
     def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
         """The report of these rows, and of these modules' backends of attention."""
-        names = [f.name for f in fields(Totals) if f.name in Row.__annotations__]
-        summed = {name: sum(getattr(row, name) for row in rows) for name in names}
+        summed = {name: sum(getattr(row, name) for row in rows) for name in _summed_fields()}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
         return cls(tuple(rows), totals, tuple(_merged(attention)))
+
+    def summary(self, more: str = more) -> Report:
+        """This report with one row for the parameters of a pattern that are alike, which has the sums of their bytes:
+        `layers.{0-31}.q_proj.weight x32`. `more`: where the columns are to be had for which there is no room."""
+        found = pattern_groups((row.name, repr(replace(row, name="")), row) for row in self.rows)
+        return replace(self, rows=tuple(_times(rows[0], pattern, len(rows)) for pattern, rows in found), more=more)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -145,12 +154,16 @@ class Report:
         """The fallbacks that are taken: each says why, what to do, and by which parameters."""
         return tuple(_merged((row.name, f"{name}: {FALLBACKS[name]}") for row in self.rows for name in row.fallbacks))
 
-    def to_json(self) -> str:
-        """The rows and totals as JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """The rows and totals, as JSON can write them."""
         rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
         told = {name: list(getattr(self, name)) for name in ("attention", "fallbacks", "warnings")}
-        return json.dumps({"rows": rows, "totals": totals, **told}, indent=2)
+        return {"rows": rows, "totals": totals, **told}
+
+    def to_json(self) -> str:
+        """The rows and totals as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -161,6 +174,17 @@ class Report:
         yield _render(self)
 
 
+def _summed_fields() -> list[str]:
+    """The fields of a row that add up."""
+    return [f.name for f in fields(Totals) if f.name in Row.__annotations__]
+
+
+def _times(row: Row, pattern: str, count: int) -> Row:
+    """A row that stands for many that are alike."""
+    sums: dict[str, Any] = {name: count * getattr(row, name) for name in _summed_fields()}
+    return replace(row, name=counted_name(pattern, count), **sums)
+
+
 # Printing
 
 
@@ -169,21 +193,24 @@ class FittedTable:
     """A table for rich, of texts that may come from anybody. Where it is too wide, the names in its first column are
     folded, then columns are left out, and a line says which.
 
-    `columns`: heading -> side that it is aligned to. `spared`: which columns are left out, in this order.
+    `columns`: heading -> side that it is aligned to. `spared`: which columns are left out, in this order. `more`: where
+    they are to be had.
     """
 
     columns: Mapping[str, Literal["left", "right"]]
     rows: Sequence[Sequence[str]]
     spared: Sequence[str]
+    more: str = "a wider terminal or a file has them"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left_out = 0
         while left_out < len(self.spared) and self._width(left_out, console, options) > options.max_width:
             left_out += 1
-        yield self._table(left_out)
+        is_whole = not left_out and self._table(0).__rich_measure__(console, options).maximum <= options.max_width
+        yield self._table(left_out, _UNBOUNDED if is_whole else _NAME_WIDTH)
         if left_out:
             names = ", ".join(self.spared[:left_out])
-            yield Text(f"no room for the columns {names}: a wider terminal or a file has them\n")
+            yield Text(f"no room for the columns {names}: {self.more}\n")
 
     def _width(self, left_out: int, console: Console, options: ConsoleOptions) -> int:
         """The width of the table, with its names folded as far as may be."""
@@ -191,18 +218,29 @@ class FittedTable:
         whole = self._table(left_out).__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum
         return whole - max(0, longest - _NAME_WIDTH)
 
-    def _table(self, left_out: int) -> Table:
+    def _table(self, left_out: int, name_width: int = _UNBOUNDED) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         shown = [heading not in self.spared[:left_out] for heading in self.columns]
         for heading in compress(self.columns, shown):
             table.add_column(heading, justify=self.columns[heading], overflow="fold")
         for cells in self.rows:
-            table.add_row(*(Text(printable(cell)) for cell in compress(cells, shown)))
+            name, *others = (printable(cell) for cell in compress(cells, shown))
+            table.add_row(Text(folded(name, name_width)), *map(Text, others))
         return table
 
 
+def folded(name: str, width: int) -> str:
+    """A name in lines of at most so many columns, broken behind dots; a longer part keeps its line."""
+    lines = [""]
+    for part in re.split(r"(?<=\.)", name):
+        if lines[-1] and cell_len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
 def _render(report: Report) -> Group:
-    parts: list[Any] = [FittedTable(_COLUMNS, [_cells(row) for row in report.rows], _SPARED)]
+    parts: list[Any] = [FittedTable(_COLUMNS, [_cells(row) for row in report.rows], _SPARED, report.more)]
     parts.append(_totals_table(report.totals))
     told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
     told += [(row.name, text) for row in report.rows for text in row.notes]

@@ -21,15 +21,21 @@ from quantshard.errors import printable
 TEXT_WIDTH = 200
 """The width of tables that do not go to a terminal."""
 
+_UNBOUNDED = 10000
+
 _KEPT = "\n\t"
 
 
 class Screen(Console):
-    """A rich console that escapes what a terminal would obey. `table`: as wide as tables need to be in a file."""
+    """A rich console that escapes what a terminal would obey. `table`: as wide as tables need to be in a file; `wide`:
+    as wide as what is shown, everywhere."""
 
-    def __init__(self, *, table: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
+    def __init__(
+        self, *, table: bool = False, wide: bool = False, stderr: bool = False, soft_wrap: bool = False
+    ) -> None:
         stream = sys.stderr if stderr else sys.stdout
         width = TEXT_WIDTH if table and not stream.isatty() else None
+        width = _UNBOUNDED if wide else width
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:

@@ -70,6 +70,10 @@ class TrainSettings:
     tied: bool = _setting(False, "Model", "use the embedding as the output head too")
     dropout: float = _setting(0.0, "Model", "probability of dropout", 0, 1, less=True)
 
+    init_from: str = _setting(
+        "", "Model", "weights to begin with: a checkpoint, or a folder of safetensors; sizes not given are its"
+    )
+
     data: tuple[str, ...] = _setting(
         (), "Data", "file or folder; repeatable. Default: the source of Python's library", 1
     )
@@ -157,6 +161,7 @@ class TrainSettings:
             ffn=self.ffn or ffn,
             decay_steps=self.decay_steps or self.steps,
             data=tuple(str(Path(path).absolute()) for path in self.data),
+            init_from=_absolute(self.init_from),
         )
 
     def check(self, where: str = "") -> None:
@@ -254,6 +259,10 @@ class TrainSettings:
             )
 
 
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if path and "://" not in path else path
+
+
 TYPES: dict[str, type] = {f.name: tuple if f.name == "data" else type(f.default) for f in fields(TrainSettings)}
 """The type of each setting."""
 
@@ -334,11 +343,11 @@ def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
     return foreign.read_toml(path, MOST_BYTES, follow=follow)
 
 
-def merge(flags: Mapping[str, Any], config: Path | None) -> TrainSettings:
-    """Settings from the flags that were given, over the file, over the defaults."""
+def merge(flags: Mapping[str, Any], config: Path | None, known: Mapping[str, Any] | None = None) -> TrainSettings:
+    """Settings from the flags that were given, over the file, over those that are `known`, over the defaults."""
     values = from_mapping(read_settings_file(config, follow=True), str(config)) if config is not None else {}
     given = {name: value for name, value in flags.items() if value is not None}
-    return TrainSettings(**(values | given))
+    return TrainSettings(**{**(known or {}), **values, **given})
 
 
 def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:

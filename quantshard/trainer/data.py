@@ -37,6 +37,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
+from quantshard.terminal import inputs
 from quantshard.trainer.schema import shown_value
 
 END_OF_DOCUMENT = 256
@@ -183,7 +184,7 @@ def _length(path: Path) -> int:
         str(path).encode("utf-8")
         found = path.stat()
     except FileNotFoundError:
-        raise ConfigurationError(f"there is no data file or folder {path}") from None
+        raise ConfigurationError(f"there is no data file or folder {path}{inputs.meant_path(path)}") from None
     except UnicodeEncodeError:
         raise ConfigurationError(
             f"the name of the data file {path} is not UTF-8, as the run's config.toml is, which lists it; rename it"

@@ -16,6 +16,7 @@ import torch
 from quantshard.modules import attention_backends
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.schema import shown_value
+from quantshard.version import __version__
 
 Environment = dict[str, Any]
 """JSON: strings and booleans by name, and "variables", those of the process's environment."""
@@ -34,7 +35,7 @@ def current_environment(settings: TrainSettings, device: torch.device) -> Enviro
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **on_gpu,
         "python": platform.python_version(),
-        "quantshard": _version("quantshard"),
+        "quantshard": __version__,
         "torch": torch.__version__,
         "attention": attention_backends.described("auto", device, settings.torch_params_dtype, head_size),
         "float32 products": torch.get_float32_matmul_precision(),

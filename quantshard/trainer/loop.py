@@ -29,6 +29,7 @@ from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
+from quantshard.trainer import initialization
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import Corpus, Windows, text
@@ -70,14 +71,21 @@ class StopFlag:
 
 
 class Trainer:
-    """One process's share of a run.
+    """One process's share of a run. `init_from`: whose weights the model begins with.
 
     Raises:
         ConfigurationError: the settings do not fit the number of processes or the data.
+        CheckpointError: the weights do not fit; the same on every rank.
     """
 
     def __init__(
-        self, settings: TrainSettings, corpus: Corpus, run: RunDir, place: ProcessInfo, stop: StopFlag
+        self,
+        settings: TrainSettings,
+        corpus: Corpus,
+        run: RunDir,
+        place: ProcessInfo,
+        stop: StopFlag,
+        init_from: str = "",
     ) -> None:
         settings.check_ranks(place.ranks)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
@@ -86,6 +94,7 @@ class Trainer:
         mesh = self.axes.device_mesh(place.device.type)
         self.share = SequenceShare.of(mesh)
         self.model = models.build(settings, recipe.resolve(settings.recipe), mesh)
+        self.begun = initialization.load(init_from, self.model) if init_from else ""
         self.optimizer = make_optimizer(self.model, settings)
         self.progress = Progress(settings, shown=place.rank == 0)
 

@@ -28,7 +28,7 @@ from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import local
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import read_regular
-from quantshard.terminal import outputs
+from quantshard.terminal import inputs, outputs
 from quantshard.trainer.config import (
     MOST_BYTES,
     TrainSettings,
@@ -99,7 +99,8 @@ class RunDir:
             ConfigurationError: there is no run here, or its configuration is not one.
         """
         if not os.path.lexists(self.config):
-            raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml")
+            hint = "" if os.path.lexists(self.path) else inputs.meant_path(self.path)
+            raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml{hint}")
         content, where = read_settings_file(self.config), str(self.config)
         settings = TrainSettings(**from_mapping(content, where))
         settings.check(where)

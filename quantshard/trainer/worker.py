@@ -28,7 +28,7 @@ from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
 from quantshard.observe.table import Report
 from quantshard.terminal import screen
-from quantshard.trainer import data, environment, launch
+from quantshard.trainer import data, environment, initialization, launch
 from quantshard.trainer.config import TrainSettings, from_mapping
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.trainer.mesh import MeshSpec
@@ -81,11 +81,14 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
 
     Raises:
         ConfigurationError: it exists, or the settings do not fit the processes or the data.
+        CheckpointError: the weights to begin with are not those of this model.
     """
     run.check_new()
     settings.check_ranks(processes)
     corpus = data.collect(settings.data)
     data.Windows(corpus, settings.seq_length, settings.heldout)
+    if settings.init_from:
+        initialization.check(settings)
     run.create(settings, how_started(settings, processes), corpus.table())
 
 
@@ -170,7 +173,8 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
         torch.set_num_threads(task.launched.get("threads", 1))
     random.seed(task.settings.seed)
     np.random.seed(task.settings.seed % 2**32)
-    trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop)
+    init_from = "" if order.resume else task.settings.init_from
+    trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop, init_from)
     with trainer.manager:
         restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if order.resume else None
         done = 0 if restored is None else restored.step
@@ -218,6 +222,8 @@ def _announce(
     if task.left:
         now = task.settings.axes(place.ranks)
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
+    if trainer.begun:
+        note(trainer.begun)
     if restored is not None:
         note(f"resumed after step {done}, from {restored.path}")
         if restored.requantized:

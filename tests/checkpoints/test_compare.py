@@ -1,6 +1,8 @@
 """Comparing checkpoints that were written on different numbers of ranks."""
 
 import gc
+import json
+import math
 import os
 import pickle
 import re
@@ -22,9 +24,10 @@ from typer.testing import CliRunner
 import quantshard as qs
 from quantshard.checkpoints import save
 from quantshard.checkpoints.inspect import compare as module
-from quantshard.checkpoints.inspect.compare import Comparison, compare
+from quantshard.checkpoints.inspect.compare import Comparison, compare, largest_difference
 from quantshard.cli import diff
 from quantshard.errors import CheckpointError
+from quantshard.layouts.source import CheckpointModel
 from tests.checkpoints.test_untrusted import change_entry
 from tests.distributed.pool import run_ranks
 
@@ -56,6 +59,7 @@ def train(path: str, steps: int = 2, recipe: str = "nvfp4") -> None:
     fully_shard(model, mesh=mesh)
     optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=0.01, exp_avg_dtype=torch.uint8)
     save(f"{path}/born", model, optimizer, {"step": 0})
+    save(f"{path}/weights", model, None)
     for _ in range(steps):
         with qs.autocast(recipe=recipe):
             model(torch.ones(4, 96, dtype=torch.bfloat16)).float().sum().backward()
@@ -367,8 +371,46 @@ def test_command_names_the_first_difference_and_counts_all(trained):
     found: Comparison = compare(trained[1] / "born", trained[3] / "trained")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0] == f"first difference: {found.first}"
-    assert f"different: {len(found.differences)} entries" in lines[2]
-    assert [line.split(":")[0].strip() for line in lines[3:]] == [d.key for d in found.differences]
+    said = r"weights differ in \d+ of \d+ \(by at most [\d.e-]+: model\.\S+\), .*optimizer differ in "
+    assert re.match(said, lines[0]), lines[0]
+    assert lines[1:4] == [
+        f"A: {trained[1] / 'born'}",
+        f"B: {trained[3] / 'trained'} (both have {found.tensors} tensors, {found.bytes} bytes, {OTHERS} other entries)",
+        f"first difference: {found.first}",
+    ]
     master = next(d for d in found.differences if d.key == "optimizer.state.0.master_param")
-    assert f"  {master.key}: {master.count} of 19200 elements" in lines
+    assert f"  {master.key}: {master.count} of 19200 elements, by at most {master.largest:.4g}" in lines
+    told = json.loads(command(trained[1] / "born", trained[3] / "trained", "--json").stdout)
+    assert sum(group["different"] for group in told["groups"]) == len(found.differences) and not told["equal"]
+    assert [entry["key"] for entry in told["differences"]] == [d.key for d in found.differences]
+
+
+def test_largest_difference_is_that_of_values(trained):
+    """Of a plain tensor, of a weight's codes dequantized, and of NaN; against the tensors themselves."""
+    a, b = (torch.tensor([1.0, float("nan"), float("inf"), 2.0]), torch.tensor([1.0, float("nan"), float("inf"), 2.5]))
+    assert largest_difference(a[[0, 3]], b[[0, 3]]) == 0.5 and largest_difference(a[2:], b[2:]) == 0.5
+    assert largest_difference(a, b) == math.inf and largest_difference(a[:0], b[:0]) == 0.0
+    told = json.loads(command(trained[1] / "born", trained[3] / "trained", "--json").stdout)
+    sources = [CheckpointModel(trained[1] / "born"), CheckpointModel(trained[3] / "trained")]
+    entries = {entry["key"]: entry for entry in told["differences"]}
+    checked = 0
+    for name, weight in sources[0].weights.items():
+        entry = entries.get(f"model.{name}")
+        if entry is not None:
+            one, two = (source.values(source.weights[name]).float().clone() for source in sources)
+            assert entry["largest"] == (one.double() - two.double()).abs().max() > 0
+            checked += weight.tag is not None
+    weights = next(group for group in told["groups"] if group["name"] == "weights")
+    values = [entry["largest"] or 0 for key, entry in entries.items() if key.startswith("model.")]
+    assert checked and weights["largest_difference"] == max(values)
+
+
+def test_command_says_in_groups_what_one_has_alone(trained):
+    path, alone = trained[1] / "born", trained[2] / "weights"
+    found = compare(path, alone)
+    lines = command(path, alone).stdout.splitlines()
+    count = sum(d.key.startswith("optimizer.") for d in found.differences)
+    assert count > 9 and len(found.differences) == count + 1
+    only = f"1 entry only in A: extra, random keys and draws equal, {count} entries only in A: optimizer"
+    assert lines[0] == f"weights equal, {only}"
+    assert any(re.fullmatch(r"  optimizer\.state\.\{0-\d+\}\.exp_avg x\d+: only in A", line) for line in lines), lines

@@ -17,11 +17,11 @@ from torch.nn.utils import parametrizations
 
 import quantshard as qs
 from quantshard.conversion.linear import ConvertedLinear
-from quantshard.conversion.report import by_pattern
 from quantshard.errors import ConfigurationError, FallbackError
 from quantshard.formats import FORMATS
 from quantshard.gemm.operands import quantize_operand
 from quantshard.modules.contexts import context
+from quantshard.observe.patterns import by_pattern
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Cell
 from quantshard.tensor.quantized_tensor import QuantizedTensor

@@ -9,6 +9,7 @@ ranks wrote both.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Difference:
 
     `what`: in words, with the first place where it differs and what stands there in each checkpoint. `index`: that
     place in the global tensor, if both are tensors of one shape and dtype; `count`: how many of its `elements` differ.
+    `largest`: the largest difference of two floating-point values, infinite where one is NaN; None for codes and what
+    is no tensor. `only_in`: "A" or "B" for an entry that the other has not.
     """
 
     key: str
@@ -41,6 +44,8 @@ class Difference:
     index: tuple[int, ...] | None = None
     count: int = 0
     elements: int = 0
+    largest: float | None = None
+    only_in: str = ""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.what}"
@@ -48,7 +53,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: the differences in the order of their keys, and how much was compared."""
+    """What `compare` found: the differences in the order of their keys, and how much was compared. `keys`: of all
+    entries that were looked at."""
 
     path_a: str
     path_b: str
@@ -56,6 +62,7 @@ class Comparison:
     tensors: int
     others: int
     bytes: int
+    keys: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -81,10 +88,12 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata
     differences: list[Difference] = []
     tensors = others = compared = 0
-    for key in _compared(entries_a, entries_b):
+    keys = _compared(entries_a, entries_b)
+    for key in keys:
         if key not in entries_a or key not in entries_b:
             here, there = (path_a, path_b) if key in entries_a else (path_b, path_a)
-            differences.append(Difference(key, f"only in {here}, not in {there}"))
+            side = "A" if key in entries_a else "B"
+            differences.append(Difference(key, f"only in {here}, not in {there}", only_in=side))
             continue
         one, two = entries_a[key], entries_b[key]
         found: Difference | None
@@ -101,7 +110,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
             kinds = ["a tensor" if isinstance(entry, TensorStorageMetadata) else "not a tensor" for entry in (one, two)]
             found = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
         differences += [] if found is None else [found]
-    return Comparison(str(path_a), str(path_b), tuple(differences), tensors, others, compared)
+    return Comparison(str(path_a), str(path_b), tuple(differences), tensors, others, compared, tuple(keys))
 
 
 def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -124,7 +133,7 @@ def _described(key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> 
 
 def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    count, first = 0, -1
+    count, first, largest = 0, -1, 0.0
     for start in range(0, a.numel(), _SLICE_ELEMENTS):
         parts = (flat[start : start + _SLICE_ELEMENTS] for flat in (flat_a, flat_b))
         bytes_a, bytes_b = (part.view(torch.uint8).view(part.numel(), -1) for part in parts)
@@ -132,6 +141,9 @@ def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
             continue
         differs = (bytes_a != bytes_b).any(dim=1)
         count += int(differs.sum())
+        if a.is_floating_point():
+            stop = start + _SLICE_ELEMENTS
+            largest = max(largest, largest_difference(*(flat[start:stop][differs] for flat in (flat_a, flat_b))))
         if first < 0:
             first = start + int(differs.to(torch.uint8).argmax())
     if not count:
@@ -140,7 +152,15 @@ def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
     index = tuple(map(int, place))
     at = f" at {list(index)}" if index else ""
     what = f"{_element(flat_a, first)} and {_element(flat_b, first)}{at}; {count} of {a.numel()} elements differ"
-    return Difference(key, what, index, count, a.numel())
+    return Difference(key, what, index, count, a.numel(), largest if a.is_floating_point() else None)
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors of values, infinite where one is NaN or only one infinite."""
+    if not a.numel():
+        return 0.0
+    apart = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(apart.where(a.double() != b.double(), 0.0).max())
 
 
 def _tensor(key: str, reader: SafeReader) -> Tensor:

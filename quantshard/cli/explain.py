@@ -1,0 +1,138 @@
+"""`quantshard explain` and `quantshard plan`: what a model costs, as it is and on a rank of any mesh."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from quantshard import observe, recipe
+from quantshard.cli import models
+from quantshard.cli.models import ModelSource
+from quantshard.errors import ConfigurationError
+from quantshard.observe.table import Report
+from quantshard.terminal.screen import Screen, say
+from quantshard.trainer.mesh import TP, MeshSpec
+
+_WORLD_SIZE = 8
+"""The ranks that are planned for where nothing says how many."""
+
+_CUTS = {
+    **{f"layernorm_qkv.{name}": 0 for name in ("weight", "query_weight", "key_weight", "value_weight")},
+    **{f"fc1_{name}weight": 0 for name in ("", "gate_", "up_")},
+    ".proj.weight": 1,
+    "fc2_weight": 1,
+    **{f"{name}_proj.weight": 0 for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up")},
+    "o_proj.weight": 1,
+    "down_proj.weight": 1,
+}
+_CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
+"""Ends of names of parameters, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
+
+_STATE_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
+
+SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or a Hugging Face config.json")
+RECIPE = typer.Option("--recipe", metavar="NAME", help=f"of a run or a config.json: {', '.join(recipe.NAMES)}")
+WIDE = typer.Option("--wide", help="every column, and a row for every tensor")
+WIDER = "a wider terminal or --wide has them"
+JSON = typer.Option("--json", help="all of it, as JSON")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("explain", no_args_is_help=True)(explain)
+    app.command("plan", no_args_is_help=True)(plan)
+
+
+def explain(
+    source: Annotated[str, SOURCE],
+    recipe_: Annotated[str | None, RECIPE] = None,
+    wide: Annotated[bool, WIDE] = False,
+    json_: Annotated[bool, JSON] = False,
+) -> None:
+    """Show how each parameter of a model is stored, in how many bytes, and how its GEMMs run, whole in one process.
+
+    A model of a config.json is converted first, without weights (needs transformers).
+    """
+    found = models.find(source, recipe_)
+    _show(found, found.told, observe.explain(found.model, found.optimizer), wide, json_)
+
+
+def plan(
+    source: Annotated[str, SOURCE],
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXES", help="such as dp_shard=64,tp=8. Default: that of a run")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="ranks, all in dp_shard; or those of the mesh")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="whose share is shown")] = 0,
+    recipe_: Annotated[str | None, RECIPE] = None,
+    exp_avg_dtype: Annotated[str | None, typer.Option(help="Adam's first moment: float32 or fp8")] = None,
+    exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: float32 or fp8")] = None,
+    wide: Annotated[bool, WIDE] = False,
+    json_: Annotated[bool, JSON] = False,
+) -> None:
+    """Show what one rank of a mesh would hold, send and reduce, FusedAdam's states included; nothing is started.
+
+    Repeated layers are sharded one by one, as fully_shard is called. With an axis tp the linear layers of attention
+    and MLP are cut by columns and rows.
+    """
+    found = models.find(source, recipe_)
+    axes, given = _axes(found, mesh, world_size)
+    report = observe.plan(
+        found.model,
+        axes,
+        layers=models.repeated_layers(found.model),
+        rank=rank,
+        tensor_parallel=_cuts(found.model) if TP in axes else None,
+        exp_avg_dtype=_moment("--exp-avg-dtype", exp_avg_dtype, found.moments[0]),
+        exp_avg_sq_dtype=_moment("--exp-avg-sq-dtype", exp_avg_sq_dtype, found.moments[1]),
+    )
+    where = ",".join(f"{axis}={size}" for axis, size in axes.items())
+    _show(found, (*found.told, f"rank {rank} of mesh {where}{given}"), report, wide, json_)
+
+
+def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
+    """The axes of a mesh, and where they are from, if nobody gave them."""
+    if mesh is None and world_size is not None:
+        return {"dp_shard": world_size}, ""
+    given = "" if mesh else ", as it was started" if found.mesh else " (--world-size N or --mesh says another)"
+    spec = MeshSpec.parse(mesh or found.mesh or f"dp_shard={_WORLD_SIZE}")
+    if world_size not in (None, spec.processes):
+        raise ConfigurationError(
+            f"--mesh {mesh} is of {spec.processes} ranks, but --world-size says {world_size}; leave one of them out"
+        )
+    return spec.present, given
+
+
+def _cuts(model: nn.Module) -> dict[str, int]:
+    names = [name for name, _ in model.named_parameters()]
+    cuts = {end: dim for end, dim in _CUTS.items() if any(name.endswith(end) for name in names)}
+    if not cuts:
+        raise ConfigurationError(
+            f"no weight of this model has a name that says how {TP!r} cuts it (as q_proj.weight has; "
+            f"the first is {names[0]}); plan it from Python: quantshard.plan(..., tensor_parallel=...)"
+        )
+    return cuts
+
+
+def _moment(option: str, name: str | None, default: torch.dtype) -> torch.dtype:
+    if name is None:
+        return default
+    if name not in _STATE_DTYPES:
+        raise ConfigurationError(f"{option} {name}: choose one of {', '.join(_STATE_DTYPES)}")
+    return _STATE_DTYPES[name]
+
+
+def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:
+    if as_json:
+        say(json.dumps({"source": list(told), **report.to_dict()}, indent=2))
+        return
+    screen = Screen(wide=wide)
+    for line in told:
+        screen.print(line)
+    screen.print(report if wide else report.summary(WIDER))

@@ -1,0 +1,48 @@
+"""Names that differ in numbers alone, shown as one: `layers.{0-31}.q_proj.weight x32`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from itertools import groupby
+from typing import TypeVar
+
+Hashable_ = TypeVar("Hashable_", bound=Hashable)
+T = TypeVar("T")
+
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d{0,8})(?![^.])")
+"""A part of a dotted name that is a number, as a count of layers writes it."""
+
+
+def by_pattern(named: Iterable[tuple[str, Hashable_]]) -> list[tuple[str, int, Hashable_]]:
+    """Names that differ in numbers alone, and of which the same is said, as one: `layers.{0-31}.q_proj`, 32, ..."""
+    found = pattern_groups((name, said, said) for name, said in named)
+    return [(pattern, len(members), members[0]) for pattern, members in found]
+
+
+def pattern_groups(items: Iterable[tuple[str, Hashable, T]]) -> list[tuple[str, list[T]]]:
+    """Items (name, what is said of it, item) whose names differ in numbers alone, and of which the same is said."""
+    found: dict[tuple[tuple[str, ...], Hashable], tuple[list[list[int]], list[T]]] = {}
+    for name, said, item in items:
+        numbers, members = found.setdefault((tuple(_NUMBER.split(name)), said), ([], []))
+        numbers.append([int(number) for number in _NUMBER.findall(name)])
+        members.append(item)
+    return [(_joined(texts, numbers), members) for (texts, _), (numbers, members) in found.items()]
+
+
+def counted_name(pattern: str, count: int) -> str:
+    """A pattern and how many names it stands for."""
+    return f"{pattern} x{count}" if count > 1 else pattern
+
+
+def _joined(texts: tuple[str, ...], numbers: list[list[int]]) -> str:
+    ranges = [_range(column) for column in zip(*numbers, strict=True)]
+    return texts[0] + "".join(number + text for number, text in zip(ranges, texts[1:], strict=True))
+
+
+def _range(numbers: Iterable[int]) -> str:
+    """`3`, or `{0-3,5}`."""
+    values = sorted(set(numbers))
+    runs = [[value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return shown[0] if len(values) == 1 else "{" + ",".join(shown) + "}"

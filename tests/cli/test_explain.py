@@ -1,0 +1,230 @@
+"""`quantshard explain`, `plan` and `inspect`: of runs, checkpoints and Hugging Face configurations, in 80 columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantshard as qs
+from quantshard import recipe
+from quantshard.cli import explain
+from quantshard.cli import models as sources
+from quantshard.observe.patterns import by_pattern
+from quantshard.observe.table import folded
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.model import LanguageModel
+from tests.cli.hostile import made, told
+from tests.layouts import models
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single process, which is meant
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+         "num_hidden_layers": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any, Path]:
+    """A model, its optimizer that knows names, and their checkpoint."""
+    model = models.build("mxfp8")
+    optimizer = models.trained(model, exp_avg_dtype=torch.uint8)
+    path = tmp_path_factory.mktemp("checkpoint") / "saved"
+    qs.checkpoints.save(path, model, optimizer)
+    return model, optimizer, path
+
+
+def lines_of(*arguments: Any) -> list[str]:
+    code, out, err = told(*arguments)
+    assert code == 0 and not err, err
+    return out
+
+
+def json_of(*arguments: Any) -> dict[str, Any]:
+    return json.loads("\n".join(lines_of(*arguments, "--json")))
+
+
+def rows(report: qs.observe.Report) -> list[dict[str, Any]]:
+    return json.loads(report.to_json())["rows"]
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return folder
+
+
+def test_a_configuration_is_converted_and_fits_80_columns(tmp_path: Path) -> None:
+    out = lines_of("explain", config(tmp_path))
+    assert max(map(len, out)) <= 80
+    text = " ".join(line.split()[0] + (" " + line.split()[1] if " x12" in line else "") for line in out if line.strip())
+    assert "model.layers.{0-11}.self_attn. q_proj.weight x12" in text and len(out) < 60, text
+    assert "lm_head [100, 64]: the head" in " ".join(out) and "--wide has them" in " ".join(" ".join(out).split())
+    wide = lines_of("explain", tmp_path / "config.json", "--wide")
+    assert sum("q_proj.weight" in line and "mxfp8_32x32" in line for line in wide) == 12
+    found = json_of("explain", tmp_path, "--recipe", "nvfp4")
+    weights = {row["name"]: row for row in found["rows"]}
+    assert len(weights) == 3 + 12 * 9 and found["source"][0].endswith("LlamaForCausalLM, by recipe 'nvfp4'")
+    assert weights["model.layers.3.mlp.up_proj.weight"]["format"] == "nvfp4_16x16"
+    assert weights["lm_head.weight"]["format"] == "bfloat16"
+    bf16 = json_of("explain", tmp_path, "--recipe", "bf16")
+    assert {row["format"] for row in bf16["rows"]} == {"bfloat16"}
+
+
+def test_plan_is_that_of_python(tmp_path: Path) -> None:
+    """The mesh, the layers and the cuts of tensor parallelism that the command chooses, beside those by hand."""
+    found = json_of("plan", config(tmp_path), "--mesh", "dp_shard=4,tp=2", "--rank", 5, "--exp-avg-dtype", "fp8")
+    model = sources.find(str(tmp_path), None).model
+    cuts = {f"{name}_proj.weight": int(name in "o down") for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    layers = model.model.layers
+    by_hand = qs.plan(model, {"dp_shard": 4, "tp": 2}, layers=layers, rank=5, tensor_parallel=cuts,
+                      exp_avg_dtype=torch.uint8)  # fmt: skip
+    assert found["rows"] == rows(by_hand) and found["totals"]["bytes"] == by_hand.totals.bytes
+    assert found["source"][-1] == "rank 5 of mesh dp_shard=4,tp=2"
+    told_ = json_of("plan", tmp_path)["source"][-1]
+    assert told_ == "rank 0 of mesh dp_shard=8 (--world-size N or --mesh says another)"
+    assert json_of("plan", tmp_path, "--world-size", 3)["rows"][0]["mesh"] == {"dp_shard": 3}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_tensor_parallelism_cuts_what_the_modules_cut(architecture: str) -> None:
+    """Of the command's own model: the dims that its modules would hand to DTensor, biases among them."""
+    settings = TrainSettings(architecture=architecture, hidden=64, heads=2, layers=1).resolved()
+    model = LanguageModel(settings, recipe.resolve("mxfp8"), "meta")
+    cuts, seen = explain._cuts(model), set()
+    for prefix, module in model.named_modules():
+        for leaf, dim in getattr(module, "_cuts", {}).items():
+            name = f"{prefix}.{leaf}"
+            assert next((dim for end, dim in cuts.items() if name.endswith(end)), None) == dim, name
+            seen.add(dim)
+    assert seen == {None, 0, 1}
+
+
+def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    found = json_of("plan", run)
+    assert found["source"][-1] == "rank 0 of mesh dp_shard=2, as it was started"
+    assert {row["format"] for row in found["rows"]} == {"mxfp8_32x32", "bfloat16"}
+    assert all(row["mesh"] == {"dp_shard": 2} for row in found["rows"])
+    inner = next(row for row in found["rows"] if row["name"].startswith("layers.0."))
+    assert inner["backward_gather_bytes"] > 0  # its layers are sharded one by one
+    other = json_of("explain", run / "config.toml", "--recipe", "block")
+    assert "fp8_128x128" in {row["format"] for row in other["rows"]}
+
+
+def test_a_checkpoint_is_what_the_live_model_is(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
+    model, optimizer, path = checkpoint
+    live = {row["name"]: row for row in rows(qs.explain(model, optimizer))}
+    stored = {row["name"]: row for row in json_of("explain", path)["rows"]}
+    assert stored.keys() == live.keys()
+    unknown = {"gemm_reason", "dtype", "fallbacks"}  # the module, and the dtype that values are computed in
+    for name, row in stored.items():
+        assert {k: v for k, v in row.items() if k not in unknown} == {
+            k: v for k, v in live[name].items() if k not in unknown
+        }, name
+    planned = json_of("plan", path, "--world-size", 2)
+    assert planned["totals"]["code_bytes"] < sum(row["code_bytes"] for row in stored.values())
+
+
+def test_inspect_has_a_row_for_each_pattern(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
+    *_, path = checkpoint
+    out = lines_of("inspect", path)
+    assert max(map(len, out)) <= 80 and any("fc1_up_weight x2" in line for line in out)
+    wide = lines_of("inspect", path, "--wide")
+    assert sum("fc1_up_weight" in line for line in wide) == 2 and any("saturated" in line for line in wide)
+    found = {row["name"]: row for row in json_of("inspect", path)["rows"]}
+    both = [found[f"model.layers.{n}.layernorm_mlp.fc1_up_weight"]["bytes"] for n in (0, 1)]
+    united = next(line for line in lines_of("inspect", path) if "fc1_up_weight x2" in line)
+    above = out[out.index(united) - 1]
+    assert f"{sum(both) / 1024:.1f} KiB" in united + above
+
+
+def test_summary_adds_up(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
+    report = qs.explain(checkpoint[0], checkpoint[1])
+    summary = report.summary()
+    assert len(summary.rows) < len(report.rows) and summary.totals == report.totals
+    for name in ("code_bytes", "scale_bytes", "bf16_bytes", "optimizer_bytes"):
+        assert sum(getattr(row, name) for row in summary.rows) == getattr(report.totals, name)
+    one = replace(report, rows=report.rows[:1])
+    assert asdict(one.summary().rows[0]) == asdict(one.rows[0])
+
+
+def test_names_from_anybody_are_patterns_too() -> None:
+    names = ["a.{}.0", "a.{}.1", "a.{x}.1", f"b.{'9' * 5000}.c", "0", "1", "d.00", "d.01"]
+    found = [(pattern, count) for pattern, count, _ in by_pattern((name, "") for name in names)]
+    assert found == [("a.{}.{0-1}", 2), ("a.{x}.1", 1), (names[3], 1), ("{0-1}", 2), ("d.00", 1), ("d.01", 1)]
+
+
+def test_names_are_broken_behind_dots() -> None:
+    assert folded("a.bb.ccc", 5) == "a.bb.\nccc" and folded("a.bb.ccc", 8) == "a.bb.ccc" and folded("", 3) == ""
+    assert folded("long_part.x", 4) == "long_part.\nx"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["explain", "confg"], "there is nothing at confg (did you mean config.json?)"),
+        (["plan", "far/away"], "there is nothing at far/away"),
+        (["inspect", "tetx"], "there is nothing at tetx (did you mean text?)"),
+        (["explain", "empty"], "empty is an empty folder"),
+        (["explain", "text"], "text is no run (which has a config.toml), no complete checkpoint"),
+        (["explain", ""], "a path is empty"),
+        (["explain", "config.json", "--recipe", "mxpf8"], "unknown recipe 'mxpf8'"),
+        (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'"),
+        (["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"], "of 2 ranks, but --world-size says 3"),
+        (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
+        (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, fp8"),
+        (["plan", "config.json", "--wdie"], "--wdie"),
+        (["explain", "bad.json"], "has no model_type 'lama'; did you mean 'llama'?"),
+        (["explain", "other.json"], "transformers cannot build it"),
+        (["explain", "large.json"], "num_hidden_layers is 100000000, more than"),
+        (["explain", "saved", "--recipe", "mxfp8"], "saved is a checkpoint, whose weights have their formats"),
+        (["plan", "gpt2.json"], "--recipe bf16 shows it as it is"),
+        (
+            ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],
+            "no weight of this model has a name that says how 'tp' cuts it",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    checkpoint: tuple[torch.nn.Module, Any, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(config(tmp_path))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("x")
+    (tmp_path / "saved").symlink_to(checkpoint[2])
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
+    made_ = {"bad": {**LLAMA, "model_type": "lama"}, "other": {**LLAMA, "hidden_size": "many"}, "gpt2": gpt2,
+             "large": {**LLAMA, "num_hidden_layers": 10**8}}  # fmt: skip
+    for name, content in made_.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    code, out, err = told(*arguments)
+    assert code in (1, 2) and not out and len(err) == 1 and says in err[0], (code, out, err)
+
+
+def test_without_transformers_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, out, err = told("explain", config(tmp_path))
+    assert code == 1 and not out and len(err) == 1 and "pip install transformers" in err[0], err
+
+
+def test_version() -> None:
+    import tomllib
+
+    content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert content["project"]["dynamic"] == ["version"] and "version" not in content["project"]
+    where = Path(__file__).parents[2] / content["tool"]["hatch"]["version"]["path"]
+    assert f'\n__version__ = "{qs.__version__}"\n' in where.read_text()
+    assert lines_of("--version") == [f"quantshard {qs.__version__}"]
