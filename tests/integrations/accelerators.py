@@ -79,9 +79,9 @@ def quantized(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def codes(model: torch.nn.Module) -> dict[str, list[Tensor]]:
-    """Copies of what this rank holds of each quantized weight."""
+    """Copies of what this rank holds of each quantized weight, under its name without adapters."""
     return {
-        name: [part.clone() for part in components.storage_of(param).components.values()]
+        name.replace(".base_layer", ""): [part.clone() for part in components.storage_of(param).components.values()]
         for name, param in quantized(model).items()
     }
 

@@ -5,6 +5,7 @@ Each test names its rank count.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaForCausalLM
 
 import quantshard as qs
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.integrations.accelerate import prepare
+from quantshard.layouts.names import Names
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
@@ -163,6 +167,24 @@ def loaded(cells: list[tuple[str, str]], folder: Path) -> list[dict[str, str]]:
     return found
 
 
+def check_export(recipe: str, folder: Path) -> None:
+    """What save_state wrote of the model is exported, and transformers reads it: the values of its weights."""
+    model: Any = build(recipe, seed=1)
+    numbered = {re.sub(r"(?<=[.])[0-9]+(?=[.])", "{n}", name, count=1) for name, _ in model.named_parameters()}
+    names, saved_model = Names({name: name for name in numbered}), folder / recipe / "pytorch_model_fsdp_0"
+    out = folder / f"{recipe}-plain"
+    qs.layouts.export(saved_model, "plain", out, names=names, config=model.config.to_dict())
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=saved_model)
+    model.load_state_dict(state["model"])
+    qs.revert(model)
+    read = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    expected = {name: value.float() for name, value in model.state_dict().items()}
+    assert read.keys() == expected.keys()
+    assert all(torch.allclose(value, expected[name], rtol=2**-8, atol=0) for name, value in read.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")  # DCP's
 @pytest.mark.parametrize(
     "cells",
     [[("mxfp8", "no"), ("nvfp4", "bf16")], pytest.param([("current", "bf16")], marks=pytest.mark.exhaustive)],
@@ -174,6 +196,8 @@ def test_save_state_and_load_state(cells: list[tuple[str, str]], tmp_path: Path)
     assert one == two
     for first, later, back, again in zip(*[iter(one)] * 4, strict=True):
         assert first == back != later and again == later
+    for recipe, _ in cells:
+        check_export(recipe, tmp_path)
     for ranks in (1, 3):
         for found in run_ranks(ranks, loaded, cells[:1], tmp_path):
             assert found == one[:1]
@@ -204,7 +228,10 @@ def test_cpu_ram_efficient_loading() -> None:
 
 
 def replicas(recipe: str, folder: Path) -> list[Any]:
-    """Under DDP, of ranks that were born apart: bits after training, saved, and loaded."""
+    """Under DDP, of ranks that were born apart: bits after training, saved, and loaded; what accelerate alone says."""
+    with accelerator("ddp") as accelerate, pytest.raises(UnsupportedOperationError) as caught:
+        model = build(recipe)
+        accelerate.prepare(model, FusedAdam(model.parameters()))
     with accelerator("ddp", "bf16") as accelerate:
         model, optimizer = prepare(accelerate, build(recipe, seed=dist.get_rank()), partial(FusedAdam, lr=3e-3))
         before = codes(model)
@@ -215,7 +242,7 @@ def replicas(recipe: str, folder: Path) -> list[Any]:
         kept = bits(model.module, optimizer.optimizer)
         by_accelerate(accelerate, model, optimizer, 1, 1)
         accelerate.load_state(str(folder))
-        return [type(model), counts, losses, kept, bits(model.module, optimizer.optimizer)]
+        return [type(model), counts, losses, kept, bits(model.module, optimizer.optimizer), str(caught.value)]
 
 
 def alone(recipe: str, folder: Path) -> dict[str, str]:
@@ -237,7 +264,8 @@ def alone(recipe: str, folder: Path) -> dict[str, str]:
 def test_replicas_under_ddp(recipe: str, tmp_path: Path) -> None:
     """2 ranks, and this process."""
     ranks = run_ranks(2, replicas, recipe, tmp_path)
-    for kind, counts, losses, kept, back in ranks:
+    for kind, counts, losses, kept, back, alone_says in ranks:
+        assert "init_sync=False" in alone_says
         assert kind is nn.parallel.DistributedDataParallel and counts == (LINEAR_LAYERS,) * 3
         assert losses[-1] < losses[0]
         assert kept == back == ranks[0][3]
