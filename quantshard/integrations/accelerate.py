@@ -131,7 +131,7 @@ def _check_settings(accelerator: Accelerator) -> None:
 
 def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names:
     """The names of an optimizer's parameters, by group and position."""
-    by_identity = {id(param): components.canonical_name(name) for name, param in named.items()}
+    by_identity = {id(param): _canonical_name(name) for name, param in named.items()}
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             if id(param) not in by_identity:
@@ -266,8 +266,12 @@ def _send(buffer: Tensor, value: Tensor | None) -> None:
 
 
 def _by_canonical_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Without the parts of names that torch.compile and activation checkpointing add."""
-    return {components.canonical_name(name): param for name, param in model.named_parameters()}
+    return {_canonical_name(name): param for name, param in model.named_parameters()}
+
+
+def _canonical_name(name: str) -> str:
+    """Without the parts that torch.compile and activation checkpointing add."""
+    return components.canonical_name(name).replace("_orig_mod.", "")
 
 
 def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Parameter]) -> None:

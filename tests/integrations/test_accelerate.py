@@ -19,6 +19,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import quantshard as qs
@@ -221,6 +222,24 @@ def from_rank0(mixed: str) -> list[Any]:
     return found
 
 
+def on_meta(_: object) -> list[Any]:
+    """Of a model without values: what is sharded, what an optimizer says, and a loss once it has some."""
+    with accelerator() as accelerate:
+        model = plain().to("meta")
+        qs.convert(model, "mxfp8")
+        empty: Any = prepare(accelerate, model)
+        where = {(type(param), param.is_meta) for param in empty.parameters()}
+        with pytest.raises(ConfigurationError) as caught:
+            prepare(accelerate, empty, partial(FusedAdam, lr=3e-3))
+        return [where == {(DTensor, True)}, str(caught.value)]
+
+
+def test_a_model_without_values_is_sharded_and_its_optimizer_waits() -> None:
+    """2 ranks."""
+    for sharded, said_of_optimizer in run_ranks(2, on_meta, None):
+        assert sharded and "is on the meta device; call reset_parameters()" in said_of_optimizer
+
+
 def test_cpu_ram_efficient_loading() -> None:
     """3 ranks, of which one has the values, one others and one none."""
     for found in run_ranks(3, from_rank0, "bf16"):
@@ -316,7 +335,8 @@ def untrained(_: object) -> list[str]:
         model: Any = build("mxfp8")
         params = [p for name, p in model.named_parameters() if "mlp.up_proj" not in name]
         with pytest.warns(UserWarning, match="no optimizer") as caught:
-            prepare(accelerate, model, FusedAdam(params))
+            model, optimizer = prepare(accelerate, model, FusedAdam(params))
+        assert optimizer.optimizer.state.keys() == {p for group in optimizer.param_groups for p in group["params"]}
         return [str(each.message) for each in caught]
 
 

@@ -5,6 +5,7 @@ and loaded; on 1 process, and under FSDP2 on 2 ranks.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.integrations.accelerate import prepare
 from quantshard.integrations.peft import QuantizedLoraLinear, load_adapter, register, save_adapter
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
-from tests.integrations.accelerators import LINEAR_LAYERS, batches, build, plain, quantized
+from tests.integrations.accelerators import LINEAR_LAYERS, accelerator, batches, build, plain, quantized
 
 # PEFT asks transformers for what that has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -96,7 +98,7 @@ def test_adapters_train_merge_unmerge_and_are_saved(recipe: str, options: dict[s
     again = load_adapter(build(recipe), tmp_path)
     assert torch.equal(logits(again), before)
     again = load_adapter(build(recipe), tmp_path, is_trainable=True)
-    losses = train(again, optimizer_of(again), 2)
+    losses = train(again, optimizer_of(again))
     assert losses[-1] < losses[0]
 
     model.merge_adapter(safe_merge=True)
@@ -201,7 +203,8 @@ def test_bytes_of_a_frozen_base(show: Any) -> None:
 
 
 def sharded(options: dict[str, Any], folder: Path) -> list[Any]:
-    """Losses, bits of the base before and after, what merging says; and the adapters are written."""
+    """Losses, which are accelerate's too, bits of the base before and after, what merging says; and the adapters are
+    written."""
     model = with_adapters("mxfp8", **options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.base_model.model.model.layers:
@@ -214,6 +217,9 @@ def sharded(options: dict[str, Any], folder: Path) -> list[Any]:
     save_adapter(model, folder)
     dist.barrier()
     adapters = {name: value for name, value in bits(model).items() if "lora_" in name}
+    with accelerator() as accelerate:
+        prepared, optimizer = prepare(accelerate, with_adapters("mxfp8", **options), partial(FusedAdam, lr=1e-2))
+        assert train(prepared, optimizer) == losses
     with pytest.raises(ConfigurationError) as late:
         wrapped = build("mxfp8")
         fully_shard(wrapped, mesh=mesh)
