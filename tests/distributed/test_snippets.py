@@ -25,6 +25,7 @@ HERE = "tests/distributed/test_snippets.py"
 DOCS = "tests/distributed/test_"
 RUN_BY = {
     "README.md": f"{DOCS}readme.py",
+    "docs/accelerate-and-peft.md": "tests/integrations/test_examples.py",
     "docs/checkpoints.md": f"{DOCS}checkpoints_doc.py",
     "docs/converting.md": "tests/transformer_engine/test_convert.py",
     "docs/determinism.md": HERE,
