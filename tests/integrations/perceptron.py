@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,9 +49,14 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.float(), target)
 
 
+def quantized(model: nn.Module) -> dict[str, Tensor]:
+    """The quantized weights."""
+    return {name: each for name, each in model.named_parameters() if components.quantized_local(each) is not None}
+
+
 def quantized_bits(model: nn.Module) -> dict[str, str]:
     """Of the quantized weights alone, whole."""
-    names = {name for name, each in model.named_parameters() if components.quantized_local(each) is not None}
+    names = quantized(model)
     return {name: value for name, value in bits(model).items() if name in names}
 
 
@@ -65,5 +68,4 @@ def changed(before: dict[str, str], model: nn.Module) -> int:
 def in_optimizer(model: nn.Module, optimizer: Optimizer) -> int:
     """How many of a model's quantized weights its optimizer holds."""
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    quantized: Iterable[Tensor] = (p for p in model.parameters() if components.quantized_local(p) is not None)
-    return sum(id(param) in known for param in quantized)
+    return sum(id(param) in known for param in quantized(model).values())
