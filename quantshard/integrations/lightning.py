@@ -83,7 +83,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class FabricStrategy(fabric_strategies.ModelParallelStrategy):
-    """Fabric's `ModelParallelStrategy`, which refuses two things that would go wrong in silence or without a name.
+    """Fabric's `ModelParallelStrategy`, which refuses two things that are told too late, or without a name.
 
     An optimizer that was made before its model was sharded, and a checkpoint in a single file.
     """

@@ -37,16 +37,20 @@ ADAMS = {"AdamW": True, "Adam": False}
 """Names of optimizers in torchtitan's configs, and FusedAdam's `adam_w_mode` for them."""
 
 
+@dataclass(kw_only=True, slots=True)
+class TitanLinearConfig(PlainLinear.Config):
+    """As of torchtitan's Linear. `recipe`: the name of one."""
+
+    recipe: str = "mxfp8"
+
+
 class TitanLinear(ConvertedLinear, Module):
     """A linear layer of torchtitan's whose weight is quantized; it enters its recipe unless its caller is in one."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(PlainLinear.Config):
-        """As of torchtitan's Linear. `recipe`: the name of one."""
+    Config = TitanLinearConfig
+    _param_init: dict[str, Callable[..., Any]] | None = None  # set by torchtitan, after the constructor
 
-        recipe: str = "mxfp8"
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TitanLinearConfig) -> None:
         recipe = resolve(config.recipe)
         with quantized_model_init(recipe=recipe):
             super().__init__(config.in_features, config.out_features, bias=config.bias)
@@ -103,7 +107,7 @@ def _as_live(value: Any, live: Any) -> Any:
 
 
 @override(target=PlainLinear.Config, fqns=LAYERS, description="quantized weights, by quantshard")
-def linear(config: PlainLinear.Config, recipe: str = "mxfp8") -> TitanLinear.Config:
+def linear(config: PlainLinear.Config, recipe: str = "mxfp8") -> TitanLinearConfig:
     """The override of linear layers: `--override.imports 'quantshard.integrations.torchtitan.linear={"recipe": ...}'`.
 
     It takes the layers that `LAYERS` says; `TitanConverter` takes patterns.
@@ -118,20 +122,23 @@ def linear(config: PlainLinear.Config, recipe: str = "mxfp8") -> TitanLinear.Con
             f"[{config.out_features}, {config.in_features}], which computes in its own way; take that converter or "
             "backend out of the model's config, or use TitanConverter, which leaves such layers as they are"
         )
-    return derive(config, TitanLinear.Config, recipe=recipe)
+    return derive(config, TitanLinearConfig, recipe=recipe)
+
+
+@dataclass(kw_only=True, slots=True)
+class TitanConverterConfig(QuantizationConverter.Config):
+    """`filter`: patterns of names, as of `quantshard.convert`; by default all but the head and routers."""
+
+    recipe: str = "mxfp8"
+    filter: list[str] = field(default_factory=list)
 
 
 class TitanConverter(QuantizationConverter):
     """The converter of a model's linear layers, for `model_registry(flavor, converters=[TitanConverter.Config()])`."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        """`filter`: patterns of names, as of `quantshard.convert`; by default all but the head and routers."""
+    Config = TitanConverterConfig
 
-        recipe: str = "mxfp8"
-        filter: list[str] = field(default_factory=list)
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TitanConverterConfig) -> None:
         resolve(config.recipe)
         self.config = config
 
@@ -145,7 +152,7 @@ class TitanConverter(QuantizationConverter):
         self._check_patterns([name for name, *_ in found])
         chosen = [each for each in found if self._chooses(each[0])]
         for _, config, parent, attribute in chosen:
-            new = derive(config, TitanLinear.Config, recipe=self.config.recipe)
+            new = derive(config, TitanLinearConfig, recipe=self.config.recipe)
             if isinstance(parent, list):
                 parent[attribute] = new
             else:
@@ -173,12 +180,15 @@ class TitanConverter(QuantizationConverter):
         return name.rsplit(".", 1)[-1] not in HEADS | ROUTERS
 
 
-class TitanOptimizers(OptimizersContainer):  # type: ignore[type-arg]
-    """torchtitan's optimizers, with FusedAdam for AdamW and Adam. Their `implementation` means nothing here."""
+@dataclass(kw_only=True, slots=True)
+class TitanOptimizersConfig(OptimizersContainer.Config):
+    """As of torchtitan's OptimizersContainer. Its `implementation` means nothing here."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        """As of torchtitan's."""
+
+class TitanOptimizers(OptimizersContainer):  # type: ignore[type-arg]
+    """torchtitan's optimizers, with FusedAdam for AdamW and Adam."""
+
+    Config = TitanOptimizersConfig
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., FusedAdam]:
@@ -195,9 +205,9 @@ class TitanOptimizers(OptimizersContainer):  # type: ignore[type-arg]
 
 
 @override(target=OptimizersContainer.Config, description="FusedAdam, by quantshard")
-def optimizer(config: OptimizersContainer.Config) -> TitanOptimizers.Config:
+def optimizer(config: OptimizersContainer.Config) -> TitanOptimizersConfig:
     """The override of the optimizers: `--override.imports quantshard.integrations.torchtitan.optimizer`."""
-    return derive(config, TitanOptimizers.Config)
+    return derive(config, TitanOptimizersConfig)
 
 
 def _guarded(method: Callable[..., Any], flag: str) -> Callable[..., Any]:

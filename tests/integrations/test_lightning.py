@@ -6,6 +6,7 @@ TorchElasticEnvironment takes them from the environment, as under torchrun.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     import lightning
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import ModelParallelStrategy
 
     from quantshard.integrations.lightning import FabricStrategy, TrainerStrategy, convert_and_shard
 
@@ -38,6 +40,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
+from tests.distributed.test_snippets import snippets
 from tests.integrations import perceptron
 from tests.integrations.perceptron import MORE, QUANTIZED, STEPS, Perceptron, batches, loss_of
 
@@ -366,3 +369,45 @@ def test_the_example(tmp_path: Path) -> None:
     for first, second, quantized in run_ranks(2, example, tmp_path):
         assert len(first) == 10 and len(second) == 2 and quantized == 2 * lightning_fsdp2.LAYERS
         assert sum(second) / 2 < sum(first[:2]) / 2
+
+
+# docs/lightning-and-torchtitan.md ------------------------------------------------------------------------------------
+
+
+def snippet(folder: Path) -> tuple[int, int, list[str]]:
+    """The page's loop of Fabric's: quantized weights, those in the optimizer, and what it saved."""
+    logging.disable(logging.WARNING)
+    network = Perceptron()
+    names: dict[str, Any] = {"network": network, "batches": batches(0, 2)}
+    with mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="pool"), contextlib.chdir(folder):
+        exec(snippets("docs/lightning-and-torchtitan.md")[0], names)
+        saved = sorted(path.name for path in Path("step-100").iterdir())
+    return len(perceptron.quantized(network)), perceptron.in_optimizer(network, names["optimizer"].optimizer), saved
+
+
+def test_the_snippet(tmp_path: Path) -> None:
+    """2 ranks."""
+    for quantized, held, saved in run_ranks(2, snippet, tmp_path):
+        assert quantized == held == QUANTIZED and ".metadata" in saved
+
+
+def with_lightnings_own_strategy() -> tuple[int, list[str]]:
+    """What an optimizer changes that was made too early, and what is said."""
+    logging.disable(logging.WARNING)
+    own = ModelParallelStrategy(functools.partial(convert_and_shard, recipe="mxfp8"), dist.get_world_size(), 1)
+    plugins, count = [TorchElasticEnvironment()], dist.get_world_size()
+    fabric = Fabric(accelerator="cpu", strategy=own, devices=count, plugins=plugins)
+    fabric.launch()
+    model = Perceptron()
+    wrapped, optimizer = fabric.setup(model, optimizer_of(model))
+    before = perceptron.quantized_bits(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric_steps(fabric, wrapped, optimizer, Run(), 0, 2)
+    return perceptron.changed(before, model), [str(each.message) for each in caught]
+
+
+def test_an_optimizer_made_too_early_under_lightnings_own_strategy() -> None:
+    """2 ranks: it changes nothing, and says so."""
+    for changed, warned in run_ranks(2, with_lightnings_own_strategy):
+        assert changed == 0 and any("none of this optimizer's 12 parameters" in each for each in warned)

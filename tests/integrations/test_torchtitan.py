@@ -6,6 +6,7 @@ Its losses are bitwise those of a plain FSDP2 loop over the same model. `titan_c
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,7 @@ from quantshard.checkpoints import high_precision_state_dict
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
+from tests.distributed.test_snippets import snippets
 from tests.integrations import perceptron, titan_configs
 from tests.integrations.titan_configs import integration, trainer_of
 
@@ -117,6 +119,40 @@ def test_the_trainer(tmp_path: Path) -> None:
             assert found["differ"] == [], recipe
             assert found["losses"] == found["by hand"], recipe
             assert len(found["losses"]) == STEPS + MORE and found["losses"][-1] < found["losses"][0]
+
+
+def recomputed(folder: Path) -> list[list[float]]:
+    """Losses with and without activation checkpointing."""
+    found = []
+    for config in ("tiny", "recomputed"):
+        trainer = trainer_of(folder, *overrides("nvfp4"), "--training.steps", "3", config=config)
+        found.append(titan_configs.train(trainer))
+        trainer.close()
+    return found
+
+
+def test_recomputed_activations(tmp_path: Path) -> None:
+    """2 ranks: not a bit differs."""
+    for plain, again in run_ranks(2, recomputed, tmp_path):
+        assert plain == again and len(plain) == 3
+
+
+def adapted(folder: Path) -> tuple[int, int, int, list[float]]:
+    """LoRA: quantized weights, how many of these changed, how many parameters train, and the losses."""
+    trainer = trainer_of(folder, "--override.imports", OPTIMIZER, config="adapted")
+    model = trainer.model_parts[0]
+    before = perceptron.quantized_bits(model)
+    losses = titan_configs.train(trainer)
+    trained = sum(param.requires_grad for param in model.parameters())
+    trainer.close()
+    return len(before), perceptron.changed(before, model), trained, losses
+
+
+def test_adapters_over_frozen_weights(tmp_path: Path) -> None:
+    """2 ranks."""
+    for quantized, changed, trained, losses in run_ranks(2, adapted, tmp_path):
+        adapters = 2 * titan_configs.LAYERS
+        assert (quantized, changed, trained) == (QUANTIZED, 0, 2 * adapters) and losses[-1] < losses[0]
 
 
 # What torchtitan does to weights besides ----------------------------------------------------------------------------
@@ -240,11 +276,18 @@ def test_values_are_exported(tmp_path: Path) -> None:
 
 
 def example(recipe: str) -> tuple[list[float], int, int, bool]:
-    """Losses; how many weights are quantized, and how many of these the optimizer holds; the config's own ones."""
+    """Losses; how many weights are quantized, and how many of these the optimizer holds; is the page's config ours?"""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     losses, model, optimizers = torchtitan_parallelize.train(recipe, mesh, 4)
     (fused,) = optimizers
-    config = torchtitan_parallelize.quantized_debugmodel()
+    names: dict[str, Any] = {}
+    exec(snippets("docs/lightning-and-torchtitan.md")[1], names)
+    config = names["quantized_debugmodel"]()
+    theirs, ours = (
+        re.sub(r" at 0x\w+", "", str(each.to_dict()))
+        for each in (config, torchtitan_parallelize.quantized_debugmodel())
+    )
+    assert theirs == ours
     layers = list(config.model_spec.model.traverse(integration.TitanLinear.Config))
     is_ours = isinstance(config.optimizer, integration.TitanOptimizers.Config)
     return (

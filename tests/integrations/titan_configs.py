@@ -27,12 +27,14 @@ with (
     from torchtitan.components import metrics
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.lora import LoRAConverter
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.components.validate import Validator
     from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import utils
+    from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -40,7 +42,7 @@ with (
     from torchtitan.models.llama3.model import Llama3TransformerBlock
     from torchtitan.trainer import Trainer
 
-    from quantshard.integrations import torchtitan as integration  # noqa: F401 (imports torchtitan, so only here)
+    from quantshard.integrations import torchtitan as integration
 
 
 WORDS, SEQUENCE, WIDTH, HEADS, LAYERS = 64, 16, 64, 4, 2
@@ -139,6 +141,19 @@ def tiny(fuse_qkv: bool = False) -> Trainer.Config:
 
 def fused() -> Trainer.Config:
     return tiny(fuse_qkv=True)
+
+
+def recomputed() -> Trainer.Config:
+    return dataclasses.replace(tiny(), activation_checkpoint=FullAC.Config())
+
+
+def adapted() -> Trainer.Config:
+    """LoRA over layers that are quantized by the converter."""
+    config = tiny()
+    converters = [integration.TitanConverter.Config(), LoRAConverter.Config(rank=4, target_modules=["wq", "w1"])]
+    for converter in converters:
+        config.model_spec.model = converter.build().convert(config.model_spec.model)
+    return config
 
 
 class Memory:
