@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.core_model_loading import ConversionOps
@@ -459,13 +460,14 @@ class QuantizedTraining:
     """What a Trainer needs to train quantized weights, to be put in front of it: `class T(QuantizedTraining, Trainer)`.
 
     The default optimizer is `FusedAdam`; others are refused by name. DistributedDataParallel is told not to copy
-    weights, after all ranks were found to hold the same.
+    weights, after all ranks were found to hold the same. Under FSDP2 checkpoints are sharded, and `save_model` writes
+    the whole model.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer; DistributedDataParallel gets `init_sync=False`."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerator = getattr(self, "accelerator")  # noqa: B009 (the Trainer's)
+        accelerator = cast(Any, self).accelerator
         handler = accelerator.ddp_handler
         accelerator.ddp_handler = DDPArguments(**({} if handler is None else vars(handler)), init_sync=False)
 
@@ -473,17 +475,42 @@ class QuantizedTraining:
         """The Trainer's AdamW as `FusedAdam`.
 
         Raises:
-            ConfigurationError: it is to be another one.
+            ConfigurationError: it is to be another one, or checkpoints are to be of a kind that cannot be resumed.
+            RankMismatchError: replicas hold different bits.
         """
-        trainer: Any = self
+        trainer = cast(Any, self)
         whole = trainer.model if model is None else model
-        own = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
         if files.quantized_weights(whole):
-            if not own:
+            if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
                 trainer.optimizer_cls_and_kwargs = _default_optimizer(trainer.args)
-            if trainer.args.world_size > 1 and not trainer.is_fsdp_enabled:
+            if trainer.is_fsdp_enabled:
+                _check_sharded_checkpoints(trainer)
+            elif trainer.args.world_size > 1:
                 check_replicas(whole)
         return super().create_optimizer(model)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer; of a model sharded by FSDP2 rank 0 writes the whole, which the Trainer leaves out where
+        checkpoints are sharded."""
+        trainer = cast(Any, self)
+        plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        if plugin is None or _internal_call or not files.quantized_weights(trainer.model):
+            return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            plugin.state_dict_type = kept
+
+
+def _check_sharded_checkpoints(trainer: Any) -> None:
+    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+    if "FULL" in kind and getattr(trainer.args.save_strategy, "value", "no") != "no":
+        raise ConfigurationError(
+            "TrainingArguments(fsdp_config): checkpoints of state_dict_type 'FULL_STATE_DICT', the default, cannot be "
+            "resumed, since codes would be sent without scales; set fsdp_config={'state_dict_type': "
+            "'SHARDED_STATE_DICT'}, with which save_model writes the whole model too"
+        )
 
 
 def _default_optimizer(args: TrainingArguments) -> tuple[type[AdamFactory], dict[str, Any]]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,19 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.quantizers import auto
 
 import quantshard as qs
+from quantshard.conversion import forward
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
@@ -201,7 +207,186 @@ def test_layouts_are_read_by_transformers_and_trained_on(recipe: str, folder: Pa
     read = load(tmp_path)  # by transformers alone
     assert not quantized(read) and not hasattr(read, qt.REPORT)
     far = (model(tokens()).logits - tiny()(tokens()).logits).abs().max()
-    assert (read(tokens()).logits - model(tokens()).logits).abs().max() < 0.1 < far  # it quantizes activations otherwise
+    assert (
+        (read(tokens()).logits - model(tokens()).logits).abs().max() < 0.1 < far
+    )  # it quantizes activations otherwise
     found = AutoModelForCausalLM.from_pretrained(tmp_path, config=qt.training_config(tmp_path, recipe))
     assert all(name.endswith("_draws") for name in differing(model, found))
     assert train(found, adam_of(found), 2)[0] == train(model, adam_of(model), 2)[0]
+
+
+@pytest.mark.parametrize("recipe", CELLS)
+def test_plain_values_on_request(recipe: str, folder: Path, tmp_path: Path) -> None:
+    """Those that the codes stand for, which anybody reads; only powers of two are quantized to the same again."""
+    model = load(folder, recipe)
+    train(model, adam_of(model))
+    model.save_pretrained(tmp_path, layout="plain-bf16")
+    again = load(tmp_path, recipe)
+    assert (differing(model, again) == []) == (recipe == "mxfp8") or all("_draws" in n for n in differing(model, again))
+    qs.revert(model)
+    assert differing(model, load(tmp_path)) == []
+    with pytest.raises(ConfigurationError, match=r"stand for torch.bfloat16, .* call model.to\(torch.float32\) first"):
+        again.save_pretrained(tmp_path / "fp32", layout="plain-fp32")
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_nothing_is_written_as_values_without_the_integration(
+    autocast: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the model, of the module within, and by the Trainer, whose checkpoints are made by the same method."""
+    monkeypatch.setattr(forward, "SAVERS", [])
+    model = converted(folder, "mxfp8", autocast=autocast)
+    for module in (model, model.model):
+        said = r"save_pretrained: weights .* import quantshard.integrations.transformers, .* or call quantshard.revert"
+        with pytest.raises(ConfigurationError, match=said):
+            module.save_pretrained(tmp_path / "x")
+    given = TrainingArguments(
+        str(tmp_path), max_steps=1, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, log_level="error"
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    trainer = Trainer(model, given, train_dataset=rows, optimizer_cls_and_kwargs=qt.adam(given))
+    with pytest.raises(ConfigurationError, match="as if they were values"):
+        trainer.train()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    qs.revert(model)
+    model.save_pretrained(tmp_path)
+    assert differing(model, load(tmp_path)) == []
+
+
+@pytest.mark.parametrize("recipe", CELLS)
+def test_the_native_form_raises_where_we_are_not_imported(
+    recipe: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers then skips the quantization_config, and finds shapes that are no weights'."""
+    load(folder, recipe).save_pretrained(tmp_path)
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "quantshard")
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, "quantshard")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", CELLS)
+def test_generated_tokens_are_those_of_a_loop_of_forwards(recipe: str, folder: Path) -> None:
+    model = load(folder, recipe)
+    start = tokens()[:2, :5]
+    wanted = start
+    with torch.no_grad():
+        for _ in range(6):
+            wanted = torch.cat([wanted, model(wanted).logits[:, -1:].argmax(-1)], 1)
+    options: Any = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(start, use_cache=False, **options), wanted)
+    assert model.generate(start, **options).shape == wanted.shape
+
+
+# What is refused
+
+
+def said(error: type[Exception], call: Any) -> str:
+    """One line."""
+    with pytest.raises(error) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_arguments_are_named(folder: Path) -> None:
+    cases: list[tuple[Any, str]] = [
+        (lambda: qt.QuantshardConfig("fp7"), "unknown recipe 'fp7'; choose one of: delayed, current"),
+        (lambda: qt.QuantshardConfig({"*": "fp7"}), "unknown recipe 'fp7'"),
+        (lambda: qt.QuantshardConfig("mxfp8", layout="gguf"), "unknown layout 'gguf'; choose one of: compressed"),
+        (lambda: load(folder, "mxfp8", filter="*.qproj"), "(filter='*.qproj') matches none of the 15 linear layers"),
+        (lambda: load(folder, "mxfp8", filter=lambda module, name: False), "(15: not chosen by the filter)"),
+        (lambda: load(folder, {"q_porj": "block", "*": "mxfp8"}), "(recipe='q_porj') matches none of the 15"),
+        (lambda: load(folder, "bf16"), "none of the 15 linear layers can be converted (14: recipe bf16; 1: the head"),
+        (lambda: qt.training_config(folder, "mxfp8"), "has no quantization_config; pass quantization_config="),
+        (lambda: qs.convert(load(folder, "mxfp8"), "nvfp4"), "q_proj.weight is quantized already, to mxfp8_32x32"),
+    ]
+    for call, wanted in cases:
+        assert wanted in said(ConfigurationError, call)
+
+
+@pytest.mark.parametrize("method", ["gptq", "bitsandbytes", "awq", "compressed-tensors"])
+def test_models_of_other_quantizers_are_refused_by_name(method: str, folder: Path) -> None:
+    """By transformers, when it reads the files; by convert, of a loaded model, by the mark that transformers sets."""
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = {"quant_method": method, "bits": 4, "load_in_4bit": method == "bitsandbytes"}
+    given = qt.QuantshardConfig("mxfp8")
+    call = lambda: AutoModelForCausalLM.from_pretrained(folder, config=config, quantization_config=given)  # noqa: E731
+    assert "but you are passing a QuantshardConfig config" in said(ValueError, call)
+    model = load(folder)
+    model.quantization_method = method
+    wanted = f"convert: this LlamaForCausalLM is quantized already, by {method}; load it in high precision"
+    assert said(ConfigurationError, lambda: qs.convert(model, "mxfp8")) == wanted
+
+
+def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    deeper = AutoConfig.from_pretrained(folder)
+    deeper.num_hidden_layers = 3
+    model = load(folder, "mxfp8")
+    model.save_pretrained(tmp_path / "native")
+    model.save_pretrained(tmp_path / "mx", layout="compressed-tensors")
+    own = qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False)
+    load(folder, own).save_pretrained(tmp_path / "own")
+    broken = load(folder)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    broken.save_pretrained(tmp_path / "nan")
+
+    def read(path: Path, *args: Any, **options: Any) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, config=qt.training_config(path, *args, **options))
+
+    given = qt.QuantshardConfig("mxfp8")
+    cases: list[tuple[type[Exception], Any, str]] = [
+        (
+            CheckpointError,
+            lambda: AutoModelForCausalLM.from_pretrained(folder, config=deeper, quantization_config=given),
+            "no weight for 7 of 21 quantized layers (first: model.layers.2.self_attn.q_proj)",
+        ),
+        (ConfigurationError, lambda: load(tmp_path / "nan", "mxfp8"), "layers.1.mlp.up_proj.weight: 1 of 10240 values"),
+        (CheckpointError, lambda: read(tmp_path / "mx", "nvfp4"), "down_proj.weight: it cannot be copied into nvfp4"),
+        (
+            ConfigurationError,
+            lambda: read(tmp_path / "mx", "mxfp8", filter="q_proj"),
+            "and not to be here; let filter=",
+        ),
+        (CheckpointError, lambda: read(tmp_path / "native", "nvfp4"), "is stored as 'mxfp8_32x32', but this model's"),
+        (
+            ConfigurationError,
+            lambda: load(tmp_path / "own"),
+            "cannot hold the recipe of the model, which has arguments",
+        ),
+        (
+            ConfigurationError,
+            lambda: model.save_pretrained(tmp_path / "x", layout="hf-fp8-block"),
+            "[64, 64], mxfp8_32x32, does not go into it exactly: blocks are 32x32, the layout's 128x128",
+        ),
+        (
+            ConfigurationError,
+            lambda: model.save_pretrained(tmp_path / "x", layout="modelopt-fp8"),
+            "scale of the activ",
+        ),
+    ]
+    for error, call, wanted in cases:
+        assert wanted in said(error, call)
+    assert differing(read(tmp_path / "own", own), load(folder, own)) == []
+    with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
+        assert differing(load(tmp_path / "native", "nvfp4"), model) == []
+
+
+def test_places_without_values_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """A model on the meta device is neither stepped nor saved; weights are not put on the disk."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    qs.convert(model, "mxfp8")
+    assert "model.embed_tokens.weight is on the meta device" in said(ConfigurationError, lambda: adam_of(model))
+    assert "is on the meta device, where it has no values" in said(
+        ConfigurationError, lambda: model.save_pretrained(tmp_path)
+    )
+    given = qt.QuantshardConfig("mxfp8")
+    for options, wanted in (
+        ({"device_map": {"": "disk"}}, "device_map puts weights on the disk"),
+        ({"distributed_config": transformers.DistributedConfig(fsdp_size=1)}, "shards before it loads"),
+    ):
+        call = lambda options=options: AutoModelForCausalLM.from_pretrained(  # noqa: E731
+            folder, quantization_config=given, **options
+        )
+        assert wanted in said(ConfigurationError, call)
