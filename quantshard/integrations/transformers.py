@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import StateDictType
-from torch.optim import Optimizer
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -26,25 +22,23 @@ from quantshard.conversion.convert import convert
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import ConversionReport
 from quantshard.conversion.selection import Filter, Recipes
-from quantshard.distributed.replicas import check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.integrations import transformers_files as files
 from quantshard.integrations.transformers_files import METHOD, NATIVE
+from quantshard.integrations.transformers_trainer import AdamFactory, QuantizedTraining, adam
 from quantshard.layouts import table
 from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import NOTED_AMAX
-from quantshard.optimizers import FusedAdam
 from quantshard.recipe import resolve
 from quantshard.tensor import components
+
+__all__ = ["AdamFactory", "QuantizedTraining", "QuantshardConfig", "QuantshardQuantizer", "adam", "training_config"]
 
 REPORT: Final = "quantshard_report"
 """The model's attribute with what `from_pretrained` converted and left."""
 
 LAYOUT: Final = "quantshard_layout"
 """The model's attribute with the form that `save_pretrained` writes, where it is not the native one."""
-
-ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
-"""The Trainer's names of the optimizer that `FusedAdam` is; the second is its default."""
 
 
 @register_quantization_config(METHOD)
@@ -75,7 +69,7 @@ class QuantshardConfig(QuantizationConfigMixin):
         preserve_high_precision_init_val: bool = False,
         layout: str = NATIVE,
     ) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
         for each in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
             resolve(each)
         self.recipe, self.filter, self.autocast = recipe, filter, autocast
@@ -123,9 +117,8 @@ def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> Quantshard
             f"config.json cannot hold the recipe of {unnamed[0]}, which has arguments of its own; pass config="
             "quantshard.integrations.transformers.training_config(DIR, recipe) with it"
         )
-    found = cls(
-        {**own, "*": recipe} if own else recipe, filter=_NameFilter(layers), autocast=saved.get("autocast", True)
-    )
+    recipes: Any = {**own, "*": recipe} if own else recipe
+    found = cls(recipes, filter=_NameFilter(layers), autocast=saved.get("autocast", True))
     found.stored = dict(saved)
     return found
 
@@ -270,8 +263,8 @@ class QuantshardQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self.remove_quantization_config(model)  # from here on it is a converted model, as any other
         # transformers keeps how it loaded, to undo that in a save; there is nothing to undo of what is filled here
-        kept = [each for each in model._weight_conversions if not _fills(each)]
-        model._weight_conversions = kept
+        loaded: Any = model
+        loaded._weight_conversions = [each for each in loaded._weight_conversions if not _fills(each)]
         for name, error in self.failures.items():
             raise type(error)(f"{name}.weight: {error}")
         empty = [name for name, layer in self.layers.items() if components.quantized_local(layer.weight) is None
@@ -337,7 +330,7 @@ class WeightFill(ConversionOps):
         """As one is made for each tensor: of the same layers."""
         return type(self)(self.hf_quantizer)
 
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
         rest = {}
@@ -353,7 +346,7 @@ class WeightFill(ConversionOps):
 class StoredWeightFill(WeightFill):
     """Fills converted layers with tensors as the files have them; hands on all others, in the model's dtype."""
 
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, full_layer_name: str = "", **kwargs: Any
     ) -> dict[str, Tensor]:
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
@@ -391,7 +384,7 @@ def _save(
     state = kwargs.pop("state_dict", None)
     if state is not None and not state and not kwargs.get("is_main_process", True):
         return None  # of a rank that does not write, after a gather on rank 0
-    chosen = _checked_layout(layout or getattr(model, LAYOUT, NATIVE))
+    chosen = _checked_layout(str(layout or getattr(model, LAYOUT, NATIVE)))
     form = files.saved_form(model, model.state_dict() if state is None else state, chosen)
     with _writing(model, form):
         return plain(save_directory, **kwargs)
@@ -415,109 +408,3 @@ def _writing(model: PreTrainedModel, form: files.SavedForm) -> Iterator[None]:
 
 
 forward.SAVERS.append(_save)
-
-
-# Training
-
-
-class AdamFactory:
-    """What the Trainer makes `FusedAdam` by: called with the model, it has the parameters' names.
-
-    Parameters of two dims and more decay, as by the Trainer's rule.
-    """
-
-    def __call__(self, model: nn.Module, weight_decay: float = 0.0, **options: Any) -> Optimizer:
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        groups = [
-            {"params": [(name, param) for name, param in named if (param.ndim > 1) == decays], "weight_decay": decay}
-            for decays, decay in ((True, weight_decay), (False, 0.0))
-        ]
-        return FusedAdam([group for group in groups if group["params"]], **options)
-
-
-def adam(args: TrainingArguments, **options: Any) -> tuple[type[AdamFactory], dict[str, Any]]:
-    """`FusedAdam` with a Trainer's settings: `transformers.Trainer(..., optimizer_cls_and_kwargs=adam(args))`.
-
-    Args:
-        args: learning rate, betas, epsilon and weight decay are taken from here.
-        options: of `FusedAdam`, as `exp_avg_dtype`.
-    """
-    given = {
-        "lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }  # fmt: skip
-    return AdamFactory, {**given, **options}
-
-
-@dataclass
-class DDPArguments(DistributedDataParallelKwargs):
-    """accelerate's, with the argument that it lacks; those that differ from their defaults are handed on."""
-
-    init_sync: bool = True
-
-
-class QuantizedTraining:
-    """What a Trainer needs to train quantized weights, to be put in front of it: `class T(QuantizedTraining, Trainer)`.
-
-    The default optimizer is `FusedAdam`; others are refused by name. DistributedDataParallel is told not to copy
-    weights, after all ranks were found to hold the same. Under FSDP2 checkpoints are sharded, and `save_model` writes
-    the whole model.
-    """
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer; DistributedDataParallel gets `init_sync=False`."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerator = cast(Any, self).accelerator
-        handler = accelerator.ddp_handler
-        accelerator.ddp_handler = DDPArguments(**({} if handler is None else vars(handler)), init_sync=False)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The Trainer's AdamW as `FusedAdam`.
-
-        Raises:
-            ConfigurationError: it is to be another one, or checkpoints are to be of a kind that cannot be resumed.
-            RankMismatchError: replicas hold different bits.
-        """
-        trainer = cast(Any, self)
-        whole = trainer.model if model is None else model
-        if files.quantized_weights(whole):
-            if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
-                trainer.optimizer_cls_and_kwargs = _default_optimizer(trainer.args)
-            if trainer.is_fsdp_enabled:
-                _check_sharded_checkpoints(trainer)
-            elif trainer.args.world_size > 1:
-                check_replicas(whole)
-        return super().create_optimizer(model)  # type: ignore[misc]
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer; of a model sharded by FSDP2 rank 0 writes the whole, which the Trainer leaves out where
-        checkpoints are sharded."""
-        trainer = cast(Any, self)
-        plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-        if plugin is None or _internal_call or not files.quantized_weights(trainer.model):
-            return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
-        try:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        finally:
-            plugin.state_dict_type = kept
-
-
-def _check_sharded_checkpoints(trainer: Any) -> None:
-    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
-    if "FULL" in kind and getattr(trainer.args.save_strategy, "value", "no") != "no":
-        raise ConfigurationError(
-            "TrainingArguments(fsdp_config): checkpoints of state_dict_type 'FULL_STATE_DICT', the default, cannot be "
-            "resumed, since codes would be sent without scales; set fsdp_config={'state_dict_type': "
-            "'SHARDED_STATE_DICT'}, with which save_model writes the whole model too"
-        )
-
-
-def _default_optimizer(args: TrainingArguments) -> tuple[type[AdamFactory], dict[str, Any]]:
-    name = getattr(args.optim, "value", args.optim)
-    if name not in ADAMS:
-        raise ConfigurationError(
-            f"TrainingArguments(optim={name!r}): this optimizer was not tried on quantized weights; leave the default, "
-            "which is FusedAdam then, or pass optimizers= or optimizer_cls_and_kwargs="
-        )
-    return adam(args)

@@ -31,6 +31,7 @@ RUN_BY = {
     "docs/existing-models.md": HERE,
     "docs/experts.md": "tests/distributed/experts.py",
     "docs/format.md": f"{DOCS}format_doc.py",
+    "docs/hugging-face.md": "tests/integrations/test_transformers.py",
     "docs/layouts.md": "tests/cli/test_exchange.py",
     "docs/optimizers.md": HERE,
     "docs/saving.md": f"{DOCS}saving_doc.py",

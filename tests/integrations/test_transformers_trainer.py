@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
@@ -26,6 +27,12 @@ from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import hf_trainer
+import plain_fsdp2_llama
+
 from tests.integrations.test_transformers import CELLS, load, quantized, tiny
 
 pytestmark = pytest.mark.distributed
@@ -202,10 +209,17 @@ def on_ranks(kind: str, recipe: str, folder: Path, out: Path) -> dict[str, Any]:
 NAMES = {"ddp": "LlamaForCausalLM", "fsdp2": "FSDPLlamaForCausalLM"}
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_two_ranks_train_and_resume_as_loops_by_hand(kind: str, folder: Path, tmp_path: Path) -> None:
-    """2 ranks: DDP with FSDP2's bits; all quantized weights change; the whole model is saved and loaded."""
-    for found in run_ranks(2, on_ranks, kind, "mxfp8", folder, tmp_path):
+QUICK = [("ddp", "nvfp4"), ("fsdp2", "mxfp8"), ("fsdp2", "nvfp4")]
+SLOW = [("ddp", "mxfp8"), ("ddp", "current"), ("fsdp2", "current")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in SLOW)]
+)
+def test_two_ranks_train_and_resume_as_loops_by_hand(kind: str, recipe: str, folder: Path, tmp_path: Path) -> None:
+    """2 ranks: all quantized weights change; resumed training has the same bits; the whole model is saved, and loaded
+    again."""
+    for found in run_ranks(2, on_ranks, kind, recipe, folder, tmp_path):
         assert found["counted"] == (LAYERS, LAYERS, LAYERS) and found["model"] == NAMES[kind]
         assert found["losses"] == found["hand"] and found["resumed"] == found["losses"][2:]
         assert found["same"] and found["saved"]
@@ -267,3 +281,36 @@ def test_plain_models_have_the_trainers_own_optimizer(folder: Path, tmp_path: Pa
     trainer = QuantizedLossTrainer(load(folder), arguments(tmp_path, max_steps=1), train_dataset=data())
     trainer.train()
     assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+
+
+# Examples
+
+
+def test_the_example_of_the_trainer(tmp_path: Path) -> None:
+    """It trains, resumes with the same bits, and what it saves is loaded."""
+    first = hf_trainer.main(["--out", str(tmp_path)])
+    assert [file.name for file in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-10", "checkpoint-5"]
+    logged = [entry["loss"] for entry in first.state.log_history if "loss" in entry]
+    assert float(logged[-1]) < float(logged[0])
+    resumed = hf_trainer.main(["--out", str(tmp_path), "--resume", str(tmp_path / "checkpoint-5")])
+    assert bits(resumed.model) == bits(first.model) == bits(load(tmp_path / "trained"))
+
+
+def fsdp2_example(out: Path) -> tuple[list[float], list[int], bool]:
+    model, losses, generated = plain_fsdp2_llama.main(["--out", str(out), "--recipe", "block"])
+    again = plain_fsdp2_llama.sharded(out / "model", "block", torch.device("cpu"))
+    qs.checkpoints.load(out / "checkpoint", again)
+    return losses, generated[0].tolist(), bits(again) == bits(model)
+
+
+def test_the_example_of_a_plain_loop(tmp_path: Path) -> None:
+    """2 ranks: losses fall, tokens are generated, the checkpoint is loaded, and the export has the same weights."""
+    one, two = run_ranks(2, fsdp2_example, tmp_path)
+    assert one[1] == two[1] and len(one[1]) == 16 and one[2] and two[2]
+    assert one[0][-1] < one[0][0] and two[0][-1] < two[0][0]
+    served = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "served", config=qt.training_config(tmp_path / "served", "block")
+    )
+    tokens = torch.tensor([one[1][:8]])
+    wanted = served.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert wanted[0].tolist() == one[1]
