@@ -179,6 +179,8 @@ def test_the_native_form_brings_every_bit_back(recipe: Any, folder: Path, tmp_pa
     found = load(tmp_path)
     assert differing(model, found) == []
     assert torch.equal(model(tokens()).logits, found(tokens()).logits)
+    found.save_pretrained(tmp_path / "again")
+    assert differing(found, load(tmp_path / "again")) == []
     assert train(found, adam_of(found), 1) == train(model, adam_of(model), 1)
     assert differing(model, found) == []
 
@@ -225,6 +227,18 @@ def test_layouts_are_read_by_transformers_and_trained_on(
     found = AutoModelForCausalLM.from_pretrained(tmp_path, config=qt.training_config(tmp_path, recipe))
     assert all(name.endswith("_draws") for name in differing(model, found))
     assert train(found, adam_of(found), 2)[0] == train(model, adam_of(model), 2)[0]
+
+
+def test_second_scales_that_are_no_inverse_come_back(folder: Path, tmp_path: Path) -> None:
+    """NVFP4's amax, which the layout has as 2688 / amax: our export notes it in the header of the file."""
+    model = load(folder, "nvfp4")
+    candidates = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1
+    amax = next(x for x in candidates if 2688 / (2688 / x) != x)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.quantize_(torch.full(weight.shape, amax.item()))
+    model.save_pretrained(tmp_path, layout="compressed-tensors")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, config=qt.training_config(tmp_path, "nvfp4"))
+    assert all(name.endswith("_draws") for name in differing(model, found))
 
 
 @pytest.mark.parametrize(
