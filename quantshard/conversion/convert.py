@@ -76,8 +76,7 @@ def convert(
         ),
         tuple(LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in chosen if not c.recipe),
     )
-    if autocast:
-        enter_recipe(model, common)
+    enter_recipe(model, common, autocast)
     return report
 
 
@@ -125,6 +124,12 @@ def _places(model: nn.Module) -> Places:
 
 
 def _check_model(model: nn.Module) -> None:
+    method = getattr(model, "quantization_method", None)  # as transformers marks what it loaded
+    if method is not None:
+        raise ConfigurationError(
+            f"convert: this {type(model).__name__} is quantized already, by {getattr(method, 'value', method)}; load "
+            "it in high precision"
+        )
     if isinstance(model, nn.Linear):
         raise ConfigurationError(
             "convert changes the layers inside of a model, and this model is itself a Linear: put it into one, "

@@ -1,40 +1,59 @@
-"""A model whose forward enters a recipe by itself, so that no training loop needs an autocast."""
+"""The class of a converted model: its forward enters a recipe, so that no training loop needs an autocast, and what a
+framework's method of it would write as if codes were values is refused, until that framework's integration does it."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from quantshard.errors import ConfigurationError
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
 
 RECIPE = "quantshard_recipe"
-"""The model's attribute with the recipe that its forward enters."""
+"""The model's attribute with the recipe of most of its layers."""
+
+ENTERS = "quantshard_enters_recipe"
+"""The model's attribute that says whether its forward enters the recipe."""
+
+SAVE = "save_pretrained"
+"""The method of transformers' and diffusers' models that writes what is in the state dict as values."""
+
+SAVERS: list[Callable[..., Any]] = []
+"""Who writes a converted model when `SAVE` is called: an integration enters itself when it is imported, as a function
+of the model, the plain class's method and its arguments. The last one counts."""
 
 _PLAIN = "_quantshard_plain_class"
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def enter_recipe(model: nn.Module, recipe: Recipe) -> None:
-    """Make `model.forward` run under `autocast(recipe)`, unless its caller is in an autocast.
+def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
+    """Make `model.forward` run under `autocast(recipe)`, unless its caller is in an autocast or `enters` is False.
 
     The model's class becomes a subclass of the same name: an attribute `forward` would be bound to this very object,
-    and a copy of the model would call it. FSDP2 changes classes in the same way.
+    and a copy of the model would call it. FSDP2 changes classes in the same way. So do the classes of modules within
+    that can be saved by themselves: `SAVE` is refused there too.
     """
-    setattr(model, RECIPE, recipe)
-    if not hasattr(type(model), _PLAIN):
-        model.__class__ = _entering(type(model))
+    for module in model.modules():
+        if module is model or hasattr(type(module), SAVE):
+            setattr(module, RECIPE, recipe)
+            setattr(module, ENTERS, enters and module is model)
+            if not hasattr(type(module), _PLAIN):
+                module.__class__ = _entering(type(module))
 
 
 def leave_recipe(model: nn.Module) -> None:
     """Undo `enter_recipe`."""
-    plain = getattr(type(model), _PLAIN, None)
-    if plain is not None:
-        model.__class__ = plain
-        delattr(model, RECIPE)
+    for module in model.modules():
+        plain = getattr(type(module), _PLAIN, None)
+        if plain is not None:
+            module.__class__ = plain
+            delattr(module, RECIPE)
+            delattr(module, ENTERS)
 
 
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:
@@ -44,7 +63,8 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if context.in_autocast():  # the caller's: its recipe, its strictness, its group of ranks
+        # an autocast of the caller's decides: its recipe, its strictness, its group of ranks
+        if context.in_autocast() or not getattr(self, ENTERS):
             return plain.forward(self, *args, **kwargs)
         with autocast(recipe=getattr(self, RECIPE)):
             return plain.forward(self, *args, **kwargs)
@@ -54,10 +74,26 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
         return _blank, (plain,), self.__dict__
 
     names = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__}
+    if hasattr(plain, SAVE):
+        names[SAVE] = _saving(getattr(plain, SAVE))
     entering = type(plain.__name__, (plain,), names)
     entering.__module__, entering.__qualname__ = plain.__module__, plain.__qualname__
     _CLASSES[plain] = entering
     return entering
+
+
+def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not SAVERS:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{SAVE}: weights of this model are quantized, and their codes would be written "
+                "as if they were values; import quantshard.integrations.transformers, which writes what it reads "
+                "again, or call quantshard.revert(model) first"
+            )
+        return SAVERS[-1](self, functools.partial(plain, self), *args, **kwargs)
+
+    return save
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:

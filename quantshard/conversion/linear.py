@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
+from quantshard.conversion import packing
+from quantshard.errors import CheckpointError
 from quantshard.modules import Linear, quantized_model_init
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
 from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import KEY
+
+FOREIGN = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
+"""Names, in other programs' layouts, of what belongs to a weight, and is none of ours."""
 
 
 class _LinearInterface(nn.Linear):
@@ -35,17 +41,58 @@ class ConvertedLinear(Linear, _LinearInterface):
         with context.autocast_by(self.recipe):
             return super().forward(inp, **others)
 
-    @torch.no_grad()
-    def take_values(self, weight: Tensor, name: str, keep: bool) -> None:
-        """Be filled with these values, on their device; `keep` them, on the CPU, for an optimizer's masters."""
-        self.to_empty(device=weight.device)
+    @property
+    def awaits_values(self) -> bool:
+        """Whether its weight is on the meta device still, or left it without values."""
+        return self.weight.is_meta or self._awaits_values
+
+    def leave_meta(self, device: torch.device) -> None:
+        """Give what is on the meta device memory on another: the weight without values, its state, histories of zeros;
+        a framework may have loaded a bias or a history already, which stays."""
+        own = {**dict(self.named_buffers(recurse=False)), "bias": self.bias}
+        loaded = {name: tensor for name, tensor in own.items() if tensor is not None and not tensor.is_meta}
+        for name in loaded:
+            setattr(self, name, None)
+        self.to_empty(device=device)
+        for name, tensor in loaded.items():
+            setattr(self, name, tensor)
         for name, tensor in self.weight_state("weight").items():
             if name != KEY:
                 tensor.zero_()  # uninitialized memory
-        requantize.requantize_([(self.weight, weight.detach())], names=[name])
         self._awaits_values = False
+
+    @torch.no_grad()
+    def take_values(self, weight: Tensor, name: str, keep: bool) -> None:
+        """Be filled with these values, on their device; `keep` them, on the CPU, for an optimizer's masters."""
+        self.leave_meta(weight.device)
+        requantize.requantize_([(self.weight, weight.detach())], names=[name])
         if keep:
             components.storage_of(self.weight).high_precision = weight.detach().cpu().clone()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """As any module of ours; a weight may be packed, as `save_pretrained` writes it."""
+        key = f"{prefix}weight"
+        foreign = [name for name in FOREIGN if prefix + name in state_dict]
+        if foreign:
+            error_msgs.append(
+                f"{prefix}{foreign[0]} is of another program's layout, which load_state_dict does not read; use "
+                "from_pretrained, or quantshard.layouts.load"
+            )
+            return
+        packed = state_dict.get(key)
+        if isinstance(packed, Tensor) and packing.is_packed(packed):
+            try:
+                parts = packing.unpack(self.weight, packed, key)
+            except CheckpointError as error:
+                error_msgs.append(str(error))
+                return
+            state_dict = {**state_dict, **{key + suffix: part for suffix, part in parts.items()}}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 def convert_linear(old: nn.Linear, name: str, recipe: Recipe, keep_values: bool) -> ConvertedLinear:

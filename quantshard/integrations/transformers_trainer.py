@@ -1,0 +1,126 @@
+"""The Trainer of transformers over quantized weights: its optimizer, its replicas, its checkpoints.
+
+`integrations/transformers.py` has these names too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+from torch.optim import Optimizer
+from transformers import TrainingArguments
+
+from quantshard.distributed.replicas import check_replicas
+from quantshard.errors import ConfigurationError
+from quantshard.integrations import transformers_files as files
+from quantshard.optimizers import FusedAdam
+
+ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
+"""The Trainer's names of the optimizer that `FusedAdam` is; the second is its default."""
+
+
+class AdamFactory:
+    """What the Trainer makes `FusedAdam` by: called with the model, it has the parameters' names.
+
+    Parameters of two dims and more decay, as by the Trainer's rule.
+    """
+
+    def __call__(self, model: nn.Module, weight_decay: float = 0.0, **options: Any) -> Optimizer:
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [(name, param) for name, param in named if (param.ndim > 1) == decays], "weight_decay": decay}
+            for decays, decay in ((True, weight_decay), (False, 0.0))
+        ]
+        return FusedAdam([group for group in groups if group["params"]], **options)
+
+
+def adam(args: TrainingArguments, **options: Any) -> tuple[type[AdamFactory], dict[str, Any]]:
+    """`FusedAdam` with a Trainer's settings: `transformers.Trainer(..., optimizer_cls_and_kwargs=adam(args))`.
+
+    Args:
+        args: learning rate, betas, epsilon and weight decay are taken from here.
+        options: of `FusedAdam`, as `exp_avg_dtype`.
+    """
+    given = {
+        "lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }  # fmt: skip
+    return AdamFactory, {**given, **options}
+
+
+@dataclass
+class TrainerReplicaArguments(DistributedDataParallelKwargs):
+    """accelerate's, with the argument that it lacks; those that differ from their defaults are handed on."""
+
+    init_sync: bool = True
+
+
+class QuantizedTraining:
+    """What a Trainer needs to train quantized weights, to be put in front of it: `class T(QuantizedTraining, Trainer)`.
+
+    The default optimizer is `FusedAdam`; others are refused by name. DistributedDataParallel is told not to copy
+    weights, after all ranks were found to hold the same. Under FSDP2 checkpoints are sharded, and `save_model` writes
+    the whole model.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer; DistributedDataParallel gets `init_sync=False`."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = cast(Any, self).accelerator
+        handler = accelerator.ddp_handler
+        accelerator.ddp_handler = TrainerReplicaArguments(**({} if handler is None else vars(handler)), init_sync=False)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's AdamW as `FusedAdam`.
+
+        Raises:
+            ConfigurationError: it is to be another one, or checkpoints are to be of a kind that cannot be resumed.
+            RankMismatchError: replicas hold different bits.
+        """
+        trainer = cast(Any, self)
+        whole = trainer.model if model is None else model
+        if files.quantized_weights(whole):
+            if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
+                trainer.optimizer_cls_and_kwargs = _default_optimizer(trainer.args)
+            if trainer.is_fsdp_enabled:
+                _check_sharded_checkpoints(trainer)
+            elif trainer.args.world_size > 1:
+                check_replicas(whole)
+        return super().create_optimizer(model)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer; of a model sharded by FSDP2 rank 0 writes the whole, which the Trainer leaves out where
+        checkpoints are sharded."""
+        trainer = cast(Any, self)
+        plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        if plugin is None or _internal_call or not files.quantized_weights(trainer.model):
+            return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            plugin.state_dict_type = kept
+
+
+def _check_sharded_checkpoints(trainer: Any) -> None:
+    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+    if "FULL" in kind and getattr(trainer.args.save_strategy, "value", "no") != "no":
+        raise ConfigurationError(
+            "TrainingArguments(fsdp_config): checkpoints of state_dict_type 'FULL_STATE_DICT', the default, cannot be "
+            "resumed, since codes would be sent without scales; set fsdp_config={'state_dict_type': "
+            "'SHARDED_STATE_DICT'}, with which save_model writes the whole model too"
+        )
+
+
+def _default_optimizer(args: TrainingArguments) -> tuple[type[AdamFactory], dict[str, Any]]:
+    name = getattr(args.optim, "value", args.optim)
+    if name not in ADAMS:
+        raise ConfigurationError(
+            f"TrainingArguments(optim={name!r}): this optimizer was not tried on quantized weights; leave the default, "
+            "which is FusedAdam then, or pass optimizers= or optimizer_cls_and_kwargs="
+        )
+    return adam(args)

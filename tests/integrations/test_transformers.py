@@ -1,0 +1,453 @@
+"""The integration with transformers: loading, saving, refusals."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.quantizers import auto
+
+import quantshard as qs
+from quantshard.conversion import forward
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.integrations import transformers as qt
+from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
+
+transformers.utils.logging.disable_progress_bar()
+
+LAYERS = 14
+"""Linear layers of the model but its head: 2 x 7."""
+
+MIXED = {"*.down_proj": "block", "*.o_proj": "bf16", "*": "mxfp8"}
+RECIPES: list[Any] = ["mxfp8", "current", "nvfp4", "block", "delayed", MIXED]
+NAMED = [recipe if isinstance(recipe, str) else "mixed" for recipe in RECIPES]
+CELLS = ["mxfp8", "current", "nvfp4"]
+"""The recipes of the table in docs/hugging-face.md."""
+
+
+def tiny(**options: Any) -> PreTrainedModel:
+    """With biases, which transformers loads by themselves."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "max_position_embeddings": 64,
+        "attention_bias": True, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **options})).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in BF16, in several files."""
+    path = tmp_path_factory.mktemp("bf16")
+    tiny().save_pretrained(path, max_shard_size="60KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+def load(path: Path, recipe: Any = None, **options: Any) -> PreTrainedModel:
+    given = {} if recipe is None else {"quantization_config": qt.QuantshardConfig(recipe, **options)}
+    return AutoModelForCausalLM.from_pretrained(path, **given)
+
+
+def converted(path: Path, recipe: Any, **options: Any) -> PreTrainedModel:
+    """Loaded in BF16, then converted."""
+    model = load(path)
+    qs.convert(model, recipe, **options)
+    return model
+
+
+def differing(one: nn.Module, other: nn.Module) -> list[str]:
+    """The entries of the state dicts that differ in a bit."""
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def same_values(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(quantized(one).values(), quantized(other).values(), strict=True)
+    return all(torch.equal(first.dequantize(), second.dequantize()) for first, second in pairs)
+
+
+def quantized(model: nn.Module) -> dict[str, nn.Parameter]:
+    named = model.named_parameters()
+    return {name: param for name, param in named if components.quantized_local(param) is not None}
+
+
+def tokens(seed: int = 0, rows: int = 4) -> torch.Tensor:
+    return torch.randint(3, 101, (rows, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, optimizer: FusedAdam, steps: int = 2, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adam_of(model: nn.Module) -> FusedAdam:
+    return FusedAdam(model.named_parameters(), lr=1e-2)
+
+
+# Loading
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMED)
+def test_quantizing_while_loading_is_converting_after_it(recipe: Any, folder: Path) -> None:
+    """Bits, report and logits; and it is a converted model like any other, which can be reverted."""
+    wanted, found = converted(folder, recipe), load(folder, recipe)
+    assert differing(wanted, found) == []
+    assert str(found.quantshard_report) == str(qs.convert(load(folder), recipe))
+    assert len(quantized(found)) == (12 if recipe is MIXED else LAYERS)
+    assert torch.equal(wanted(tokens()).logits, found(tokens()).logits)
+    assert not found.is_quantized and not hasattr(found.config, "quantization_config")
+    assert type(found).__name__ == "LlamaForCausalLM" and all(not p.is_meta for p in found.parameters())
+    assert qs.revert(found) == qs.revert(wanted) and differing(wanted, found) == []
+
+
+def test_one_weight_at_a_time_is_in_high_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
+    most = 0
+
+    def take_values(self: Any, weight: torch.Tensor, *rest: Any) -> None:
+        nonlocal most
+        assert weight.dtype == torch.bfloat16
+        gc.collect()
+        alive.append(weakref.ref(weight))
+        most = max(most, sum(ref() is not None for ref in alive))
+        original(self, weight, *rest)
+
+    kind = type(load(folder, "mxfp8").model.layers[0].mlp.up_proj)
+    original = kind.take_values
+    monkeypatch.setattr(kind, "take_values", take_values)
+    load(folder, "mxfp8")
+    assert len(alive) == LAYERS and most == 1
+
+
+def test_heads_and_tied_weights_are_left_as_convert_leaves_them(tmp_path: Path) -> None:
+    tiny(tie_word_embeddings=True).save_pretrained(tmp_path)
+    for choice in (None, "*", ["*.mlp.*"]):
+        wanted, found = converted(tmp_path, "mxfp8", filter=choice), load(tmp_path, "mxfp8", filter=choice)
+        assert differing(wanted, found) == [] and quantized(found).keys() == quantized(wanted).keys()
+        assert found.lm_head.weight is found.model.embed_tokens.weight
+    left = load(tmp_path, "mxfp8", filter="*").quantshard_report.left
+    assert [layer.reason for layer in left] == ["its weight is also that of model.embed_tokens"]
+
+
+def test_options_of_convert_are_those_of_the_configuration(folder: Path) -> None:
+    """An untied head, a function as filter, no autocast, kept initial values."""
+    found = load(folder, "current", filter=lambda module, name: name == "lm_head", autocast=False)
+    assert list(quantized(found)) == ["lm_head.weight"]
+    assert not torch.equal(load(folder, "current", filter="lm_head")(tokens()).logits, found(tokens()).logits)
+    kept = load(folder, "nvfp4", preserve_high_precision_init_val=True).model.layers[0].mlp.up_proj.weight
+    assert torch.equal(kept.get_high_precision_init_val(), load(folder).model.layers[0].mlp.up_proj.weight)
+
+
+# Saving
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMED)
+def test_the_native_form_brings_every_bit_back(recipe: Any, folder: Path, tmp_path: Path) -> None:
+    """From a model that was trained, in several files; the loaded one trains on as the saved one does."""
+    model = load(folder, recipe)
+    optimizer = adam_of(model)
+    train(model, optimizer)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert not hasattr(model.config, "quantization_config") and getattr(model, "hf_quantizer", None) is None
+    found = load(tmp_path)
+    assert differing(model, found) == []
+    assert torch.equal(model(tokens()).logits, found(tokens()).logits)
+    found.save_pretrained(tmp_path / "again")
+    assert differing(found, load(tmp_path / "again")) == []
+    assert train(found, adam_of(found), 1) == train(model, adam_of(model), 1)
+    assert differing(model, found) == []
+
+
+def test_a_model_made_by_convert_is_saved_alike(folder: Path, tmp_path: Path) -> None:
+    """And loaded with load_state_dict, as the Trainer does; and the module within, by itself."""
+    model = converted(folder, "mxfp8")
+    model.save_pretrained(tmp_path / "whole")
+    model.model.save_pretrained(tmp_path / "inner")
+    assert differing(model, load(tmp_path / "whole")) == []
+    assert differing(model.model, transformers.AutoModel.from_pretrained(tmp_path / "inner")) == []
+    other = converted(folder, "mxfp8")
+    train(other, adam_of(other), 1)
+    assert differing(model, other)
+    read = transformers.modeling_utils.load_state_dict(tmp_path / "whole" / "model.safetensors")
+    other.load_state_dict(read)
+    assert differing(model, other) == []
+    with pytest.raises(RuntimeError, match="is stored as 'mxfp8_32x32', but this model's weight is 'nvfp4_16x16'"):
+        converted(folder, "nvfp4").load_state_dict(read, strict=False)
+
+
+EXPORTS = [
+    ("mxfp8", "compressed-tensors"), ("current", "compressed-tensors"), ("nvfp4", "compressed-tensors"),
+    ("block", "hf-fp8-block"), pytest.param("current", "hf-fp8", marks=pytest.mark.exhaustive),
+    pytest.param("current", "hf-fp8-block", marks=pytest.mark.exhaustive),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors", "ignore::DeprecationWarning:compressed_tensors")
+@pytest.mark.parametrize(("recipe", "layout"), EXPORTS)
+def test_layouts_are_read_by_transformers_and_trained_on(
+    recipe: str, layout: str, folder: Path, tmp_path: Path
+) -> None:
+    """transformers' own quantizers read the values; training goes on from the same codes and scales."""
+    model = load(folder, recipe, layout=layout)
+    train(model, adam_of(model))
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    read = load(tmp_path)  # by transformers alone
+    assert not quantized(read) and not hasattr(read, qt.REPORT)
+    far = (model(tokens()).logits - tiny()(tokens()).logits).abs().max()
+    assert (
+        (read(tokens()).logits - model(tokens()).logits).abs().max() < 0.1 < far
+    )  # it quantizes activations otherwise
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, config=qt.training_config(tmp_path, recipe))
+    assert all(name.endswith("_draws") for name in differing(model, found))
+    assert train(found, adam_of(found), 2)[0] == train(model, adam_of(model), 2)[0]
+
+
+def test_second_scales_that_are_no_inverse_come_back(folder: Path, tmp_path: Path) -> None:
+    """NVFP4's amax, which the layout has as 2688 / amax: our export notes it in the header of the file."""
+    model = load(folder, "nvfp4")
+    candidates = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1
+    amax = next(x for x in candidates if 2688 / (2688 / x) != x)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.quantize_(torch.full(weight.shape, amax.item()))
+    model.save_pretrained(tmp_path, layout="compressed-tensors")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, config=qt.training_config(tmp_path, "nvfp4"))
+    assert all(name.endswith("_draws") for name in differing(model, found))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "why"),
+    [
+        ("mxfp8", "hf-fp8-block", "blocks are 32x32, the layout's 128x128"),
+        ("current", "compressed-tensors-mxfp8", "scales are not powers of two"),
+        ("nvfp4", "hf-fp8", "codes are E2M1, the layout's E4M3"),
+    ],
+)
+def test_layouts_that_a_weight_does_not_fit_are_refused(
+    recipe: str, layout: str, why: str, folder: Path, tmp_path: Path
+) -> None:
+    """In the words of docs/hugging-face.md; nothing is written."""
+    model = load(folder, recipe)
+    told = said(ConfigurationError, lambda: model.save_pretrained(tmp_path, layout=layout))
+    assert "model.layers.0.self_attn.q_proj.weight [64, 64]" in told and why in told
+    assert why in (Path(__file__).parents[2] / "docs/hugging-face.md").read_text("utf-8")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", CELLS)
+def test_plain_values_on_request(recipe: str, folder: Path, tmp_path: Path) -> None:
+    """Those that the codes stand for, which anybody reads; where scales are powers of two, the same when quantized
+    again, if perhaps by other codes under another scale."""
+    model = load(folder, recipe)
+    train(model, adam_of(model))
+    model.save_pretrained(tmp_path, layout="plain-bf16")
+    again = load(tmp_path, recipe)
+    assert same_values(model, again) == (recipe == "mxfp8")
+    qs.revert(model)
+    assert differing(model, load(tmp_path)) == []
+    with pytest.raises(ConfigurationError, match=r"stand for torch.bfloat16, .* call model.to\(torch.float32\) first"):
+        again.save_pretrained(tmp_path / "fp32", layout="plain-fp32")
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_nothing_is_written_as_values_without_the_integration(
+    autocast: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the model, of the module within, and by the Trainer, whose checkpoints are made by the same method."""
+    monkeypatch.setattr(forward, "SAVERS", [])
+    model = converted(folder, "mxfp8", autocast=autocast)
+    for module in (model, model.model):
+        said = r"save_pretrained: weights .* import quantshard.integrations.transformers, .* or call quantshard.revert"
+        with pytest.raises(ConfigurationError, match=said):
+            module.save_pretrained(tmp_path / "x")
+    given = TrainingArguments(
+        str(tmp_path), max_steps=1, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, log_level="error"
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    trainer = Trainer(model, given, train_dataset=rows, optimizer_cls_and_kwargs=qt.adam(given))
+    with pytest.raises(ConfigurationError, match="as if they were values"):
+        trainer.train()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    qs.revert(model)
+    model.save_pretrained(tmp_path)
+    assert differing(model, load(tmp_path)) == []
+
+
+@pytest.mark.parametrize("recipe", CELLS)
+def test_the_native_form_raises_where_we_are_not_imported(
+    recipe: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers then skips the quantization_config, and finds shapes that are no weights'."""
+    load(folder, recipe).save_pretrained(tmp_path)
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "quantshard")
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, "quantshard")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", CELLS)
+def test_generated_tokens_are_those_of_a_loop_of_forwards(recipe: str, folder: Path) -> None:
+    model = load(folder, recipe)
+    start = tokens()[:2, :5]
+    wanted = start
+    with torch.no_grad():
+        for _ in range(6):
+            wanted = torch.cat([wanted, model(wanted).logits[:, -1:].argmax(-1)], 1)
+    options: Any = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(start, use_cache=False, **options), wanted)
+    assert model.generate(start, **options).shape == wanted.shape
+
+
+# What is refused
+
+
+def said(error: type[Exception], call: Any) -> str:
+    """One line."""
+    with pytest.raises(error) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_arguments_are_named(folder: Path) -> None:
+    cases: list[tuple[Any, str]] = [
+        (lambda: qt.QuantshardConfig("fp7"), "unknown recipe 'fp7'; choose one of: delayed, current"),
+        (lambda: qt.QuantshardConfig({"*": "fp7"}), "unknown recipe 'fp7'"),
+        (lambda: qt.QuantshardConfig("mxfp8", layout="gguf"), "unknown layout 'gguf'; choose one of: compressed"),
+        (lambda: load(folder, "mxfp8", filter="*.qproj"), "(filter='*.qproj') matches none of the 15 linear layers"),
+        (lambda: load(folder, "mxfp8", filter=lambda module, name: False), "(15: not chosen by the filter)"),
+        (lambda: load(folder, {"q_porj": "block", "*": "mxfp8"}), "(recipe='q_porj') matches none of the 15"),
+        (lambda: load(folder, "bf16"), "none of the 15 linear layers can be converted (14: recipe bf16; 1: the head"),
+        (lambda: qt.training_config(folder, "mxfp8"), "has no quantization_config; pass quantization_config="),
+        (lambda: qs.convert(load(folder, "mxfp8"), "nvfp4"), "q_proj.weight is quantized already, to mxfp8_32x32"),
+    ]
+    for call, wanted in cases:
+        assert wanted in said(ConfigurationError, call)
+
+
+@pytest.mark.parametrize("method", ["gptq", "bitsandbytes", "awq", "compressed-tensors"])
+def test_models_of_other_quantizers_are_refused_by_name(method: str, folder: Path) -> None:
+    """By transformers, when it reads the files; by convert, of a loaded model, by the mark that transformers sets."""
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = {"quant_method": method, "bits": 4, "load_in_4bit": method == "bitsandbytes"}
+    given = qt.QuantshardConfig("mxfp8")
+    call = lambda: AutoModelForCausalLM.from_pretrained(folder, config=config, quantization_config=given)  # noqa: E731
+    assert "but you are passing a QuantshardConfig config" in said(ValueError, call)
+    model = load(folder)
+    model.quantization_method = method
+    wanted = f"convert: this LlamaForCausalLM is quantized already, by {method}; load it in high precision"
+    assert said(ConfigurationError, lambda: qs.convert(model, "mxfp8")) == wanted
+
+
+def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    deeper = AutoConfig.from_pretrained(folder)
+    deeper.num_hidden_layers = 3
+    model = load(folder, "mxfp8")
+    model.save_pretrained(tmp_path / "native")
+    model.save_pretrained(tmp_path / "mx", layout="compressed-tensors")
+    own = qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False)
+    load(folder, own).save_pretrained(tmp_path / "own")
+    broken = load(folder)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    broken.save_pretrained(tmp_path / "nan")
+
+    def read(path: Path, *args: Any, **options: Any) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, config=qt.training_config(path, *args, **options))
+
+    given = qt.QuantshardConfig("mxfp8")
+    cases: list[tuple[type[Exception], Any, str]] = [
+        (
+            CheckpointError,
+            lambda: AutoModelForCausalLM.from_pretrained(folder, config=deeper, quantization_config=given),
+            "no weight for 7 of 21 quantized layers (first: model.layers.2.self_attn.q_proj)",
+        ),
+        (ConfigurationError, lambda: load(tmp_path / "nan", "mxfp8"), "layers.1.mlp.up_proj.weight: 1 of 10240 values"),
+        (CheckpointError, lambda: read(tmp_path / "mx", "nvfp4"), "down_proj.weight: it cannot be copied into nvfp4"),
+        (
+            ConfigurationError,
+            lambda: read(tmp_path / "mx", "mxfp8", filter="q_proj"),
+            "and not to be here; let filter=",
+        ),
+        (CheckpointError, lambda: read(tmp_path / "native", "nvfp4"), "is stored as 'mxfp8_32x32', but this model's"),
+        (
+            ConfigurationError,
+            lambda: load(tmp_path / "own"),
+            "cannot hold the recipe of the model, which has arguments",
+        ),
+        (
+            ConfigurationError,
+            lambda: model.save_pretrained(tmp_path / "x", layout="modelopt-fp8"),
+            "scale of the activ",
+        ),
+    ]
+    for error, call, wanted in cases:
+        assert wanted in said(error, call)
+    assert differing(read(tmp_path / "own", own), load(folder, own)) == []
+    with pytest.warns(UserWarning, match="already has a `quantization_config` attribute"):
+        assert differing(load(tmp_path / "native", "nvfp4"), model) == []
+
+
+def test_places_without_values_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """A model on the meta device is neither stepped nor saved; weights are not put on the disk."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    qs.convert(model, "mxfp8")
+    assert "model.embed_tokens.weight is on the meta device" in said(ConfigurationError, lambda: adam_of(model))
+    assert "is on the meta device, where it has no values" in said(
+        ConfigurationError, lambda: model.save_pretrained(tmp_path)
+    )
+    given = qt.QuantshardConfig("mxfp8")
+    for options, wanted in (
+        ({"device_map": {"": "disk"}}, "device_map puts weights on the disk"),
+        ({"distributed_config": transformers.DistributedConfig(fsdp_size=1)}, "shards before it loads"),
+    ):
+        call = lambda options=options: AutoModelForCausalLM.from_pretrained(  # noqa: E731
+            folder, quantization_config=given, **options
+        )
+        assert wanted in said(ConfigurationError, call)
+
+
+# The page
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors")
+def test_the_snippets_of_the_page(folder: Path, tmp_path: Path) -> None:
+    """docs/hugging-face.md: they run one after the other, and what they load has the bits that the page says."""
+    text = (Path(__file__).parents[2] / "docs/hugging-face.md").read_text("utf-8")
+    names: dict[str, Any] = {"path": folder, "out": str(tmp_path / "out")}
+    names |= {name: tmp_path / name for name in ("native", "served", "plain")}
+    names["dataset"] = [{"input_ids": row, "labels": row} for row in tokens(rows=8)]
+    load_it, save_it, train_it = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    exec(load_it, names)
+    exec(save_it, names)
+    for other in ("again", "served_again"):
+        assert differing(names["model"], names[other]) == []
+    assert same_values(names["model"], names["plain_again"])
+    exec(train_it.replace("report_to=[]", "report_to=[], use_cpu=True, disable_tqdm=True, log_level='error'"), names)
+    assert differing(names["model"], load(tmp_path / "out" / "trained")) == []
