@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
+from quantshard.conversion import optimizer_watch
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
@@ -44,6 +46,8 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            optimizer_watch.note_forward(self)
         if context.in_autocast():  # the caller's: its recipe, its strictness, its group of ranks
             return plain.forward(self, *args, **kwargs)
         with autocast(recipe=getattr(self, RECIPE)):
