@@ -10,8 +10,8 @@ from quantshard import sharding
 from quantshard.conversion import checks, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
 from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
-from quantshard.conversion.report import ConversionReport, ConvertedLayer, LeftLayer
-from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices
+from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
+from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices, stacked_experts
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
@@ -76,6 +76,10 @@ def convert(
         if choice.recipe
     ]
     left = tuple(LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in chosen if not c.recipe)
+    experts = tuple(
+        ExpertParameter(name, tuple(each.shape), each.numel() * each.element_size())
+        for name, each in stacked_experts(model)
+    )
     if autocast:
         enter_recipe(model, common)
         optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
@@ -83,7 +87,7 @@ def convert(
     converted = []
     while built:  # each layer goes when its successor is there: the two models are never there at once
         converted.append(_exchange(places, *built.pop(0), keep))
-    return ConversionReport(tuple(converted), left)
+    return ConversionReport(tuple(converted), left, experts)
 
 
 def revert(model: nn.Module) -> int:

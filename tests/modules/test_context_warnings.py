@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -228,6 +230,22 @@ def test_inputs_that_fit_or_are_cast_are_not_told() -> None:
         assert found.dtype == torch.bfloat16
 
     assert said(run) == []
+
+
+def test_variables_that_were_looked_at_are_let_go() -> None:
+    """They would last as long as the function that trains."""
+
+    def train(model: nn.Module, *, inside: bool) -> None:
+        x = torch.zeros(3)
+        alive = weakref.ref(x)
+        with qs.autocast(recipe="block") if inside else contextlib.nullcontext():
+            model(TOKENS)
+        assert x.numel() == 3
+        del x
+        assert alive() is None
+
+    for make, inside in ((lambda: Model(plain_linear), True), (quantized, False)):
+        assert len(said(lambda make=make, inside=inside: train(make(), inside=inside))) == 1
 
 
 def test_the_forward_has_no_hooks() -> None:

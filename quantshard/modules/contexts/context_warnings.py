@@ -134,13 +134,23 @@ def _held_modules(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a function's variables, in the attributes of the objects there, and in the globals that it names;
     each with how the code calls it."""
     names = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
-    for name, value in {**names, **frame.f_locals}.items():
+    for name, value in {**names, **_variables(frame)}.items():
         if isinstance(value, nn.Module):
             yield name, value
         elif isinstance(value, list | tuple):
             yield from _modules_in((f"{name}[{index}]", each) for index, each in enumerate(value[:_FRAMES]))
         elif not isinstance(value, type) and type(getattr(value, "__dict__", None)) is dict:
             yield from _modules_in((f"{name}.{key}", each) for key, each in list(vars(value).items()))
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """The variables of a running function, which are not kept: before Python 3.13 a frame whose variables were looked
+    at holds a copy of them until it ends, and so the first step's logits until a training loop does."""
+    held = frame.f_locals
+    found = dict(held)
+    if isinstance(held, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        held.clear()  # of a function it is that copy; of a module, which is not optimized, its globals
+    return found
 
 
 def _modules_in(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, nn.Module]]:
@@ -197,7 +207,7 @@ def name_of(module: Any) -> str:
     """How the outermost module that runs now calls this one; else its own name or class."""
     frame, path = inspect.currentframe(), ""
     while frame is not None:
-        holder = frame.f_locals.get("self")
+        holder = _variables(frame).get("self")
         if isinstance(holder, nn.Module) and holder is not module:
             path = next((name for name, each in holder.named_modules() if each is module), path)
         frame = frame.f_back
