@@ -60,6 +60,6 @@ def _told_of_replaced(model: nn.Module, watch: OptimizerWatch, optimizers: list[
         names = [alive[param] for param in optimizer_members.held([optimizer]) if param in alive]
         if names:
             told = [f"{name}.weight as it was before convert" for name in names]
-            optimizer_members.warn_of_replaced(type(model).__name__, type(optimizer).__name__, told)
+            optimizer_members.warn_of_replaced(model, type(optimizer).__name__, told)
             return True
     return False

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from quantshard import private_torch
@@ -60,8 +61,8 @@ def warn_of_unheld(model: nn.Module, optimizers: Sequence[Any]) -> bool:
         holding = [each for each in optimizers if any(param in params for param in held([each]))]
         kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in holding}))
         warn_once(
-            f"unheld {shown(missing)} {type(model).__name__}",
-            f"{shown(missing)} of a {type(model).__name__}: trained, but in no optimizer ({kinds}), so a step leaves "
+            f"unheld {shown(missing)} {class_name(model)}",
+            f"{shown(missing)} of a {class_name(model)}: trained, but in no optimizer ({kinds}), so a step leaves "
             "it as it is; give the optimizer model.named_parameters(), or freeze it: requires_grad_(False)",
         )
     return True
@@ -72,16 +73,22 @@ def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
     params = registered(model)
     strange = [name for param, name in held([optimizer]).items() if param not in params]
     if strange:
-        warn_of_replaced(type(model).__name__, type(optimizer).__name__, strange)
+        warn_of_replaced(model, type(optimizer).__name__, strange)
 
 
-def warn_of_replaced(model: str, optimizer: str, names: Sequence[str]) -> None:
+def warn_of_replaced(model: nn.Module, optimizer: str, names: Sequence[str]) -> None:
     """Tell of parameters that an optimizer holds and a model does not have any more, or never had."""
     warn_once(
-        f"replaced {shown(names)} {model}",
-        f"{optimizer} holds {shown(names)}, not in this {model}: if convert or fully_shard has put others in their "
-        "place, a step does not change the model any more; convert, then fully_shard, and make the optimizer then",
+        f"replaced {shown(names)} {class_name(model)}",
+        f"{optimizer} holds {shown(names)}, not in this {class_name(model)}: if convert or fully_shard has put others "
+        "in their place, a step does not change the model any more; convert, then fully_shard, and make the optimizer "
+        "then",
     )
+
+
+def class_name(model: nn.Module) -> str:
+    """Of the class as it was: fully_shard makes FSDPLlama of Llama."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def shown(names: Sequence[str]) -> str:

@@ -241,8 +241,10 @@ def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
         vars(param).update({name: value for name, value in attributes.items() if name not in vars(param)})
 
 
-_OWN_ATTRIBUTES = ("quantized_storage", "quantshard_", "_quantshard_", "_is_hf_initialized")
-"""How the attributes of a parameter begin that tell of this very object: ours, and transformers' of what it loaded."""
+_OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_quantshard_", "_is_hf_initialized")
+"""How the attributes of a parameter begin that tell of this very object: ours, PyTorch's, and transformers' of what it
+loaded."""
+_UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
 
 
 def set_attributes(param: Tensor) -> dict[str, Any]:
@@ -254,8 +256,9 @@ def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
     """Give a parameter that takes the place of another what was set on that one, where both stand for one quantized
     weight: its shard, the whole that is gathered from that, its copy off the meta device. PyTorch makes new objects for
     these and leaves such marks behind. A gathered weight has those of its shard, and hands none back."""
-    given = {} if old is None or new is None or old is new else set_attributes(old)
-    if given and new is not None:
+    if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:  # at each gather, hence the last
+        return
+    if given := set_attributes(old):
         before, after = quantized_local(old), quantized_local(new)
         if before is None or after is None or before.quantized_storage.gathered:
             return
