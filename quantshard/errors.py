@@ -17,6 +17,12 @@ of other people in it, and is shown by terminals: what a terminal would obey is 
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
+_OURS = ("quantshard", "torch")
+_told: set[str] = set()
+
 
 def printable(text: str, but: str = "") -> str:
     """A text as it may be shown on one line of a terminal: all but printable characters are escaped, as `repr` does it.
@@ -82,3 +88,19 @@ class TorchVersionError(QuantshardError, RuntimeError):
 
 class NonFiniteGradientError(QuantshardError, RuntimeError):
     """Too many steps in a row had infinite or NaN gradients, or one had that its optimizer cannot skip."""
+
+
+def is_told(topic: str) -> bool:
+    """True if `warn_once` has said something on this topic in this process."""
+    return topic in _told
+
+
+def warn_once(topic: str, text: str) -> None:
+    """Warn, at the user's line, of what is no error; once for each topic in a process, however often it happens."""
+    if topic in _told:
+        return
+    _told.add(topic)
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(printable(text), stacklevel=level)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from quantshard import sharding
+from quantshard.conversion import checks, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
-from quantshard.conversion.linear import ConvertedLinear, convert_linear, plain_linear
-from quantshard.conversion.report import ConversionReport, ConvertedLayer, LeftLayer
-from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices
+from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
+from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
+from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices, stacked_experts
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
@@ -55,11 +54,11 @@ def convert(
 
     Raises:
         ConfigurationError: the model is sharded or converted already, or no layer is left to convert; a pattern matches
-            nothing; a recipe is not known; values are infinite or NaN (layers before this one are converted then).
+            nothing; a recipe is not known; values are infinite or NaN. The model is then as it was.
     """
     if modules not in WHERE:
         raise ConfigurationError(f"convert(modules={modules!r}): choose one of: {', '.join(WHERE)}")
-    _check_model(model)
+    checks.check_model(model, "convert")
     chosen = choices(model, recipe, filter)
     if not any(choice.recipe for choice in chosen):
         raise ConfigurationError(_nothing(model, chosen))
@@ -67,17 +66,28 @@ def convert(
     common = next(
         choice.recipe for choice in chosen if choice.recipe and choice.recipe.name == recipes.most_common(1)[0][0]
     )
+    checks.check_values(chosen)
+    keep = preserve_high_precision_init_val
     places = _places(model)
-    report = ConversionReport(
-        tuple(
-            _convert(places, choice, choice.recipe, common, preserve_high_precision_init_val)
-            for choice in chosen
-            if choice.recipe
-        ),
-        tuple(LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in chosen if not c.recipe),
+    # all are built before the first is exchanged: what is refused is refused before anything changed
+    built = [
+        (choice, choice.recipe, empty_linear(choice.module, choice.name, choice.recipe, common, autocast, keep))
+        for choice in chosen
+        if choice.recipe
+    ]
+    left = tuple(LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in chosen if not c.recipe)
+    experts = tuple(
+        ExpertParameter(name, tuple(each.shape), each.numel() * each.element_size())
+        for name, each in stacked_experts(model)
     )
     enter_recipe(model, common, autocast)
-    return report
+    if autocast:
+        optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
+    del chosen
+    converted = []
+    while built:  # each layer goes when its successor is there: the two models are never there at once
+        converted.append(_exchange(places, *built.pop(0), keep))
+    return ConversionReport(tuple(converted), left, experts)
 
 
 def revert(model: nn.Module) -> int:
@@ -86,7 +96,7 @@ def revert(model: nn.Module) -> int:
     Raises:
         ConfigurationError: the model is sharded, or holds no layer that `convert` made.
     """
-    _check_unsharded(model, "revert")
+    checks.check_unsharded(model, "revert")
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:
         raise ConfigurationError("revert: this model holds no layer that quantshard.convert made")
@@ -96,15 +106,14 @@ def revert(model: nn.Module) -> int:
         for parent, child in places[id(module)]:
             setattr(parent, child, plain)
     leave_recipe(model)
+    optimizer_watch.end(model)
     return len(layers)
 
 
-def _convert(places: Places, choice: LayerChoice, recipe: Recipe, around: Recipe, keep: bool) -> ConvertedLayer:
+def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: ConvertedLinear, keep: bool) -> ConvertedLayer:
     old = choice.module
     shape = (old.out_features, old.in_features)
-    new = convert_linear(old, choice.name, recipe, keep)
-    if recipe != around:
-        new.recipe = recipe
+    fill_linear(new, old, choice.name, keep)
     for parent, child in places[id(old)]:
         setattr(parent, child, new)
     fmt = components.storage_of(new.weight).cell.format
@@ -121,40 +130,6 @@ def _places(model: nn.Module) -> Places:
             parent, _, child = name.rpartition(".")
             found.setdefault(id(module), []).append((model.get_submodule(parent), child))
     return found
-
-
-def _check_model(model: nn.Module) -> None:
-    method = getattr(model, "quantization_method", None)  # as transformers marks what it loaded
-    if method is not None:
-        raise ConfigurationError(
-            f"convert: this {type(model).__name__} is quantized already, by {getattr(method, 'value', method)}; load "
-            "it in high precision"
-        )
-    if isinstance(model, nn.Linear):
-        raise ConfigurationError(
-            "convert changes the layers inside of a model, and this model is itself a Linear: put it into one, "
-            "as torch.nn.Sequential(layer)"
-        )
-    _check_unsharded(model, "convert")
-    for name, parameter in _parameters(model):
-        if components.quantized_local(parameter) is not None:
-            raise ConfigurationError(
-                f"convert: {name} is quantized already, to {components.storage_of(parameter).cell.format.name}; "
-                "quantshard.revert gives the plain layers back"
-            )
-
-
-def _check_unsharded(model: nn.Module, what: str) -> None:
-    for name, parameter in _parameters(model):
-        if isinstance(parameter, DTensor):
-            raise ConfigurationError(
-                f"{what}: {name} is sharded ({', '.join(map(str, parameter.placements))}); convert first, then "
-                "fully_shard, then make the optimizer"
-            )
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return iter(model.named_parameters())
 
 
 def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:

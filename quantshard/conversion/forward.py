@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from quantshard.conversion import optimizer_watch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
@@ -63,6 +65,8 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            optimizer_watch.note_forward(self)
         # an autocast of the caller's decides: its recipe, its strictness, its group of ranks
         if context.in_autocast() or not getattr(self, ENTERS):
             return plain.forward(self, *args, **kwargs)

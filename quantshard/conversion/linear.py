@@ -30,12 +30,20 @@ class _LinearInterface(nn.Linear):
 
 
 class ConvertedLinear(Linear, _LinearInterface):
-    """A `Linear` in the place of an `nn.Linear`. `recipe`: by which its GEMMs run where that
-    around quantizes any."""
+    """A `Linear` in the place of an `nn.Linear`.
+
+    `recipe`: by which its GEMMs run where that around quantizes any; None: that around. `model_recipe`: by which they
+    run where there is no autocast around, as where a part of the model is called by itself, and not the model, whose
+    forward enters one; None: in high precision, by dequantized weights.
+    """
 
     recipe: Recipe | None = None
+    model_recipe: Recipe | None = None
 
     def forward(self, inp: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        if self.model_recipe is not None and not context.in_autocast():
+            with context.autocast(recipe=self.model_recipe):
+                return super().forward(inp, **others)
         if self.recipe is None or not context.quantizes(context.current_setting()):
             return super().forward(inp, **others)
         with context.autocast_by(self.recipe):
@@ -95,25 +103,42 @@ class ConvertedLinear(Linear, _LinearInterface):
         )
 
 
-def convert_linear(old: nn.Linear, name: str, recipe: Recipe, keep_values: bool) -> ConvertedLinear:
-    """A layer with the parameters of an `nn.Linear`, its weight quantized; on the meta device its values come later.
+def empty_linear(
+    old: nn.Linear, name: str, recipe: Recipe, around: Recipe, by_itself: bool, keep_values: bool
+) -> ConvertedLinear:
+    """A layer for the place of an `nn.Linear`, on the meta device, its weight of the recipe's format.
 
     The random key is made from the name, so that ranks that converted one model agree, whatever they drew before.
+
+    Args:
+        old: the layer, which is not changed.
+        name: its name in the model.
+        recipe: its own.
+        around: that of the model's forward.
+        by_itself: enter its recipe where no autocast was entered.
+        keep_values: keep those of a later `reset_parameters`, for an optimizer's masters.
     """
-    weight = old.weight
     with torch.random.fork_rng(devices=[]), quantized_model_init(True, recipe, keep_values):
         torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
         new = ConvertedLinear(
-            old.in_features, old.out_features, bias=old.bias is not None, params_dtype=weight.dtype, device="meta"
+            old.in_features, old.out_features, bias=old.bias is not None, params_dtype=old.weight.dtype, device="meta"
         )
+    new.recipe = None if recipe == around else recipe
+    new.model_recipe = recipe if by_itself else None
+    return new
+
+
+def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bool) -> None:
+    """Give a layer the parameters, hooks and marks of the `nn.Linear` in whose place it comes; on the meta device its
+    values come later."""
+    weight = old.weight
     if not weight.is_meta:
         new.take_values(weight, f"{name}.weight", keep_values)
     new.weight.requires_grad_(weight.requires_grad)
-    new.weight.__dict__.update(weight.__dict__)  # as frameworks mark parameters
+    new.weight.__dict__.update(components.set_attributes(weight))  # as frameworks mark parameters
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)
-    return new
 
 
 def plain_linear(old: ConvertedLinear) -> nn.Linear:
@@ -124,7 +149,7 @@ def plain_linear(old: ConvertedLinear) -> nn.Linear:
         torch.empty(weight.shape, dtype=weight.dtype, device="meta") if weight.is_meta else weight.detach().dequantize()
     )
     new.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
-    new.weight.__dict__.update(weight.__dict__)
+    new.weight.__dict__.update(components.set_attributes(weight))
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)

@@ -30,11 +30,21 @@ class LeftLayer:
 
 
 @dataclass(frozen=True)
+class ExpertParameter:
+    """The weights of several experts in one parameter of three dims, which is no linear layer and stays as it was."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """What `convert` did; printed, a line for each pattern of names."""
 
     converted: tuple[ConvertedLayer, ...]
     left: tuple[LeftLayer, ...]
+    experts: tuple[ExpertParameter, ...] = ()
 
     @property
     def bytes_before(self) -> int:
@@ -59,6 +69,13 @@ class ConversionReport:
             lines.append(f"left {len(self.left)} as they were:")
             reasons = [(layer.name, (layer.shape, layer.reason)) for layer in self.left]
             lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(reasons)]
+        if self.experts:
+            held = human_bytes(sum(expert.bytes for expert in self.experts))
+            lines.append(f"left {len(self.experts)} stacked parameters of experts, {held}, which are no linear layers:")
+            sizes_of = [
+                (each.name, (each.shape, f"{human_bytes(each.bytes)}, in high precision")) for each in self.experts
+            ]
+            lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(sizes_of)]
         return "\n".join(lines)
 
 

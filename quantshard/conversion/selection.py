@@ -64,6 +64,20 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     return found
 
 
+def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters [experts, rows, columns] of modules that are not PyTorch's own, whose convolutions have such too.
+
+    So keep the families of transformers the weights of their experts.
+    """
+    return [
+        (f"{prefix}.{leaf}" if prefix else leaf, param)
+        for prefix, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.")
+        for leaf, param in module.named_parameters(recurse=False)
+        if param.ndim == 3 and min(param.shape) > 1 and param.is_floating_point()
+    ]
+
+
 def matches(pattern: str, name: str) -> bool:
     """True if a pattern (`*`, `?`, `[...]`) covers the whole name, or the end of it behind a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
-from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.projections import joined, split_sizes
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 from quantshard.modules.norm import Normalization

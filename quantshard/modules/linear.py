@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard.modules.base.module import InitMethod, QuantizedModule, joined, split_sizes
+from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.projections import joined, split_sizes
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
 

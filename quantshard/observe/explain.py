@@ -26,7 +26,7 @@ from quantshard import recipe as recipes
 from quantshard.errors import FallbackError
 from quantshard.formats import Role
 from quantshard.gemm import backend
-from quantshard.observe import costs
+from quantshard.observe import costs, optimizer_members
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.table import Report, Row
 from quantshard.private_torch import FsdpGather
@@ -56,6 +56,8 @@ def explain(
             they are, and quantized ones by their own format.
         strict: raise if anything falls back.
 
+    It warns of parameters that train and are in no optimizer, and of the optimizer's that are not the model's.
+
     Raises:
         FallbackError: under `strict`, naming every fallback, with the first parameter that takes it.
     """
@@ -75,6 +77,9 @@ def explain(
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 rows.append(_row(name, leaf, module, param, found, states, chosen))
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
+    if optimizer is not None:
+        optimizer_members.warn_of_strangers(model, optimizer)
+        optimizer_members.warn_of_unheld(model, [optimizer, *optimizer_members.living()])  # it may be one of two
     report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))

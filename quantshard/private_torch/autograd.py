@@ -31,6 +31,12 @@ def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return module._parameters.get(name)
 
 
+def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Put a parameter in the place of another, as FSDP2 does where a class leaves `__setattr__` alone: at once, without
+    what registering one looks at."""
+    module._parameters[name] = param
+
+
 def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
     """A buffer by its name, or None where there is none; quick as `registered_parameter` is."""
     return module._buffers.get(name)

@@ -26,7 +26,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Copy, Format, Role
 from quantshard.sharding import Shard
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import KEY, QuantizedStorage
 
 FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
 CHECKPOINT_VERSION = 1
@@ -241,6 +241,31 @@ def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
         vars(param).update({name: value for name, value in attributes.items() if name not in vars(param)})
 
 
+_OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_quantshard_", "_is_hf_initialized")
+"""How the attributes of a parameter begin that tell of this very object: ours, PyTorch's, and transformers' of what it
+loaded."""
+_UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
+
+
+def set_attributes(param: Tensor) -> dict[str, Any]:
+    """What users and frameworks have set on a parameter, live values."""
+    return {name: value for name, value in vars(param).items() if not name.startswith(_OWN_ATTRIBUTES)}
+
+
+def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
+    """Give a parameter that takes the place of another what was set on that one, where both stand for one quantized
+    weight: its shard, the whole that is gathered from that, its copy off the meta device. PyTorch makes new objects for
+    these and leaves such marks behind. A gathered weight has those of its shard, and hands none back."""
+    if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:  # at each gather, hence the last
+        return
+    if given := set_attributes(old):
+        before, after = quantized_local(old), quantized_local(new)
+        if before is None or after is None or before.quantized_storage.gathered:
+            return
+        if before.quantized_storage.state.get(KEY) is after.quantized_storage.state.get(KEY):
+            vars(new).update(given)
+
+
 def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
     """Zeros of the parameter's shape, and further dims; a DTensor where it is one."""
     local = private_torch.local_tensor(param)
@@ -399,7 +424,9 @@ def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
     tensor: Tensor = QuantizedTensor(new, param.dtype)
     if isinstance(param, DTensor):
         tensor = as_dtensor(tensor, param, list(param.placements), tuple(param.shape))
-    return nn.Parameter(tensor, requires_grad=param.requires_grad)
+    loaded_param = nn.Parameter(tensor, requires_grad=param.requires_grad)
+    vars(loaded_param).update(set_attributes(param))
+    return loaded_param
 
 
 def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tensor:

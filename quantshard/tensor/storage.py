@@ -89,6 +89,17 @@ class QuantizedStorage:
         return self.gathered and self.version != self.home.version
 
     @property
+    def is_unwritten(self) -> bool:
+        """True if nothing has given it values since its memory was allocated, as `to_empty` does; not of a shard
+        without entries, which nothing is ever written to."""
+        home = self.home
+        return (
+            home.version == 0
+            and 0 not in home.shard.shape
+            and not private_torch.count_in_place_changes(home.components.values())
+        )
+
+    @property
     def device(self) -> torch.device:
         """Device of the components."""
         return next(iter(self.components.values())).device
@@ -111,6 +122,8 @@ class QuantizedStorage:
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """A storage whose components are `change(component)`; the state is shared."""
         # what `dcp.load` wrote is noticed before the copy takes the version: later the copy would seem stale
+        if self.version == 0 and private_torch.count_in_place_changes(self.components.values()):
+            self.mark_written()
         version = self.version if self._in_place is None else self.seen_version()
         components = {name: change(part) for name, part in self.components.items()}
         return replace(self, components=components, version=version)

@@ -363,6 +363,33 @@ def test_the_report_fits_a_terminal() -> None:
     ]
 
 
+class Experts(nn.Module):
+    """As those of transformers 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 96, 32))
+        self.down_proj = nn.Parameter(torch.zeros(4, 32, 48, dtype=torch.bfloat16))
+        self.token = nn.Parameter(torch.zeros(1, 9, 32))
+
+
+def test_stacked_experts_are_listed_as_left() -> None:
+    """By name, with shape and bytes; not convolutions, nor what only has three dims."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), Experts(), nn.Conv1d(2, 3, 4)) for _ in range(3))
+    report = qs.convert(model, "mxfp8")
+    assert [asdict(each) for each in report.experts[:2]] == [
+        {"name": "layers.0.1.gate_up_proj", "shape": (4, 96, 32), "bytes": 4 * 96 * 32 * 4},
+        {"name": "layers.0.1.down_proj", "shape": (4, 32, 48), "bytes": 4 * 32 * 48 * 2},
+    ]
+    assert len(report.experts) == 6 and json.dumps(report.to_dict())
+    assert str(report).splitlines()[-3:] == [
+        "left 6 stacked parameters of experts, 180.0 KiB, which are no linear layers:",
+        "  layers.{0-2}.1.gate_up_proj [4, 96, 32] x3: 48.0 KiB, in high precision",
+        "  layers.{0-2}.1.down_proj [4, 32, 48] x3: 12.0 KiB, in high precision",
+    ]
+
+
 def test_patterns_of_names() -> None:
     names = ["a.0.w", "a.1.w", "a.3.w", "b", "a.2.v", "h.0.e.7.w", "h.1.e.7.w", "fc1", "fc2"]
     assert by_pattern([(name, "x") for name in names]) == [

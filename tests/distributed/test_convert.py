@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import quantshard as qs
@@ -96,6 +102,46 @@ def test_a_model_of_transformers_trains_under_fsdp2(family: str, recipe: str, tm
         assert stepped == one[0][0]
         assert losses[-1] < losses[0] and changed == LINEAR_LAYERS
     assert run_ranks(1, loaded, family, recipe, tmp_path / "3") == [one[0][0]]
+
+
+def told(_: object) -> tuple[list[str], list[str]]:
+    """What three training forwards say with all parameters in the optimizer, and with two of them in none."""
+    texts = []
+    for lacking in ((), ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")):
+        model = sharded("llama", "mxfp8")
+        optimizer = FusedAdam([(name, each) for name, each in model.named_parameters() if name not in lacking])
+        tokens = torch.arange(12).view(1, 12)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        texts.append([str(each.message) for each in caught if "optimizer" in str(each.message)])
+        del model, optimizer
+        gc.collect()
+    return texts[0], texts[1]
+
+
+def test_parameters_in_no_optimizer_are_told() -> None:
+    """2 ranks: those of a sharded model are known by the parameters that FSDP2 made."""
+    for nothing, (text,) in run_ranks(2, told, None):
+        assert nothing == []
+        assert text.startswith("model.layers.1.mlp.up_proj.weight, model.norm.weight of a LlamaForCausalLM: trained")
+
+
+def test_stacked_experts_are_listed() -> None:
+    sizes = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 48}
+    for kind, config in ((MixtralForCausalLM, MixtralConfig), (Qwen3MoeForCausalLM, Qwen3MoeConfig)):
+        with torch.device("meta"):
+            model = kind(config(**SIZES, **sizes)).to(torch.bfloat16)
+        report = qs.convert(model, "mxfp8")
+        assert len(report.converted) == 2 * 4  # attention's
+        gate_up, down = report.experts[:2]
+        inner = gate_up.shape[1] // 2
+        assert gate_up.name == "model.layers.0.mlp.experts.gate_up_proj" and gate_up.bytes == 4 * 2 * inner * 64 * 2
+        assert down.name == "model.layers.0.mlp.experts.down_proj" and down.shape == (4, 64, inner)
+        assert len(report.experts) == 4
 
 
 def refused(_: object) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
@@ -55,7 +56,24 @@ class PiecewiseAssignment(ComponentStateDict):
             UnsupportedOperationError: codes or scales alone, for a weight that has others.
         """
         if param is None or not self._takes(name, param):
+            old = private_torch.registered_parameter(self, name)
             super().register_parameter(name, param)
+            components.carry_attributes(old, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP2 exchanges parameters, whole for sharded and back, by this method where a class has one of its own; so
+        what was set on a weight stays with it. It does so several times a step, hence straight."""
+        old = self.__dict__.get("_parameters", {}).get(name)
+        sharded = isinstance(value, DTensor) or isinstance(old, DTensor)
+        if old is None or not sharded or not isinstance(value, nn.Parameter) or not self._stands_for(name, value):
+            super().__setattr__(name, value)
+            return
+        private_torch.put_parameter(self, name, value)
+        components.carry_attributes(old, value)
+
+    def _stands_for(self, name: str, value: Tensor) -> bool:
+        """True if it is a whole parameter, and no piece of one."""
+        return name not in self._weights or components.quantized_local(value) is not None
 
     def _takes(self, name: str, value: Tensor) -> bool:
         """True if it was a piece, and is where it belongs."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,8 @@ from quantshard.errors import ConfigurationError, RecipeMismatchError, Unsupport
 from quantshard.gemm import backend
 from quantshard.modules.base import devices, inputs
 from quantshard.modules.base.assignment import PiecewiseAssignment
-from quantshard.modules.contexts import context, recompute
+from quantshard.modules.base.projections import Projection, joined
+from quantshard.modules.contexts import context, context_warnings, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
@@ -69,52 +69,6 @@ class WeightSpec:
             whole = torch.empty(self.shape, dtype=torch.float32, device="cpu")
             self.init_method(whole)
         return whole[origin[0] : origin[0] + shape[0], origin[1] : origin[1] + shape[1]].to(device)
-
-
-@dataclass(frozen=True)
-class Projection:
-    """One linear layer of a module: one weight, or several that read the same input.
-
-    `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names; `suffix`: what behind.
-    `prefix`: what stands before the names of the amax histories, which all parts share. `mode`: how tensor parallelism
-    cuts it, "column", "row" or not at all.
-    """
-
-    parts: tuple[str, ...] = ("",)
-    prefix: str = ""
-    mode: str | None = None
-    suffix: str = ""
-
-    @cached_property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the weights."""
-        return tuple(f"{part}weight{self.suffix}" for part in self.parts)
-
-    @cached_property
-    def biases(self) -> tuple[str, ...]:
-        """Names of the biases."""
-        return tuple(f"{part}bias{self.suffix}" for part in self.parts)
-
-
-def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
-    """TransformerEngine's `parameters_split`: prefix of each part's parameter names -> its share of the out_features.
-
-    Raises:
-        ConfigurationError: the parts do not add up to `out_features`.
-    """
-    if split is None:
-        return {"": out_features}
-    sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))
-    if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) < 1:
-        raise ConfigurationError(
-            f"{owner}(parameters_split={split!r}): its parts must add up to the {out_features} out_features"
-        )
-    return {name.rstrip("_") + "_": size for name, size in sizes.items()}
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts of a layer's output (or bias) as one, along the last dim."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
 
 
 class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
@@ -351,7 +305,18 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def _input(self, x: Tensor) -> Tensor:
         """The input as this module computes with it, checked."""
-        return inputs.checked_input(type(self).__name__, x, self._dtype)
+        found = inputs.checked_input(type(self).__name__, x, self._dtype)
+        if found.dtype.itemsize > 2 and self._weights:
+            own = private_torch.registered_parameter(self, next(iter(self._weights)))
+            if own is not None and own.dtype.itemsize < found.dtype.itemsize:  # not _dtype: it may have been cast since
+                self._warn_of_wide_input(found.dtype, own.dtype)
+        return found
+
+    def _warn_of_wide_input(self, given: torch.dtype, own: torch.dtype) -> None:
+        if torch.compiler.is_compiling():
+            context_warnings.warn_of_wide_input_in_graph(type(self).__name__, given, own)
+        else:
+            context_warnings.warn_of_wide_input(self, given, own)
 
     def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:
         return [self._local(bias) if with_bias else None for bias in layer.biases]
@@ -377,6 +342,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             return self._traced(layer, tensors, self._biases(layer, with_bias))
         quantized = any(components.quantized_local(tensor) is not None for tensor in tensors)
         call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized)
+        if quantized and not context.in_autocast() and self.training and torch.is_grad_enabled():
+            if not call.repeated:  # in backward, what ran in an autocast runs again outside of it
+                context_warnings.warn_of_training_outside(self, layer.weights[0])
         checked = [self.weight_operand(weight, call, device) for weight in layer.weights]
         if x_shape[-1] != checked[0].shape[1]:
             part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
@@ -408,6 +376,12 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
         checked = self._checked_weight(name, call.recipe)
+        if checked.is_meta and device.type != "meta":
+            raise ConfigurationError(
+                f"{context_warnings.name_of(self)}.{name} is on the meta device and holds no values; call "
+                "to_empty(device=...) on the model and load them (checkpoints.load_high_precision, checkpoints.load), "
+                "or reset_parameters()"
+            )
         if call.strict:
             stored = checked.quantized_storage if isinstance(checked, QuantizedTensor) else None
             self._refuse_fallbacks(name, backend.fallbacks(stored, call.recipe, device))
@@ -479,6 +453,12 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 f"{type(self).__name__}.{name} was gathered by FSDP before its last update, so this forward would use "
                 "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
                 "call reshard() on the FSDP-wrapped module after optimizer.step()"
+            )
+        if isinstance(local, QuantizedTensor) and local.quantized_storage.is_unwritten and not local.is_meta:
+            raise ConfigurationError(
+                f"{context_warnings.name_of(self)}.{name} was never given values: to_empty took memory as it was, and "
+                "nothing was loaded since; call checkpoints.load_high_precision(model, state_dict) or "
+                "checkpoints.load before the first forward, or reset_parameters() for new values"
             )
         if isinstance(local, QuantizedTensor) and local.quantized_storage.cell != recipe.weight and recipe.table:
             wanted = "high precision" if recipe.weight is None else str(recipe.weight)

@@ -19,7 +19,9 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.collectives.process_groups import world
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, is_told
+from quantshard.modules.contexts import context_warnings
+from quantshard.modules.contexts.context_warnings import InitWatch
 from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 
 
@@ -135,7 +137,8 @@ def current_setting() -> str:
 
 
 def init_plan() -> InitPlan:
-    """How a module built now stores its weights."""
+    """How a module built now stores its weights; each that asks is counted as built."""
+    context_warnings.counts.built += 1
     return _init_plans[-1] if _init_plans else _HIGH_PRECISION_INIT
 
 
@@ -257,6 +260,7 @@ class quantized_model_init:
         _check_flags("quantized_model_init", enabled=enabled)
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
+        self._watches: list[InitWatch | None] = []
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         _check_function("quantized_model_init", function)
@@ -269,10 +273,16 @@ class quantized_model_init:
         return inside
 
     def __enter__(self) -> None:
+        silent = not self.plan.quantize or is_told(context_warnings.INIT)
+        what = f"quantized_model_init(recipe={self.plan.recipe.name!r})"
+        self._watches.append(None if silent else InitWatch(what))
         _init_plans.append(self.plan)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _leave(_init_plans, self.plan)
+        watch = self._watches.pop()
+        if watch is not None:
+            watch.end(failed=kind is not None)
 
 
 class autocast:
@@ -315,6 +325,7 @@ class autocast:
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # kept alive: the setting itself does not
         self.records = is_delayed(self.setting)
+        self._runs_before = 0
         self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -332,6 +343,7 @@ class autocast:
             raise ConfigurationError("this autocast is already entered; make a new one each time")
         if not _autocasts and not torch.compiler.is_compiling():
             drop_failed_backward()
+            self._runs_before = context_warnings.counts.run
         _autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -344,6 +356,8 @@ class autocast:
                 torch.ops.quantshard.record_forward_amaxes()
         elif kind is None:
             forward_amaxes.flush()
+            if context_warnings.counts.run == self._runs_before and quantizes(self.setting):
+                context_warnings.warn_of_idle_autocast(f"autocast(recipe={setting(self.setting).recipe.name!r})")
         else:
             forward_amaxes.drop()  # other ranks may not have failed here: no collective
 

@@ -24,7 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context, unsupported
+from quantshard.modules.contexts import context, context_warnings, unsupported
 from quantshard.private_torch import CheckpointedRegions
 from quantshard.recipe import Recipe, TensorRole
 
@@ -117,6 +117,7 @@ def linear_context(layer: Layer, quantized: bool, setting: str | None = None) ->
         UnsupportedOperationError: a forward runs again, but nothing was kept of the first.
         TorchVersionError: a forward runs again, and this version of PyTorch does not tell of which region.
     """
+    context_warnings.counts.run += 1
     regions = _regions()
     if regions.replayed is None:
         asked = context.setting(setting or context.current_setting())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts import context, context_warnings, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
@@ -79,6 +79,8 @@ def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
     layers, structure = asked.layers, asked.layers.structure
     module, states = layers.states()
     biases, ready, weights = iter(asked.biases), [], layers.weights_of(module)
+    if structure.setting == context.NO_AUTOCAST and not layers.plain and structure.is_trained:
+        context_warnings.warn_of_training_outside(module, structure.layers[0].weights[0])
     for index, layer in enumerate(structure.layers):
         call = recompute.linear_context((id(module), ",".join(layer.weights)), not layers.plain, structure.setting)
         for name in layer.weights:

@@ -60,6 +60,11 @@ class StepStructure:
         return context.setting(self.setting).recipe
 
     @property
+    def is_trained(self) -> bool:
+        """True if the module was in training and a backward comes that needs the input."""
+        return self.record and any(layer.keeps or layer.remakes for layer in self.layers)
+
+    @property
     def names(self) -> str:
         """The names of all weights, to be shown."""
         return ", ".join(name for layer in self.layers for name in layer.weights)

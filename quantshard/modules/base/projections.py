@@ -1,0 +1,58 @@
+"""One linear layer of a module: one weight, or several that read the same input, and how they are named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quantshard.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear layer of a module: one weight, or several that read the same input.
+
+    `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names; `suffix`: what behind.
+    `prefix`: what stands before the names of the amax histories, which all parts share. `mode`: how tensor parallelism
+    cuts it, "column", "row" or not at all.
+    """
+
+    parts: tuple[str, ...] = ("",)
+    prefix: str = ""
+    mode: str | None = None
+    suffix: str = ""
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights."""
+        return tuple(f"{part}weight{self.suffix}" for part in self.parts)
+
+    @cached_property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the biases."""
+        return tuple(f"{part}bias{self.suffix}" for part in self.parts)
+
+
+def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
+    """TransformerEngine's `parameters_split`: prefix of each part's parameter names -> its share of the out_features.
+
+    Raises:
+        ConfigurationError: the parts do not add up to `out_features`.
+    """
+    if split is None:
+        return {"": out_features}
+    sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))
+    if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) < 1:
+        raise ConfigurationError(
+            f"{owner}(parameters_split={split!r}): its parts must add up to the {out_features} out_features"
+        )
+    return {name.rstrip("_") + "_": size for name, size in sizes.items()}
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of a layer's output (or bias) as one, along the last dim."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)

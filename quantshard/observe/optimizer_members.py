@@ -1,0 +1,97 @@
+"""Which parameters of a model its optimizers hold, and which they hold that are not the model's: told once.
+
+An optimizer knows its parameters, by name if it was given names, and no model; a model knows no optimizer. So this can
+be known only where both are at hand: in `explain(model, optimizer)`, and in the forward of a model that `convert` has
+made, which looks for the optimizers of the process. It cannot be known of a model of plain layers that nobody explains,
+nor of an optimizer that holds no parameter of the model at all: that may be another model's.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from quantshard import private_torch
+from quantshard.errors import warn_once
+
+_FEW = 4
+
+
+def registered(model: nn.Module) -> dict[Tensor, str]:
+    """The parameters of a model with their names; of one that FSDP2 has gathered, the sharded one."""
+    gathers = private_torch.fsdp_gathers(model)
+    found: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            known = gathers.get((id(module), leaf))
+            name = private_torch.without_wrappers(f"{prefix}.{leaf}" if prefix else leaf)
+            found.setdefault(param if known is None else known.param, name)
+    return found
+
+
+def living() -> list[Optimizer]:
+    """The optimizers of this process. It goes through all objects of Python, a tenth of a second for some 200,000."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]  # isinstance asks objects, too
+
+
+def held(optimizers: Iterable[Any]) -> dict[Tensor, str]:
+    """The parameters in optimizers' groups, with the names that those know."""
+    found: dict[Tensor, str] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):  # or its constructor failed
+            names = group.get("param_names") or [
+                f"parameter {position} of group {number}" for position in range(len(group["params"]))
+            ]
+            found.update(zip(group["params"], names, strict=False))
+    return found
+
+
+def warn_of_unheld(model: nn.Module, optimizers: Sequence[Any]) -> bool:
+    """Tell of parameters that train and are in none of some optimizers; False if these hold none of the model."""
+    params, known = registered(model), held(optimizers)
+    if not any(param in known for param in params):
+        return False
+    missing = [name for param, name in params.items() if param.requires_grad and param not in known]
+    if missing:
+        holding = [each for each in optimizers if any(param in params for param in held([each]))]
+        kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in holding}))
+        warn_once(
+            f"unheld {shown(missing)} {class_name(model)}",
+            f"{shown(missing)} of a {class_name(model)}: trained, but in no optimizer ({kinds}), so a step leaves "
+            "it as it is; give the optimizer model.named_parameters(), or freeze it: requires_grad_(False)",
+        )
+    return True
+
+
+def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
+    """Tell of parameters that an optimizer holds and a model does not have."""
+    params = registered(model)
+    strange = [name for param, name in held([optimizer]).items() if param not in params]
+    if strange:
+        warn_of_replaced(model, type(optimizer).__name__, strange)
+
+
+def warn_of_replaced(model: nn.Module, optimizer: str, names: Sequence[str]) -> None:
+    """Tell of parameters that an optimizer holds and a model does not have any more, or never had."""
+    warn_once(
+        f"replaced {shown(names)} {class_name(model)}",
+        f"{optimizer} holds {shown(names)}, not in this {class_name(model)}: if convert or fully_shard has put others "
+        "in their place, a step does not change the model any more; convert, then fully_shard, and make the optimizer "
+        "then",
+    )
+
+
+def class_name(model: nn.Module) -> str:
+    """Of the class as it was: fully_shard makes FSDPLlama of Llama."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return ", ".join(names[:_FEW]) + more
