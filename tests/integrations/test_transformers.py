@@ -200,6 +200,10 @@ def test_a_model_made_by_convert_is_saved_alike(folder: Path, tmp_path: Path) ->
     assert differing(model, other) == []
     with pytest.raises(RuntimeError, match="is stored as 'mxfp8_32x32', but this model's weight is 'nvfp4_16x16'"):
         converted(folder, "nvfp4").load_state_dict(read, strict=False)
+    converted(folder, "nvfp4").save_pretrained(tmp_path / "served", layout="compressed-tensors")
+    read = transformers.modeling_utils.load_state_dict(tmp_path / "served" / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"q_proj.weight_packed is of another program's layout"):
+        converted(folder, "nvfp4").load_state_dict(read, strict=False)
 
 
 EXPORTS = [

@@ -300,6 +300,8 @@ def fsdp2_example(out: Path) -> tuple[list[float], list[int], bool]:
     model, losses, generated = plain_fsdp2_llama.main(["--out", str(out), "--recipe", "block"])
     again = plain_fsdp2_llama.sharded(out / "model", "block", torch.device("cpu"))
     qs.checkpoints.load(out / "checkpoint", again)
+    with pytest.raises(ConfigurationError, match=r"embed_tokens.weight is sharded; on every rank call state = "):
+        again.save_pretrained(out / "parts")
     return losses, generated[0].tolist(), bits(again) == bits(model)
 
 
