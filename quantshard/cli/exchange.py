@@ -162,4 +162,4 @@ def size(text: str) -> int:
 
 
 def _names(path: Path | None) -> Names | None:
-    return None if path is None else names.read_names(Path(inputs.existing(path, "a map of names")))
+    return None if path is None else names.read_names(inputs.existing(path, "a map of names"))

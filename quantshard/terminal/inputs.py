@@ -1,19 +1,25 @@
-"""What commands are given: places that must be there, and words that are one of a few."""
+"""What commands are given: places that must be there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeVar
 
 from quantshard.errors import ConfigurationError
+
+P = TypeVar("P", str, Path)
+
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""How a URL begins, also after `Path` took one of its slashes: what is to be said of it is not said here."""
 
 _NAMES = 1 << 12
 """The most names of a folder that are looked at for one that was meant."""
 
 
-def existing(path: str | os.PathLike[str], what: str) -> str:
+def existing(path: P, what: str) -> P:
     """A path that is there, and is no empty folder; a URL as it is.
 
     Raises:
@@ -21,21 +27,15 @@ def existing(path: str | os.PathLike[str], what: str) -> str:
     """
     text = os.fspath(path)
     place = Path(text)
-    if "://" in text:
-        return text
+    if _URL.match(text):
+        return path
     if not text.strip():
         raise ConfigurationError(f"a path is empty; name {what}")
     if not os.path.lexists(place):
         raise ConfigurationError(f"there is nothing at {text}{meant_path(place)}; name {what}")
     if place.is_dir() and not any(place.iterdir()):
         raise ConfigurationError(f"{text} is an empty folder; name {what}")
-    return text
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """A question about the known word that was perhaps meant, or nothing."""
-    near = get_close_matches(word[:80], list(known), 1, 0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return path
 
 
 def meant_path(path: Path) -> str:
