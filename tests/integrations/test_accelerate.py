@@ -97,12 +97,13 @@ def trained(cells: list[tuple[str, str, str, str, bool]]) -> list[Any]:
     """Of each cell: quantized weights, changed ones and those in the optimizer; losses and bits, here and by hand."""
     found = []
     for how, recipe, mixed, optimizer, keep in cells:
-        with accelerator(mixed=mixed, accumulate=MICRO_BATCHES) as accelerate:
+        plugin = {how: True} if how == "activation_checkpointing" else {}
+        with accelerator(mixed=mixed, accumulate=MICRO_BATCHES, **plugin) as accelerate:
             model: Any = build(recipe, keep=keep)
             make = OPTIMIZERS[optimizer]
             if how == "prepare, a function":
                 model, steps = prepare(accelerate, model, make)
-            elif how == "prepare":
+            elif how != "accelerator.prepare":
                 model, steps = prepare(accelerate, model, make(model.named_parameters()))
             else:
                 model, steps = accelerate.prepare(model, make(model.named_parameters()))
@@ -122,6 +123,7 @@ MORE_CELLS = [
     ("accelerator.prepare", "current", "bf16", "MasterWeights", False),
     ("prepare", "nvfp4", "bf16", "FusedAdam", True),
     ("prepare", "mxfp8", "no", "AdamW", False),
+    ("activation_checkpointing", "mxfp8", "no", "FusedAdam", False),
 ]
 
 
