@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,16 +167,16 @@ def in_fabric(run: Run, folder: Path) -> dict[str, Any]:
     return found | {"losses": losses, "by hand": by_hand(run, in_fabric=True), "saved": saved}
 
 
-def all_in_fabric(folder: Path) -> dict[str, dict[str, Any]]:
+def all_in_fabric(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     logging.disable(logging.WARNING)
-    return {name: in_fabric(run, folder / name) for name, run in FABRIC.items()}
+    return {name: in_fabric(FABRIC[name], folder / name) for name in names}
 
 
-def loaded_by_one(folder: Path) -> dict[str, dict[str, str]]:
+def loaded_by_one(folder: Path, names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Bits on one process of what more have saved."""
     found = {}
-    for name, run in FABRIC.items():
-        fabric = fabric_of(run)
+    for name in names:
+        fabric = fabric_of(FABRIC[name])
         model, optimizer = fabric_model(fabric, seed=9)
         fabric.load(folder / name, {"model": model, "optimizer": optimizer})
         found[name] = bits(model.module, optimizer.optimizer)
@@ -190,13 +190,16 @@ def check(found: dict[str, Any], what: str) -> None:
     assert found["losses"][-1] < found["losses"][1], what
 
 
-def test_fabric(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("nvfp4",), pytest.param(("mxfp8", "current", "bf16-true", "bf16-mixed"), marks=pytest.mark.exhaustive)]
+)
+def test_fabric(names: Sequence[str], tmp_path: Path) -> None:
     """2 ranks, then 1."""
-    ranks = run_ranks(2, all_in_fabric, tmp_path)
+    ranks = run_ranks(2, all_in_fabric, tmp_path, names)
     for rank in ranks:
         for name, found in rank.items():
             check(found, name)
-    (one,) = run_ranks(1, loaded_by_one, tmp_path)
+    (one,) = run_ranks(1, loaded_by_one, tmp_path, names)
     assert one == {name: found["saved"] for name, found in ranks[0].items()}
 
 
@@ -258,14 +261,17 @@ def in_trainer(run: Run, folder: Path) -> dict[str, Any]:
     return found | {"losses": model.losses + further.losses, "by hand": by_hand(run, in_fabric=False)}
 
 
-def all_in_trainer(folder: Path) -> dict[str, dict[str, Any]]:
+def all_in_trainer(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     logging.disable(logging.WARNING)
-    return {name: in_trainer(run, folder / name) for name, run in TRAINER.items()}
+    return {name: in_trainer(TRAINER[name], folder / name) for name in names}
 
 
-def test_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("current",), pytest.param(("mxfp8", "nvfp4", "bf16-true"), marks=pytest.mark.exhaustive)]
+)
+def test_trainer(names: Sequence[str], tmp_path: Path) -> None:
     """2 ranks."""
-    for rank in run_ranks(2, all_in_trainer, tmp_path):
+    for rank in run_ranks(2, all_in_trainer, tmp_path, names):
         for name, found in rank.items():
             check(found, name)
 
@@ -346,6 +352,7 @@ def from_meta_and_out(folder: Path) -> dict[str, bool]:
     }
 
 
+@pytest.mark.exhaustive
 def test_meta_and_files(tmp_path: Path) -> None:
     """2 ranks."""
     for found in run_ranks(2, from_meta_and_out, tmp_path):
@@ -364,6 +371,7 @@ def example(folder: Path) -> tuple[list[float], list[float], int]:
     return first.losses, second.losses, len(perceptron.quantized_bits(second))
 
 
+@pytest.mark.exhaustive
 def test_the_example(tmp_path: Path) -> None:
     """2 ranks."""
     for first, second, quantized in run_ranks(2, example, tmp_path):
@@ -385,6 +393,7 @@ def snippet(folder: Path) -> tuple[int, int, list[str]]:
     return len(perceptron.quantized(network)), perceptron.in_optimizer(network, names["optimizer"].optimizer), saved
 
 
+@pytest.mark.exhaustive
 def test_the_snippet(tmp_path: Path) -> None:
     """2 ranks."""
     for quantized, held, saved in run_ranks(2, snippet, tmp_path):
@@ -407,6 +416,7 @@ def with_lightnings_own_strategy() -> tuple[int, list[str]]:
     return perceptron.changed(before, model), [str(each.message) for each in caught]
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_made_too_early_under_lightnings_own_strategy() -> None:
     """2 ranks: it changes nothing, and says so."""
     for changed, warned in run_ranks(2, with_lightnings_own_strategy):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,14 @@ def trained(recipe: str, folder: Path) -> dict[str, Any]:
     return found | {"losses": losses, "by hand": by_hand(recipe, begin, rates)}
 
 
-def all_trained(folder: Path) -> dict[str, dict[str, Any]]:
-    return {recipe: trained(recipe, folder / recipe) for recipe in RECIPES}
+def all_trained(folder: Path, recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {recipe: trained(recipe, folder / recipe) for recipe in recipes}
 
 
-def test_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipes", [("mxfp8",), pytest.param(("current", "nvfp4"), marks=pytest.mark.exhaustive)])
+def test_the_trainer(recipes: Sequence[str], tmp_path: Path) -> None:
     """2 ranks."""
-    for rank in run_ranks(2, all_trained, tmp_path):
+    for rank in run_ranks(2, all_trained, tmp_path, recipes):
         for recipe, found in rank.items():
             assert (found["weights"], found["changed"], found["held"]) == (QUANTIZED, QUANTIZED, QUANTIZED), recipe
             assert found["differ"] == [], recipe
@@ -131,6 +132,7 @@ def recomputed(folder: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_recomputed_activations(tmp_path: Path) -> None:
     """2 ranks: not a bit differs."""
     for plain, again in run_ranks(2, recomputed, tmp_path):
@@ -148,6 +150,7 @@ def adapted(folder: Path) -> tuple[int, int, int, list[float]]:
     return len(before), perceptron.changed(before, model), trained, losses
 
 
+@pytest.mark.exhaustive
 def test_adapters_over_frozen_weights(tmp_path: Path) -> None:
     """2 ranks."""
     for quantized, changed, trained, losses in run_ranks(2, adapted, tmp_path):
@@ -175,6 +178,7 @@ def projected(folder: Path) -> tuple[int, list[str], list[str]]:
     return perceptron.in_optimizer(trainer.model_parts[0], fused), cut, [k for k in saved if saved[k] != after.get(k)]
 
 
+@pytest.mark.exhaustive
 def test_fused_projections(tmp_path: Path) -> None:
     """2 ranks."""
     for held, cut, differ in run_ranks(2, projected, tmp_path):
@@ -270,6 +274,7 @@ def exported(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_values_are_exported(tmp_path: Path) -> None:
     """2 ranks."""
     assert run_ranks(2, exported, tmp_path) == [list(RECIPES)] * 2
@@ -298,6 +303,7 @@ def example(recipe: str) -> tuple[list[float], int, int, bool]:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_example() -> None:
     """2 ranks."""
     for losses, quantized, held, is_configured in run_ranks(2, example, "mxfp8"):
