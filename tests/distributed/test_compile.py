@@ -94,14 +94,12 @@ def cells(backend: str) -> Cells:
     first = next(iter(SETTINGS))
     if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 1): ["delayed"]}
-    plain = [recipe for recipe in RECIPES if recipe not in KEEPING]
     return {
-        (first, 1): plain,
+        (first, 1): ["current", "block"],
         (first, 2): ["nvfp4"],
         (first, 3): ["delayed", "mxfp8 two copies"],
         ("linear layers, gathered once", 2): ["nvfp4"],
         ("autocast inside", 2): ["delayed"],
-        ("with an MLP", 2): ["delayed"],
         ("with an MLP on kernels", 2): ["nvfp4"],
     }
 

@@ -105,21 +105,23 @@ def experts(cases: list[experts_case.Case]) -> tuple[list[dict[str, str]], int]:
     return found, calls
 
 
-def test_experts_at_once_have_the_bits_of_one_process() -> None:
+@pytest.mark.parametrize("parallel", ["experts", pytest.param("data", marks=pytest.mark.exhaustive)])
+def test_experts_at_once_have_the_bits_of_one_process(parallel: str) -> None:
     """Spread over ranks; sharded and recomputed; and data parallel: scales, histories, outputs and gradients."""
     spread = [
         experts_case.Case("block", 1, 2),
         experts_case.Case("delayed", 1, 2, sharded=True, recompute=True),
     ]
     both = [experts_case.Case("delayed", 2, 2, sharded=True)]
-    for ranks, wanted_ranks, cases, times in ((2, 1, spread, LAYERS + 2 * LAYERS), (4, 2, both, LAYERS)):
-        alone = [experts_case.Case(case.recipe, case.dp, 1) for case in cases]
-        [(wanted, calls), *_] = run_ranks(wanted_ranks, experts, alone)
-        assert calls == len(alone) * STEPS * LAYERS
-        [(found, calls), *_] = run_ranks(ranks, experts, cases)
-        assert calls == STEPS * times
-        for case, bits_found, expected in zip(cases, found, wanted, strict=True):
-            assert [name for name in expected if bits_found.get(name) != expected[name]] == [], case
+    ways = {"experts": (2, 1, spread, LAYERS + 2 * LAYERS), "data": (4, 2, both, LAYERS)}
+    ranks, wanted_ranks, cases, times = ways[parallel]
+    alone = [experts_case.Case(case.recipe, case.dp, 1) for case in cases]
+    [(wanted, calls), *_] = run_ranks(wanted_ranks, experts, alone)
+    assert calls == len(alone) * STEPS * LAYERS
+    [(found, calls), *_] = run_ranks(ranks, experts, cases)
+    assert calls == STEPS * times
+    for case, bits_found, expected in zip(cases, found, wanted, strict=True):
+        assert [name for name in expected if bits_found.get(name) != expected[name]] == [], case
 
 
 def refused() -> tuple[str, bool]:
