@@ -49,7 +49,7 @@ PIECES = [
 ALL_PIECES = [Piece(cell, *piece) for cell in CELLS for piece in PIECES]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3, 4])
 def test_pieces_and_what_is_gathered_are_those_of_the_whole(ranks: int) -> None:
     """1 to 4 ranks: every cell of every recipe; one reduction and one gather at most, none on one rank."""
     for wrong in run_ranks(ranks, quantized_in_pieces, ALL_PIECES):

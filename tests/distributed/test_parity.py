@@ -46,6 +46,8 @@ BITWISE = [
     Case("delayed", "dp_replicate 2, tp 2", exact=True),
     Case("current", "dp 3", exact=True, global_amaxes=True),
 ]
+LEFT = (IN_HIGH_PRECISION[1], IN_HIGH_PRECISION[3], BITWISE[2], BITWISE[4])
+"""To `make test-all`: others have as many ranks."""
 LOCAL_SCALES = Case("current", "dp 3", exact=True)
 
 
@@ -66,11 +68,15 @@ def trained(case: Case, reference: Run) -> Run:
     return found[0]
 
 
+def some(cases: list[Case]) -> list[object]:
+    return [pytest.param(case, marks=pytest.mark.exhaustive) if case in LEFT else case for case in cases]
+
+
 def loss_off(found: Run, reference: Run) -> float:
     return max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True))
 
 
-@pytest.mark.parametrize("case", IN_HIGH_PRECISION, ids=lambda case: case.mesh)
+@pytest.mark.parametrize("case", some(IN_HIGH_PRECISION), ids=lambda case: case.mesh)
 def test_in_high_precision_only_the_order_of_sums_differs(case: Case, alone: dict[Case, Run]) -> None:
     """2, 3 and 4 ranks."""
     reference = alone[case.alone]
@@ -84,7 +90,7 @@ def test_in_high_precision_only_the_order_of_sums_differs(case: Case, alone: dic
     assert max(apart.values()) < ORDER, apart
 
 
-@pytest.mark.parametrize("case", BITWISE, ids=lambda case: f"{case.recipe} {case.mesh}")
+@pytest.mark.parametrize("case", some(BITWISE), ids=lambda case: f"{case.recipe} {case.mesh}")
 def test_with_exact_sums_and_global_amaxes_nothing_differs(case: Case, alone: dict[Case, Run]) -> None:
     """2, 3 and 4 ranks."""
     reference = alone[case.alone]

@@ -121,8 +121,11 @@ def table(mesh: str, folder: str) -> dict[str, dict[str, str]]:
     return columns
 
 
+LEFT = ("FSDP2 x1", "FSDP2 x2")
+
+
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=pytest.mark.exhaustive) if mesh == "FSDP2 x1" else mesh for mesh in MESHES]
+    "mesh", [pytest.param(mesh, marks=pytest.mark.exhaustive) if mesh in LEFT else mesh for mesh in MESHES]
 )
 def test_table(mesh: str, tmp_path: Path, show: Callable[[str], None]) -> None:
     """1 to 4 ranks."""

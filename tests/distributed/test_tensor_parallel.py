@@ -57,7 +57,13 @@ def covering(mesh: str) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+LEFT = ("dp 2, tp 2", "shard 1, cp 2, tp 2")
+"""To `make test-all`: tests/distributed/test_axes.py cuts, saves and loads on such meshes."""
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=pytest.mark.exhaustive) if mesh in LEFT else mesh for mesh in MESHES]
+)
 def test_modules_are_those_of_one_process(mesh: str, show: Callable[[str], None]) -> None:
     """1, 2 and 4 ranks: births bitwise, two steps within the bounds above."""
     cases = covering(mesh)
