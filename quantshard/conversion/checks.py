@@ -42,6 +42,8 @@ def check_model(model: nn.Module, what: str) -> None:
     Raises:
         ConfigurationError: it is a linear layer itself, sharded, or quantized, by quantshard or by others.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{what} takes a model, a torch.nn.Module, not a {type(model).__name__}")
     method = getattr(model, "quantization_method", None)  # as transformers marks what it loaded
     if method is not None:
         raise ConfigurationError(
@@ -61,6 +63,17 @@ def check_model(model: nn.Module, what: str) -> None:
                 "quantshard.revert gives the plain layers back"
             )
     _check_foreign(model, what)
+
+
+def check_flags(**flags: object) -> None:
+    """Check that arguments are True or False: "no" would count as True.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"convert({name}={value!r}): it must be True or False")
 
 
 def check_unsharded(model: nn.Module, what: str) -> None:

@@ -11,10 +11,12 @@ from quantshard.conversion import checks, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
 from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
 from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
-from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices, stacked_experts
+from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices, stacked_experts, transposed_linears
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
+
+TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
 
 WHERE = ("linear",)
 """What `modules=` may name."""
@@ -56,6 +58,7 @@ def convert(
         ConfigurationError: the model is sharded or converted already, or no layer is left to convert; a pattern matches
             nothing; a recipe is not known; values are infinite or NaN. The model is then as it was.
     """
+    checks.check_flags(autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
     if modules not in WHERE:
         raise ConfigurationError(f"convert(modules={modules!r}): choose one of: {', '.join(WHERE)}")
     checks.check_model(model, "convert")
@@ -76,6 +79,10 @@ def convert(
         if choice.recipe
     ]
     left = tuple(LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in chosen if not c.recipe)
+    left += tuple(
+        LeftLayer(name, tuple(each.get_parameter("weight").shape), TRANSPOSED)
+        for name, each in transposed_linears(model)
+    )
     experts = tuple(
         ExpertParameter(name, tuple(each.shape), each.numel() * each.element_size())
         for name, each in stacked_experts(model)
@@ -140,5 +147,6 @@ def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:
         held = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6)) or "no parameters"
         return f"convert: this model has no torch.nn.Linear (it has {held}), so there is nothing to convert"
     reasons = Counter(choice.reason for choice in chosen)
+    reasons.update(TRANSPOSED for _ in transposed_linears(model))
     said = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
-    return f"convert: none of the {len(chosen)} linear layers can be converted ({said})"
+    return f"convert: none of the {reasons.total()} linear layers can be converted ({said})"

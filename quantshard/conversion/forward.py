@@ -38,12 +38,12 @@ def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
 
     The model's class becomes a subclass of the same name: an attribute `forward` would be bound to this very object,
     and a copy of the model would call it. FSDP2 changes classes in the same way. So do the classes of modules within
-    that can be saved by themselves: `SAVE` is refused there too.
+    that can be saved, and used, by themselves, as the decoder in a language model.
     """
     for module in model.modules():
         if module is model or hasattr(type(module), SAVE):
             setattr(module, RECIPE, recipe)
-            setattr(module, ENTERS, enters and module is model)
+            setattr(module, ENTERS, enters)
             if not hasattr(type(module), _PLAIN):
                 module.__class__ = _entering(type(module))
 

@@ -19,6 +19,9 @@ HEADS = frozenset("lm_head embed_out output head classifier score qa_outputs une
 ROUTERS = frozenset("gate router wg shared_expert_gate".split())
 """Last parts of the names of what chooses experts, in the families of transformers that have any."""
 
+ADAPTERS = "lora_"
+"""How parts of the names of PEFT's adapters begin."""
+
 HIGH_PRECISION = "bf16"
 """The recipe that leaves a layer as it is."""
 
@@ -76,6 +79,11 @@ def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for leaf, param in module.named_parameters(recurse=False)
         if param.ndim == 3 and min(param.shape) > 1 and param.is_floating_point()
     ]
+
+
+def transposed_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Linear layers of transformers whose weights are [in_features, out_features], which GPT-2 has; not converted."""
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -140,6 +148,8 @@ def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool
     last = name.rsplit(".", 1)[-1]
     if is_head or last in HEADS:
         return "the head; a filter that matches it converts it too"
+    if any(part.startswith(ADAPTERS) for part in name.split(".")):
+        return "an adapter; a filter that matches it converts it too"
     if last in ROUTERS:
         return "a router; a filter that matches it converts it too"
     return ""

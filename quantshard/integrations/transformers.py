@@ -21,7 +21,7 @@ from quantshard.conversion import forward, packing
 from quantshard.conversion.convert import convert
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import ConversionReport
-from quantshard.conversion.selection import Filter, Recipes
+from quantshard.conversion.selection import ADAPTERS, Filter, Recipes
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.integrations import transformers_files as files
 from quantshard.integrations.transformers_files import METHOD, NATIVE
@@ -373,6 +373,12 @@ def _save(
 ) -> Any:  # fmt: skip
     """`save_pretrained` of a converted model; `layout`: see `QuantshardConfig`."""
     if getattr(model, "peft_config", None):
+        adapters = [name for name in files.quantized_weights(model) if f".{ADAPTERS}" in name]
+        if adapters:
+            raise ConfigurationError(
+                f"save_pretrained: adapters are quantized, the first {adapters[0]}, and PEFT would write their codes "
+                "as values; quantshard.revert the model first, or convert it before it gets adapters"
+            )
         return plain(save_directory, *args, **kwargs)  # adapters alone, which are plain
     if args:
         raise ConfigurationError("save_pretrained of a quantized model takes all but the directory by name")

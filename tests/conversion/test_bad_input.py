@@ -305,3 +305,45 @@ def test_explain_tells_of_an_optimizer_of_another_model() -> None:
     model, other = born(), born()
     text, *_ = said(lambda: qs.explain(model, FusedAdam(other.named_parameters())))
     assert text.startswith("FusedAdam holds 0.weight, 0.bias, 1.weight, 1.bias and 4 more, not in this Sequential")
+
+
+class Adapted(nn.Module):
+    """Named as PEFT names a layer and its adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(32, 32)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 4, bias=False)})
+
+
+def test_adapters_are_left_unless_they_are_asked_for() -> None:
+    """PEFT saves them by their values."""
+    report = qs.convert(nn.Sequential(Adapted()), "mxfp8")
+    assert [layer.name for layer in report.converted] == ["0.base_layer"]
+    assert [(layer.name, layer.reason.split(";")[0]) for layer in report.left] == [("0.lora_A.default", "an adapter")]
+    assert len(qs.convert(nn.Sequential(Adapted()), "mxfp8", filter="*").converted) == 2
+
+
+@pytest.mark.parametrize("flag", ["autocast", "preserve_high_precision_init_val"])
+def test_flags_are_true_or_false(flag: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"convert\({flag}='no'\): it must be True or False"):
+        qs.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8", **{flag: "no"})
+
+
+@pytest.mark.parametrize("model", [None, {"weight": torch.ones(2)}])
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"convert takes a model, a torch.nn.Module, not a {type(model).__name__}"
+    ):
+        qs.convert(model, "mxfp8")
+
+
+def test_transposed_layers_of_transformers_are_told() -> None:
+    """GPT-2 has little else."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
+    with pytest.raises(
+        ConfigurationError, match=r"none of the 5 linear layers .*4: a Conv1D of transformers, whose weight"
+    ):
+        qs.convert(model, "mxfp8")

@@ -122,7 +122,8 @@ def from_own_disk(recipe: str, optimizer_for: Build, path: str) -> tuple[str, bo
     with pytest.raises(CheckpointError) as raised:
         checkpoints.load(there, model, optimizer)
     assert time.monotonic() - began < 20, "it was waited for"
-    return str(raised.value), bits(model) == before, not partial_load._hooks
+    marked = [each for each in (model, optimizer) if each in partial_load._hooks]
+    return str(raised.value), bits(model) == before, not marked
 
 
 @pytest.mark.distributed

@@ -16,6 +16,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
@@ -275,3 +276,14 @@ def test_plain_layers_beside_quantized_ones_are_pefts_own() -> None:
     assert sorted(kinds) == ["Linear", "QuantizedLoraLinear", "QuantizedLoraLinear"]
     plain_model = get_peft_model(plain(), register(config()))
     assert not any(isinstance(module, QuantizedLoraLinear) for module in plain_model.modules())
+
+
+def test_quantized_adapters_are_not_saved_as_values(tmp_path: Path) -> None:
+    """PEFT writes them by itself, and reads them into plain layers."""
+    import quantshard.integrations.transformers  # noqa: F401  (which takes over save_pretrained)
+
+    tiny = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    model = get_peft_model(LlamaForCausalLM(tiny), LoraConfig(target_modules="all-linear"))
+    qs.convert(model, "mxfp8", filter="*.lora_A.*")
+    with pytest.raises(ConfigurationError, match=r"adapters are quantized, the first base_model\.model\..*lora_A"):
+        model.save_pretrained(tmp_path)

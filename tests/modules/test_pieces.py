@@ -40,7 +40,7 @@ class Model(transformers.PreTrainedModel):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.first = nn.Linear(32, 32)
-        with qs.quantized_model_init(enabled=config.stored, recipe=config.recipe):
+        with qs.quantized_model_init(enabled=config.stored and config.kind != "pytorch", recipe=config.recipe):
             self.linear = nn.Linear(32, 40) if config.kind == "pytorch" else qs.Linear(32, 40)
             if config.kind != "pytorch":
                 self.entry = qs.LayerNormLinear(40, 33, parameters_split=["a", "b", "c"])
