@@ -23,8 +23,8 @@ pytestmark = pytest.mark.distributed
 
 MOMENTS = (torch.float32, torch.uint8)
 
-SOME = ("FSDP2 x1", "FSDP2 x3", "HSDP 2x1")
-"""Meshes: one rank, one that cuts unevenly, and replicas."""
+SOME = ("FSDP2 x1", "FSDP2 x3", "HSDP 2x2", "HSDP 2x1")
+"""Meshes: one rank, one that cuts unevenly, replicas, and replicas of the whole."""
 
 SHAPES = ((300, 257), (257, 1))
 """Blocks are cut, no number of ranks divides the rows, and all ranks but one hold nothing of the last layer."""
