@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter, _async_process_executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from quantshard import private_torch, recipe
@@ -177,13 +177,16 @@ def on_a_disk(folder: str) -> list[str]:
 
 
 def behind_urls(folder: str) -> list[str]:
-    """What is there after two saves by a process on a store without renames."""
+    """What is there after two saves by a process on a store without renames, and whether the process lives until the
+    Manager is closed."""
     run = Run("nvfp4", "dp_shard=2")
     with Manager(f"{SCHEME}{folder}", async_="process", keep_last=1) as manager:
         for step in (1, 2):
             manager.save(step, run.model, run.optimizer)
         manager.wait()
-        return [str(manager.steps()), *verify(manager.path(2)).problems]
+        found = [str(manager.steps()), *verify(manager.path(2)).problems]
+        saves = _async_process_executor._CHECKPOINT_PROCESS is not None
+    return [*found, f"saves: {saves}, then: {_async_process_executor._CHECKPOINT_PROCESS}"]
 
 
 class LateWriter(CommitWriter):
@@ -300,6 +303,6 @@ def test_saved_by_a_thread_and_by_a_process(tmp_path: Path) -> None:
         "nothing of it is kept, and other checkpoints are as they were; make room, or save to another place",
         "['step-000001']",
     ]
-    assert urls == ["[2]"]
+    assert urls == ["[2]", "saves: True, then: None"]
     assert (left[0], *left[2:]) == ("[1]", "[1, 2]", "[1, 2, 3]") and "in use by another run" in left[1], left
     assert two == ["True", "[1]", "[2]"]
