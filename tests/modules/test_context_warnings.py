@@ -234,18 +234,20 @@ def test_inputs_that_fit_or_are_cast_are_not_told() -> None:
 
 def test_variables_that_were_looked_at_are_let_go() -> None:
     """They would last as long as the function that trains."""
+    kept = []
 
-    def train(model: nn.Module, *, inside: bool) -> None:
+    def train(model: nn.Module, *, inside: bool) -> None:  # without an assert: pytest's look at locals()
         x = torch.zeros(3)
         alive = weakref.ref(x)
         with qs.autocast(recipe="block") if inside else contextlib.nullcontext():
             model(TOKENS)
-        assert x.numel() == 3
+        kept.append(x.numel())
         del x
-        assert alive() is None
+        kept.append(alive())
 
     for make, inside in ((lambda: Model(plain_linear), True), (quantized, False)):
         assert len(said(lambda make=make, inside=inside: train(make(), inside=inside))) == 1
+    assert kept == [3, None, 3, None]
 
 
 def test_the_forward_has_no_hooks() -> None:
@@ -256,3 +258,26 @@ def test_the_forward_has_no_hooks() -> None:
     with qs.quantized_model_init(recipe="mxfp8"):
         assert found._global_parameter_registration_hooks and found._global_module_registration_hooks
     assert not found._global_parameter_registration_hooks and not found._global_module_registration_hooks
+
+
+def test_what_a_function_has_by_locals_stays_as_it_is() -> None:
+    """Many keep their hyperparameters so."""
+
+    def train(lr: float) -> dict[str, object]:
+        hyperparameters = locals()
+        model = build(plain_linear)
+        with qs.autocast(recipe="mxfp8"):
+            model(TOKENS)
+        return hyperparameters
+
+    def train_by_vars(lr: float) -> dict[str, object]:
+        hyperparameters = vars()
+        model = build(plain_linear)
+        with qs.autocast(recipe="mxfp8"):
+            model(TOKENS)
+        return hyperparameters
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert train(0.1) == {"lr": 0.1}
+        assert train_by_vars(0.1)["lr"] == 0.1

@@ -9,6 +9,7 @@ is found afterwards, in the variables of the code that entered the context.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +27,7 @@ INIT, AUTOCAST, OUTSIDE, WIDE_INPUT = "quantized_model_init", "autocast", "outsi
 
 _PACKAGE = __name__.split(".", 1)[0]
 _FRAMES = 24  # callers that are looked at
+_FRAMES_OWN_REFERENCES = 3  # to a copy of its variables: the frame's, and two of who counts them
 _seen_codes: set[CodeType] = set()
 
 
@@ -146,9 +148,12 @@ def _held_modules(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
 def _variables(frame: FrameType) -> dict[str, Any]:
     """The variables of a running function, which are not kept: before Python 3.13 a frame whose variables were looked
     at holds a copy of them until it ends, and so the first step's logits until a training loop does."""
+    if "locals" in frame.f_code.co_names:
+        return {}  # that copy is the function's too, perhaps its hyperparameters: to look would add to it
     held = frame.f_locals
     found = dict(held)
-    if isinstance(held, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    is_ours_alone = sys.getrefcount(held) <= _FRAMES_OWN_REFERENCES  # else the function has it too, by locals()
+    if isinstance(held, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and is_ours_alone:
         held.clear()  # of a function it is that copy; of a module, which is not optimized, its globals
     return found
 
