@@ -47,6 +47,12 @@ class ReplicaArguments(DistributedDataParallelKwargs):
     init_sync: bool = True
 
 
+def replica_arguments(accelerator: Accelerator) -> ReplicaArguments:
+    """An accelerator's arguments of DistributedDataParallel, which is told not to copy weights."""
+    known = accelerator.ddp_handler
+    return ReplicaArguments(**{**({} if known is None else vars(known)), "init_sync": False})
+
+
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     """`accelerator.prepare(model, *others)` for a model with quantized weights. A collective call of all processes.
 
@@ -98,7 +104,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"prepare(accelerator, model={type(model).__name__}): give the model first")
-    if not any(components.quantized_local(param) is not None for param in model.parameters()):
+    if not components.quantized_parameters(model):
         raise ConfigurationError(
             f"prepare: {type(model).__name__} has no quantized weight; call quantshard.convert(model, recipe) before, "
             "or accelerator.prepare, which takes plain models"
@@ -169,8 +175,7 @@ def _replicated(accelerator: Accelerator, model: nn.Module, others: tuple[Any, .
             _names_in(each, dict(model.named_parameters()))
     if process_groups.world() is not None:
         broadcast_(model)
-        known = accelerator.ddp_handler
-        accelerator.ddp_handler = ReplicaArguments(**{**({} if known is None else vars(known)), "init_sync": False})
+        accelerator.ddp_handler = replica_arguments(accelerator)
         for each in others:
             if hasattr(each, "reseed_masters"):
                 each.reseed_masters()  # of the bits that have come from rank 0

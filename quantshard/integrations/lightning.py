@@ -140,4 +140,4 @@ def refuse_single_file(path: Any, models: Iterable[nn.Module]) -> None:
 
 def quantized_names(model: nn.Module) -> list[str]:
     """Names of the quantized weights."""
-    return [name for name, param in model.named_parameters() if components.quantized_local(param) is not None]
+    return list(components.quantized_parameters(model))

@@ -22,8 +22,7 @@ from torchtitan.tools.logging import logger
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.selection import HEADS, ROUTERS, matches
 from quantshard.errors import ConfigurationError
-from quantshard.modules import autocast, quantized_model_init
-from quantshard.modules.contexts import context
+from quantshard.modules import quantized_model_init
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import resolve
 from quantshard.tensor.components import FORMAT_SUFFIX
@@ -54,14 +53,11 @@ class TitanLinear(ConvertedLinear, Module):
         recipe = resolve(config.recipe)
         with quantized_model_init(recipe=recipe):
             super().__init__(config.in_features, config.out_features, bias=config.bias)
-        self.recipe = recipe
+        self.recipe = self.model_recipe = recipe
 
     def forward(self, input: Tensor) -> Any:  # type: ignore[override]  # torchtitan looks for an argument of this name
         """As of Linear."""
-        if context.in_autocast():
-            return super().forward(input)
-        with autocast(recipe=self.recipe):
-            return super().forward(input)
+        return super().forward(input)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """As torchtitan's, where that leaves weights to FSDP2.

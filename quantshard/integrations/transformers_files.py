@@ -69,8 +69,7 @@ def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> 
 
 def quantized_weights(model: nn.Module) -> dict[str, Tensor]:
     """The quantized parameters by their names in the state dict."""
-    named = components.named_parameters(model)
-    return {name: param for name, param in named.items() if components.quantized_local(param) is not None}
+    return components.quantized_parameters(model)
 
 
 def _check_whole(entries: Mapping[str, Tensor]) -> None:

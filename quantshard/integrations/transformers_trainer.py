@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
@@ -17,6 +15,7 @@ from transformers import TrainingArguments
 from quantshard.distributed.replicas import check_replicas
 from quantshard.errors import ConfigurationError
 from quantshard.integrations import transformers_files as files
+from quantshard.integrations.accelerate import replica_arguments
 from quantshard.optimizers import FusedAdam
 
 ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
@@ -52,13 +51,6 @@ def adam(args: TrainingArguments, **options: Any) -> tuple[type[AdamFactory], di
     return AdamFactory, {**given, **options}
 
 
-@dataclass
-class TrainerReplicaArguments(DistributedDataParallelKwargs):
-    """accelerate's, with the argument that it lacks; those that differ from their defaults are handed on."""
-
-    init_sync: bool = True
-
-
 class QuantizedTraining:
     """What a Trainer needs to train quantized weights, to be put in front of it: `class T(QuantizedTraining, Trainer)`.
 
@@ -71,8 +63,7 @@ class QuantizedTraining:
         """As the Trainer; DistributedDataParallel gets `init_sync=False`."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = cast(Any, self).accelerator
-        handler = accelerator.ddp_handler
-        accelerator.ddp_handler = TrainerReplicaArguments(**({} if handler is None else vars(handler)), init_sync=False)
+        accelerator.ddp_handler = replica_arguments(accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The Trainer's AdamW as `FusedAdam`.

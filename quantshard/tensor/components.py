@@ -92,6 +92,11 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {canonical_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
+def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Those of `named_parameters` that are quantized."""
+    return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
+
+
 def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
     """The keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
     found: set[str] = set()
