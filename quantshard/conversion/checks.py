@@ -65,17 +65,6 @@ def check_model(model: nn.Module, what: str) -> None:
     _check_foreign(model, what)
 
 
-def check_flags(**flags: object) -> None:
-    """Check that arguments are True or False: "no" would count as True.
-
-    Raises:
-        ConfigurationError: one is not.
-    """
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"convert({name}={value!r}): it must be True or False")
-
-
 def check_unsharded(model: nn.Module, what: str) -> None:
     """Check that no parameter is sharded.
 

@@ -13,6 +13,7 @@ from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_lin
 from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
 from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices, stacked_experts, transposed_linears
 from quantshard.errors import ConfigurationError
+from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 
@@ -58,7 +59,7 @@ def convert(
         ConfigurationError: the model is sharded or converted already, or no layer is left to convert; a pattern matches
             nothing; a recipe is not known; values are infinite or NaN. The model is then as it was.
     """
-    checks.check_flags(autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
+    context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
     if modules not in WHERE:
         raise ConfigurationError(f"convert(modules={modules!r}): choose one of: {', '.join(WHERE)}")
     checks.check_model(model, "convert")

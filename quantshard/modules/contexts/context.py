@@ -204,7 +204,7 @@ def _() -> Tensor:
 private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
 
 
-def _check_flags(owner: str, **flags: object) -> None:
+def check_flags(owner: str, **flags: object) -> None:
     """A recipe in the place of `enabled` would be true, and another one used."""
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -257,7 +257,7 @@ class quantized_model_init:
         recipe: str | Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        _check_flags("quantized_model_init", enabled=enabled)
+        check_flags("quantized_model_init", enabled=enabled)
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
         self._watches: list[InitWatch | None] = []
@@ -314,7 +314,7 @@ class autocast:
         amax_reduction_group: dist.ProcessGroup | None = None,
         strict: bool = False,
     ) -> None:
-        _check_flags("autocast", enabled=enabled, calibrating=calibrating, strict=strict)
+        check_flags("autocast", enabled=enabled, calibrating=calibrating, strict=strict)
         if calibrating:
             raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
         if amax_reduction_group is not None and torch.compiler.is_compiling():
