@@ -474,6 +474,11 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
     return NAMES[recipe.lower()]()
 
 
+def stock_name(recipe: Recipe) -> str | None:
+    """The name that `resolve` makes this very recipe of; None if it has arguments of its own."""
+    return next((name for name, kind in NAMES.items() if kind() == recipe), None)
+
+
 FP8_STATE = Cell(formats.FP8_1X128, Scaling(power_of_two=True))
 """How an optimizer stores a moment in 8 bits: E4M3 with one float32 scale for 128 elements of a row. FSDP cuts no
 row, so only tensor parallelism along the columns makes these scales need a reduction. The scale is a power of two, so a

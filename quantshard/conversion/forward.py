@@ -14,10 +14,10 @@ from quantshard.conversion import optimizer_watch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
-from quantshard.recipe import Recipe
+from quantshard.recipe import Recipe, stock_name
 
 RECIPE = "quantshard_recipe"
-"""The model's attribute with the recipe of most of its layers."""
+"""The model's attribute with the recipe of most of its layers, or its name."""
 
 ENTERS = "quantshard_enters_recipe"
 """The model's attribute that says whether its forward enters the recipe."""
@@ -42,7 +42,7 @@ def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
     """
     for module in model.modules():
         if module is model or hasattr(type(module), SAVE):
-            setattr(module, RECIPE, recipe)
+            setattr(module, RECIPE, stock_name(recipe) or recipe)
             setattr(module, ENTERS, enters)
             if not hasattr(type(module), _PLAIN):
                 module.__class__ = _entering(type(module))

@@ -14,7 +14,7 @@ from quantshard.conversion import packing
 from quantshard.errors import CheckpointError
 from quantshard.modules import Linear, quantized_model_init
 from quantshard.modules.contexts import context
-from quantshard.recipe import Recipe
+from quantshard.recipe import Recipe, stock_name
 from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import KEY
 
@@ -37,8 +37,8 @@ class ConvertedLinear(Linear, _LinearInterface):
     forward enters one; None: in high precision, by dequantized weights.
     """
 
-    recipe: Recipe | None = None
-    model_recipe: Recipe | None = None
+    recipe: str | Recipe | None = None
+    model_recipe: str | Recipe | None = None
 
     def forward(self, inp: Tensor, **others: Any) -> Any:  # type: ignore[override]
         if self.model_recipe is not None and not context.in_autocast():
@@ -123,8 +123,9 @@ def empty_linear(
         new = ConvertedLinear(
             old.in_features, old.out_features, bias=old.bias is not None, params_dtype=old.weight.dtype, device="meta"
         )
-    new.recipe = None if recipe == around else recipe
-    new.model_recipe = recipe if by_itself else None
+    known = stock_name(recipe) or recipe  # a graph of torch 2.11 takes a name only
+    new.recipe = None if recipe == around else known
+    new.model_recipe = known if by_itself else None
     return new
 
 

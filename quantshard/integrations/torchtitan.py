@@ -53,7 +53,7 @@ class TitanLinear(ConvertedLinear, Module):
         recipe = resolve(config.recipe)
         with quantized_model_init(recipe=recipe):
             super().__init__(config.in_features, config.out_features, bias=config.bias)
-        self.recipe = self.model_recipe = recipe
+        self.recipe = self.model_recipe = config.recipe
 
     def forward(self, input: Tensor) -> Any:  # type: ignore[override]  # torchtitan looks for an argument of this name
         """As of Linear."""

@@ -24,7 +24,7 @@ from quantshard.layouts import conversion, table
 from quantshard.layouts.conversion import InexactConversionError
 from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import NOTED_AMAX
-from quantshard.recipe import NAMES, Recipe
+from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY
 
@@ -109,21 +109,16 @@ def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """The `quantization_config` of the native form: which layers are quantized, by which recipes."""
-    around: Recipe = getattr(model, RECIPE)
+    around: str | Recipe = getattr(model, RECIPE)
     layers = [name.removesuffix(".weight") for name in weights]
     own = {name: getattr(model.get_submodule(name), "recipe", None) for name in layers}
     return {
         "quant_method": METHOD,
-        "recipe": _recipe_name(around),
+        "recipe": stock_name(resolve(around)),
         "layers": layers,
-        "layer_recipes": {name: _recipe_name(recipe) for name, recipe in own.items() if recipe is not None},
+        "layer_recipes": {name: stock_name(resolve(recipe)) for name, recipe in own.items() if recipe is not None},
         "autocast": bool(getattr(model, ENTERS)),
     }
-
-
-def _recipe_name(recipe: Recipe) -> str | None:
-    """The name that `resolve` makes this very recipe of; None if it has arguments of its own."""
-    return next((name for name, kind in NAMES.items() if kind() == recipe), None)
 
 
 # Layouts

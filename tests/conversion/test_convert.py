@@ -154,14 +154,20 @@ def test_an_autocast_around_decides() -> None:
     assert torch.allclose(off.float(), model(TOKENS).float(), rtol=2**-5, atol=2**-3)  # sums of bfloat16 layers
 
 
-def test_compiled_in_one_graph() -> None:
-    """With a layer of another recipe; the loss and the gradients of the model as it is."""
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at inputs of blocks
+@pytest.mark.parametrize("part", ["model", "blocks"])
+def test_compiled_in_one_graph(part: str) -> None:
+    """With a layer of another recipe; the loss and the gradients of the model as it is. A block that is compiled by
+    itself runs in an autocast that the model's forward entered, outside of the graph."""
     model = born()
     qs.convert(model, {"down": "block", "*": "mxfp8"})
     found = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+    for compiled in (False, True):
+        if compiled:
+            for module in model.blocks if part == "blocks" else [model]:
+                module.compile(backend="aot_eager", fullgraph=True)
         model.zero_grad()
-        run(TOKENS).float().square().mean().backward()
+        model(TOKENS).float().square().mean().backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
 

@@ -144,7 +144,7 @@ def init_plan() -> InitPlan:
 
 def in_autocast() -> bool:
     """True inside an autocast, an `enabled=False` one included."""
-    return bool(_autocasts)
+    return len(_autocasts) > 0  # torch 2.11 cannot trace bool(list): every converted layer would run uncompiled
 
 
 def is_strict() -> bool:
@@ -362,7 +362,7 @@ class autocast:
             forward_amaxes.drop()  # other ranks may not have failed here: no collective
 
 
-def autocast_by(recipe: Recipe) -> autocast:
+def autocast_by(recipe: str | Recipe) -> autocast:
     """The innermost autocast once more, of another recipe: as strict, and over the same ranks."""
     *_, group, strict = _autocasts[-1]._arguments
     return autocast(recipe=recipe, amax_reduction_group=group, strict=strict)
