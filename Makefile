@@ -41,7 +41,7 @@ GPU_TESTS := tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity
   snippets.py tensor_parallel.py torch_autocast.py)
 
 test-gpu: $(STAMP)  ## Run the tests that use GPUs where there are some, on those that are here; two show more than one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "not exhaustive" $(GPU_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -vv -n 4 --dist loadfile -m "not exhaustive" $(GPU_TESTS) $(ARGS)
 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)
