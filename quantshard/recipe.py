@@ -146,12 +146,12 @@ class Recipe(RecipePredicates):
         """The short name by which the recipe is asked for and printed."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def table(self) -> Table:
         """(role, GEMM) -> cell; entries that are missing stay in high precision."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
         """GEMMs that need not sum in float32; see `MMParams`."""
         return frozenset()
@@ -222,11 +222,11 @@ class TableRecipe(Recipe):
     def name(self) -> str:
         return self.label
 
-    @property
+    @cached_property
     def table(self) -> Table:
         return self.cells
 
-    @property
+    @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
         return self.fast
 
@@ -239,7 +239,7 @@ class HighPrecision(Recipe):
     def name(self) -> str:
         return "bf16"
 
-    @property
+    @cached_property
     def table(self) -> Table:
         return {}
 
@@ -294,7 +294,7 @@ class DelayedScaling(_NamedRecipe):
     def name(self) -> str:
         return "delayed"
 
-    @property
+    @cached_property
     def table(self) -> Table:
         scaling = Scaling(
             margin=self.margin,
@@ -304,7 +304,7 @@ class DelayedScaling(_NamedRecipe):
         forward, gradient = Cell(formats.FP8_E4M3, scaling), Cell(_gradient_row(self.fp8_format), scaling)
         return _table(forward, forward, forward, gradient, gradient)
 
-    @property
+    @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
         return _fast(self)
 
@@ -331,13 +331,13 @@ class Float8CurrentScaling(_NamedRecipe):
     def name(self) -> str:
         return "current"
 
-    @property
+    @cached_property
     def table(self) -> Table:
         scaling = Scaling(power_of_two=self.use_power_2_scales)
         forward, gradient = Cell(formats.FP8_E4M3, scaling), Cell(_gradient_row(self.fp8_format), scaling)
         return _table(forward, forward, forward, gradient, gradient)
 
-    @property
+    @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
         return _fast(self)
 
@@ -359,7 +359,7 @@ class Float8BlockScaling(_NamedRecipe):
     def name(self) -> str:
         return "block"
 
-    @property
+    @cached_property
     def table(self) -> Table:
         scaling = Scaling(power_of_two=not self.use_f32_scales)
         vector = Cell(formats.FP8_1X128, scaling)
@@ -380,7 +380,7 @@ class Float8RowwiseScaling(Recipe):
     def name(self) -> str:
         return "rowwise"
 
-    @property
+    @cached_property
     def table(self) -> Table:
         row = Cell(formats.FP8_1XROW, Scaling(power_of_two=self.use_power_2_scales))
         return _table(row, row, row, row, row)
@@ -403,7 +403,7 @@ class MXFP8BlockScaling(_NamedRecipe):
     def name(self) -> str:
         return "mxfp8"
 
-    @property
+    @cached_property
     def table(self) -> Table:
         weight = formats.MXFP8_32X32 if self.enable_2d_quantization else formats.MXFP8_BOTH
         vector = Cell(formats.MXFP8_1X32)
@@ -431,7 +431,7 @@ class NVFP4BlockScaling(_NamedRecipe):
     def name(self) -> str:
         return "nvfp4"
 
-    @property
+    @cached_property
     def table(self) -> Table:
         rht, stochastic = not self.disable_rht, not self.disable_stochastic_rounding
         weight = formats.NVFP4_BOTH if self.disable_2d_quantization else formats.NVFP4_16X16
