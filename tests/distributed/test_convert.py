@@ -5,26 +5,13 @@ from __future__ import annotations
 import gc
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
@@ -38,21 +25,22 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "max_position_embeddings": 64,
 }  # fmt: skip
-FAMILIES: dict[str, Any] = {
-    "llama": (LlamaForCausalLM, LlamaConfig),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig),
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
 }
+"""By name: transformers imports what it is asked for."""
 LINEAR_LAYERS = 2 * 7
 
 
-def build(family: str, recipe: str) -> PreTrainedModel:
+def build(family: str, recipe: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    kind, config = FAMILIES[family]
+    kind, config = (getattr(transformers, name) for name in FAMILIES[family])
     return kind(config(**SIZES)).to(torch.bfloat16)
 
 
-def sharded(family: str, recipe: str) -> PreTrainedModel:
+def sharded(family: str, recipe: str) -> transformers.PreTrainedModel:
     """On all ranks."""
     model = build(family, recipe)
     assert len(qs.convert(model, recipe).converted) == LINEAR_LAYERS
@@ -132,7 +120,10 @@ def test_parameters_in_no_optimizer_are_told() -> None:
 
 def test_stacked_experts_are_listed() -> None:
     sizes = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 48}
-    for kind, config in ((MixtralForCausalLM, MixtralConfig), (Qwen3MoeForCausalLM, Qwen3MoeConfig)):
+    for kind, config in (
+        (transformers.MixtralForCausalLM, transformers.MixtralConfig),
+        (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig),
+    ):
         with torch.device("meta"):
             model = kind(config(**SIZES, **sizes)).to(torch.bfloat16)
         report = qs.convert(model, "mxfp8")

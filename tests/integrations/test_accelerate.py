@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "MasterWeights": lambda params: MasterWeights(torch.optim.AdamW, params, lr=3e-3),
     "AdamW": partial(torch.optim.AdamW, lr=3e-3),
 }
-STEPS, MICRO_BATCHES, MAX_NORM = 5, 2, 0.5
+STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.5
 
 
 def by_hand(recipe: str, mixed: str, optimizer: str, keep: bool) -> tuple[list[float], dict[str, str]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
@@ -18,9 +17,6 @@ from quantshard import convert
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_snippets import snippets
 from tests.integrations.accelerators import LINEAR_LAYERS, accelerator, codes, plain, quantized
-from tests.integrations.test_peft import optimizer_of
-from tests.integrations.test_peft import train as train_adapters
-from tests.integrations.test_trl import arguments as trl_arguments
 
 # TRL and PEFT ask transformers for what that has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.* is deprecated:FutureWarning")
@@ -62,6 +58,10 @@ def test_examples_are_a_screen_and_a_half() -> None:
 
 
 def test_the_snippets_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import PeftModel  # here, since the ranks of the test above import this file
+
+    from tests.integrations import test_peft, test_trl
+
     monkeypatch.chdir(tmp_path)
     first, second, third = snippets(PAGE)
     model = plain()
@@ -73,13 +73,17 @@ def test_the_snippets_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     base = plain()
     convert(base, "mxfp8")
     before = list(codes(base).values())
-    names = {"model": plain(), "new_base": base, "train": lambda model: train_adapters(model, optimizer_of(model), 1)}
+    names = {
+        "model": plain(),
+        "new_base": base,
+        "train": lambda model: test_peft.train(model, test_peft.optimizer_of(model), 1),
+    }
     exec(second, names)
     assert isinstance(names["model"], PeftModel) and names["model"].base_model.model is base
     after = list(codes(base).values())  # merged and unmerged
     assert len(after) == LINEAR_LAYERS and all(map(same_parts, before, after))
 
-    names = {"model": plain(), "arguments": trl_arguments(tmp_path)}
+    names = {"model": plain(), "arguments": test_trl.arguments(tmp_path)}
     before_trl, from_lora = third.split("trainer = SFTTrainer(model, peft_config")
     exec(before_trl, names)
     assert names["trainer"].optimizer is names["optimizer"]

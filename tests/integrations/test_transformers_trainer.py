@@ -36,7 +36,7 @@ import plain_fsdp2_llama
 from tests.integrations.test_transformers import CELLS, load, quantized, tiny
 
 pytestmark = pytest.mark.distributed
-LAYERS, STEPS, ROWS = 7, 5, 4
+LAYERS, STEPS, ROWS = 7, 3, 4
 CLIP = 0.5
 
 

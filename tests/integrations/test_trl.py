@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import PreTrainedTokenizerFast
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of TRL's own imports
-    from trl import SFTConfig, SFTTrainer
 
 from quantshard import checkpoints
 from quantshard.integrations.peft import QuantizedLoraLinear, load_adapter, register
@@ -35,6 +30,14 @@ pytestmark = [
 ]
 
 
+def trl() -> tuple[Any, Any]:
+    """SFTConfig and SFTTrainer. They and their datasets take seconds to import, and who collects tests runs none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TRL's own imports
+        from trl import SFTConfig, SFTTrainer
+    return SFTConfig, SFTTrainer
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(99))])}
     made = Tokenizer(WordLevel(words, unk_token="<pad>"))
@@ -44,7 +47,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def arguments(folder: Path) -> dict[str, Any]:
     """Of an SFTTrainer that takes five steps over the same four texts."""
-    settings = SFTConfig(
+    from datasets import Dataset
+
+    settings = trl()[0](
         str(folder), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2, logging_steps=1, report_to=[],
         save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, max_length=16,
     )  # fmt: skip
@@ -53,9 +58,9 @@ def arguments(folder: Path) -> dict[str, Any]:
     return {"args": settings, "train_dataset": data, "processing_class": tokenizer()}
 
 
-def trained(folder: Path, model: nn.Module, **options: Any) -> tuple[SFTTrainer, list[float]]:
+def trained(folder: Path, model: nn.Module, **options: Any) -> tuple[Any, list[float]]:
     """The trainer, and the losses that it logged."""
-    trainer = SFTTrainer(model, **arguments(folder), **options)
+    trainer = trl()[1](model, **arguments(folder), **options)
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -295,7 +295,7 @@ def test_tiles_of_several_blocks(weight):
 @pytest.mark.slow
 @pytest.mark.parametrize("weight", ["delayed", "current", "block", "mxfp8_both", "nvfp4"])
 def test_many_tiles(weight):
-    check(case(weight, shape=(130, 144)), case(weight, shape=(131, 257), grad_dtype=torch.float16), steps=2)
+    check(case(weight, shape=(5, 34)), case(weight, shape=(131, 257), grad_dtype=torch.float16), steps=2)
 
 
 STATES_AND_MASTERS = [

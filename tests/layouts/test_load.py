@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from quantshard.errors import CheckpointError
 from quantshard.layouts import LAYOUTS, export, load
 from quantshard.tensor import components
+from tests.covering import exhaustive
 from tests.layouts import models
-from tests.layouts.test_export import CASES, saved  # noqa: F401  (a fixture)
+from tests.layouts.test_export import CASES, saved, some  # noqa: F401  (a fixture)
 
 ROUND_TRIPS = [(r, layout) for r, layout in CASES if len(models.RECIPES[r].weight.format.copies) == 1]
 
@@ -34,7 +35,9 @@ def assert_equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
         assert torch.equal(one[name], two[name]), name
 
 
-@pytest.mark.parametrize(("recipe", "layout"), ROUND_TRIPS, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(
+    ("recipe", "layout"), exhaustive(ROUND_TRIPS, some(ROUND_TRIPS[::-1])), ids=lambda x: getattr(x, "name", x)
+)
 def test_round_trip_is_exact(saved, tmp_path, recipe, layout):  # noqa: F811
     model, checkpoint = saved(recipe)
     export(checkpoint, layout.name, tmp_path / "out", config=models.CONFIG, max_shard_bytes=400_000)

@@ -1,15 +1,16 @@
-"""One process of those that share a compile cache: a training step of a compiled layer, under one of two recipes.
+"""Two processes that share a compile cache: training steps of a compiled layer, under one of two recipes.
 
 The recipes have one name, and of the input both keep as many tensors for backward, but of other shapes and dtypes.
-Prints whether the step has the bits of an uncompiled one, and how many graphs were read from the cache.
 """
 
 from __future__ import annotations
 
-import sys
+import os
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import quantshard as qs
@@ -30,7 +31,20 @@ def step(recipe: Any, compiled: bool) -> list[Tensor]:
     return [y, x.grad, layer.weight.grad, layer.bias.grad]
 
 
-if __name__ == "__main__":
-    asked = RECIPES[sys.argv[1]]
-    alike = all(map(torch.equal, step(asked, True), step(asked, False)))
-    print(alike, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+def ran(name: str) -> tuple[bool, int]:
+    """Whether a step has the bits of an uncompiled one, and how many graphs were read from the cache."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    alike = all(map(torch.equal, step(RECIPES[name], True), step(RECIPES[name], False)))
+    return alike, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+
+
+def steps_of_a_cache(folder: str) -> list[tuple[bool, int]]:
+    """Rank 0 fills the cache with one recipe; then rank 1 compiles with the other, and with the same."""
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}):
+        found = [ran("mxfp8")] if dist.get_rank() == 0 else []
+        dist.barrier()
+        if dist.get_rank() == 1:
+            found = [ran("block"), ran("mxfp8")]
+        dist.barrier()
+    return found

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import copy
 import gc
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +30,8 @@ from quantshard.modules.gemms.structure import structure_of
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
+from tests.distributed.pool import run_ranks
+from tests.modules.cached_compile import steps_of_a_cache
 
 # Dynamo itself makes an instance of every autograd.Function that it traces
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
@@ -97,19 +98,29 @@ KEEPING = ("delayed", "nvfp4", "mxfp8 two copies")
 SEVERAL_LAYERS = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 
 
+EVALUATED = [("Linear", "delayed"), ("Linear", "nvfp4"), ("LayerNormMLP", "delayed")]
+
+
 def cells() -> list[Any]:
-    """(Module, recipe, autocast inside), in turns: a linear layer with every recipe, every module with one.
+    """(Module, recipe, autocast inside, evaluated too), in turns: a linear layer with every recipe, every module with
+    one.
 
     Modules differ in what is between their linear layers, which is the same to all recipes; but those with several
     of them are also tried with delayed scaling, which keeps a history for each; by `make test-all` alone with others.
+    So are evaluations of most, and a linear layer with autocast both inside and outside, but for delayed scaling.
     """
     found = {("Linear", recipe, turn % 2 == 0) for turn, recipe in enumerate(RECIPES)}
+    chosen = found | {("Linear", "delayed", False)}
     found |= {("Linear", recipe, inside) for recipe in KEEPING for inside in (True, False)}
     for turn, name in enumerate(MODULES):
-        found.add((name, list(RECIPES)[(turn + 3) % len(RECIPES)], turn % 2 == 0))
+        cell = (name, list(RECIPES)[(turn + 3) % len(RECIPES)], turn % 2 == 0)
+        found.add(cell)
         if name in SEVERAL_LAYERS:
-            found.add((name, "delayed", turn % 2 == 0))
-    return exhaustive(sorted(found), {cell for cell in found if cell[0] not in SEVERAL_LAYERS or cell[1] == "delayed"})
+            cell = (name, "delayed", turn % 2 == 0)
+            found.add(cell)
+        chosen.add(cell)
+    every = [(*cell, evaluate) for cell in sorted(found) for evaluate in (False, True)]
+    return exhaustive(every, {(*cell, cell[:2] in EVALUATED) for cell in chosen})
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +148,12 @@ def skip_objects(recipe: Any, inside: bool = True) -> None:
 
 
 def steps(
-    module: nn.Module, recipe: Any, inside: bool, compiler: Callable[..., Any] | None, evaluate: bool = True
+    module: nn.Module, recipe: Any, inside: bool, compiler: Callable[..., Any] | None, evaluate: bool = False
 ) -> list[Tensor]:
-    """Outputs and gradients of two training steps, then of evaluation with them and without, and the state after."""
+    """Outputs and gradients of two training steps, then of evaluation with them and without, and the state after.
+
+    An evaluation is two graphs more.
+    """
 
     def within(x: Tensor) -> Tensor:
         with qs.autocast(recipe=recipe):
@@ -181,11 +195,11 @@ def assert_equal(compiled: list[Tensor], plain: list[Tensor]) -> None:
         assert torch.equal(a, b), (index, a.shape, a.dtype, (a.float() - b.float()).abs().max())
 
 
-@pytest.mark.parametrize(("name", "recipe", "inside"), cells())
-def test_bits_of_every_module(name: str, recipe: str, inside: bool) -> None:
+@pytest.mark.parametrize(("name", "recipe", "inside", "evaluate"), cells())
+def test_bits_of_every_module(name: str, recipe: str, inside: bool, evaluate: bool) -> None:
     asked = RECIPES[recipe]
-    compiled = steps(build(name, asked), asked, inside, aot_eager)
-    assert_equal(compiled, steps(build(name, asked), asked, inside, None))
+    compiled = steps(build(name, asked), asked, inside, aot_eager, evaluate)
+    assert_equal(compiled, steps(build(name, asked), asked, inside, None, evaluate))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +209,9 @@ def test_bits_with_high_precision_weights(recipe: str) -> None:
     in_turns = list(RECIPES).index(recipe) % 2
     name, dtype = (("LayerNormMLP", torch.bfloat16), ("Linear", torch.float32))[in_turns]
     asked = RECIPES[recipe]
-    compiled = steps(build(name, asked, stored=False, dtype=dtype), asked, True, aot_eager)
-    assert_equal(compiled, steps(build(name, asked, stored=False, dtype=dtype), asked, True, None))
+    evaluate = name == "Linear"
+    compiled = steps(build(name, asked, stored=False, dtype=dtype), asked, True, aot_eager, evaluate)
+    assert_equal(compiled, steps(build(name, asked, stored=False, dtype=dtype), asked, True, None, evaluate))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
@@ -251,7 +266,7 @@ def test_inductor_keeps_the_bits_of_linear_layers(recipe: str) -> None:
     [(aot_eager, None), (aot_eager, True), pytest.param(inductor, True, marks=pytest.mark.exhaustive)],
 )
 def test_one_graph_for_many_shapes(compiler: Callable[..., Any], dynamic: bool | None) -> None:
-    layer = build("LayerNormMLP" if compiler is aot_eager else "Linear", "nvfp4")
+    layer = build("LayerNormMLP" if compiler is aot_eager and dynamic else "Linear", "nvfp4")
     again = copy.deepcopy(layer)
     torch._dynamo.utils.counters.clear()
     function = compiler(layer, dynamic=dynamic)
@@ -299,8 +314,8 @@ def test_inductor_of_a_whole_module() -> None:
     the difference is held to 2**-5 of that of the result.
     """
     asked = RECIPES["delayed"]
-    compiled = steps(build("LayerNormMLP", asked), asked, True, inductor, evaluate=False)
-    plain = steps(build("LayerNormMLP", asked), asked, True, None, evaluate=False)
+    compiled = steps(build("LayerNormMLP", asked), asked, True, inductor)
+    plain = steps(build("LayerNormMLP", asked), asked, True, None)
     for a, b in zip(compiled, plain, strict=True):
         assert (a.float() - b.float()).norm() <= 2**-5 * b.float().norm()
 
@@ -311,7 +326,8 @@ def test_inductor_of_a_whole_module() -> None:
 @pytest.mark.parametrize(
     ("compiler", "how", "recipes"),
     [
-        (aot_eager, checkpoint, list(RECIPES)),
+        (aot_eager, checkpoint, ["delayed", "block", "mxfp8 two copies"]),
+        pytest.param(aot_eager, checkpoint, list(RECIPES), marks=pytest.mark.exhaustive),
         (aot_eager, qs.checkpoint, ["delayed", "nvfp4"]),
         pytest.param(inductor, qs.checkpoint, ["nvfp4"], marks=pytest.mark.exhaustive),
     ],
@@ -346,7 +362,10 @@ def test_checkpointing_inside_a_compiled_function(
 
 @pytest.mark.parametrize(
     ("recipe", "reentrant"),
-    [("delayed", False), ("delayed", True), ("nvfp4", True), ("mxfp8 two copies", False), ("block", True)],
+    [
+        *[("delayed", False), ("delayed", True), ("nvfp4", True)],
+        *[pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in (("mxfp8 two copies", False), ("block", True))],
+    ],
 )
 def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool) -> None:
     def run(recompute: bool) -> list[Tensor]:
@@ -370,7 +389,7 @@ def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool) -> None
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_a_compiled_function_without_its_autocast_is_refused(reentrant: bool) -> None:
-    module = build("LayerNormMLP", "current")
+    module = build("Linear", "current")
     with qs.autocast(recipe="current"):
         y = checkpoint(aot_eager(module), data(), use_reentrant=reentrant)
     with pytest.raises(UnsupportedOperationError, match="enter autocast inside the checkpointed function"):
@@ -383,7 +402,8 @@ def test_no_autograd_function_returns_what_to_or_reshape_may_return_unchanged() 
     found = [
         f"{path.name}: {ast.unparse(node)}"
         for path in source.rglob("*.py")
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if "autograd.Function" in (text := path.read_text(encoding="utf-8"))
+        for function in ast.walk(ast.parse(text))
         if isinstance(function, ast.ClassDef) and any("autograd.Function" in ast.unparse(b) for b in function.bases)
         for method in function.body
         if isinstance(method, ast.FunctionDef) and method.name == "forward"
@@ -405,20 +425,13 @@ def test_a_process_group_inside_a_compiled_function_is_refused() -> None:
         aot_eager(function)(data())
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_processes_that_share_a_compile_cache(tmp_path: Path) -> None:
-    """A graph is not taken for that of another recipe of the same name, and is read by who means the same."""
-
-    def ran(recipe: str) -> str:
-        command = [sys.executable, "-m", "tests.modules.cached_compile", recipe]
-        shared = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-        done = subprocess.run(command, env=os.environ | shared, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert [ran(recipe) for recipe in ("mxfp8", "block")] == ["True 0", "True 0"]
-    alike, _, read = ran("mxfp8").partition(" ")
-    assert alike == "True" and int(read) > 0
+    """A graph is not taken for that of another recipe of the same name, and is read by who means the same: 2 ranks."""
+    (first,), (other, alike) = run_ranks(2, steps_of_a_cache, str(tmp_path))
+    assert [first, other] == [(True, 0), (True, 0)]
+    assert alike[0] and alike[1] > 0
 
 
 def test_a_structure_of_another_process_is_told() -> None:

@@ -121,7 +121,7 @@ def is_equal_when_recomputed(
 def test_compiled_in_one_graph_for_changing_splits(recipe: str) -> None:
     """Splits are numbers of the graph: those of 0, 1 and more differ; what is more shares one."""
     rule = ALL_RECIPES[recipe]
-    kept = grouped(rule, experts=3)
+    kept = grouped(rule, experts=2)
     compiled = copy.deepcopy(kept)
     torch._dynamo.reset()
 
@@ -129,7 +129,7 @@ def test_compiled_in_one_graph_for_changing_splits(recipe: str) -> None:
     def forward(x: Tensor, splits: list[int]) -> Tensor:
         return compiled(x, splits)
 
-    for step, splits in enumerate(([7, 0, 1], [5, 2, 2], [2, 3, 4], [0, 9, 0])):
+    for step, splits in enumerate(([7, 1], [5, 2], [2, 3], [0, 9])):
         x = values(step, sum(splits), IN)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         with qs.autocast(recipe=rule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quantshard as qs
+from tests.covering import exhaustive
 
 # Dynamo itself makes an instance of every autograd.Function that it traces
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
@@ -137,9 +139,14 @@ def cast_by_hand(module: nn.Module, dtype: torch.dtype, recipe: str, device: str
     return found, [of_x.float(), *others]
 
 
+LAYERS = [kind for kind in MODULES if kind.startswith("TransformerLayer")]
+OTHERS = [cell for cell in product(MODULES, RECIPES) if cell[0] not in LAYERS]
+"""What layers consist of, with every recipe; and each recipe in one of the layers, in turns."""
+IN_TURNS = [(LAYERS[turn % len(LAYERS)], recipe) for turn, recipe in enumerate(RECIPES)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(("kind", "recipe"), exhaustive(product(MODULES, RECIPES), OTHERS + IN_TURNS))
 def test_the_bits_are_those_of_an_input_cast_by_hand(kind: str, recipe: str, device: str) -> None:
     for stored, dtype in ((True, BF16), (False, BF16), (False, FP16))[: 3 if recipe in ("bf16", "current") else 2]:
         context = torch.autocast(device, dtype)

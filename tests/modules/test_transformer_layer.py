@@ -23,6 +23,7 @@ from quantshard.modules import (
 from quantshard.modules.base.module import WeightSpec
 from quantshard.modules.contexts import unsupported
 from quantshard.numerics import distributions
+from tests.covering import exhaustive, in_turns
 
 U = 2.0**-24
 NAMES = ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16"]
@@ -193,9 +194,11 @@ def test_masks_reach_the_core():
     assert torch.equal(causal(x, checkpoint_core_attention=True), causal(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("recipe", NAMES)
+DTYPES = [torch.float32, torch.bfloat16]
+CELLS = exhaustive(itertools.product(NAMES, STYLES, DTYPES), in_turns(NAMES, STYLES, DTYPES))
+
+
+@pytest.mark.parametrize(("recipe", "style", "dtype"), CELLS)
 def test_every_recipe_trains_odd_shapes(recipe, style, dtype):
     """The layer's blocks, fused or not, are quantized: outputs differ from high precision, but not by much."""
     x = torch.randn(SHAPE).to(dtype).requires_grad_()
@@ -238,10 +241,8 @@ def same(a, b):
     return True
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", NAMES)
-@pytest.mark.parametrize("style", STYLES)
-def test_births(style, recipe, dtype):
+@pytest.mark.parametrize(("recipe", "style", "dtype"), CELLS)
+def test_births(recipe, style, dtype):
     """Same seed, same model, whole or by way of the meta device; resetting changes nothing; another seed does."""
     first = layer(recipe, params_dtype=dtype, **STYLES[style])
     born = {name: value.clone() for name, value in first.state_dict().items()}

@@ -390,7 +390,7 @@ SCALINGS = [Scaling(), Scaling(power_of_two=True), Scaling(margin=2, epsilon=1e-
 
 @every_format
 @given(place=rectangles(), scaling=st.sampled_from(SCALINGS), stochastic=st.booleans(), seed=st.integers(0, 9))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_rectangle_is_a_slice_of_the_whole(fmt, place, scaling, stochastic, seed):
     """Idea 1: quantize(shard(x)) == shard(quantize(x)), codes and values, given the touched amaxes of the whole."""
     whole, origin, shape = place
@@ -422,7 +422,7 @@ def test_rectangle_is_a_slice_of_the_whole(fmt, place, scaling, stochastic, seed
     whole=st.tuples(st.integers(0, 300), st.integers(0, 300)),
     cuts=st.tuples(st.lists(st.integers(0, 300), max_size=3), st.lists(st.integers(0, 300), max_size=3)),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_amaxes_of_pieces_reduce_to_those_of_the_whole(fmt, whole, cuts):
     """MAX over the pieces of any cut, each in its touched entries, is the amax of the whole: what ranks do."""
     x = normal(*whole)
@@ -678,7 +678,7 @@ def test_requantize_under_the_same_scales(fmt, power_of_two):
 
 @every_format
 @given(seed=st.integers(0, 999), rows=st.integers(1, 140), cols=st.integers(1, 140), pow2=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_requantize_with_its_own_amaxes(fmt, seed, rows, cols, pow2):
     """What is left when the amaxes are taken again, from the quantized values.
 

@@ -64,7 +64,7 @@ def plain(params):
         for j, masters in enumerate(MASTERS)
     ],
 )
-def test_twenty_steps_are_the_same_bits(recipe, masters, dtypes):
+def test_ten_steps_are_the_same_bits(recipe, masters, dtypes):
     """With bad gradients at some, a schedule, and a parameter that now and then has no gradient."""
     runs = []
     for capturable in (False, True):
@@ -74,9 +74,9 @@ def test_twenty_steps_are_the_same_bits(recipe, masters, dtypes):
         options = {**MASTERS[masters], **dtypes, "weight_decay": 0.1, "capturable": capturable}
         optimizer = FusedAdam(params.items(), lr=0.01, **options)
         schedule = LambdaLR(optimizer, lambda t: 1 / (t + 1))
-        for step in range(20):
+        for step in range(10):
             set_grads(params, step)
-            if step in (0, 7, 8):
+            if step in (0, 4, 5):
                 params["vector"].grad[3] = float("nan")
             if step % 5 == 1:
                 params["bf16"].grad = None
@@ -94,7 +94,7 @@ def test_twenty_steps_are_the_same_bits(recipe, masters, dtypes):
     (one, first), (two, second) = runs
     assert not differing(everything(one, first), everything(two, second))
     assert first.skipped_steps == second.skipped_steps == 3
-    assert [first.param_groups[0][key] for key in COUNTERS] == [17, 3, 0]
+    assert [first.param_groups[0][key] for key in COUNTERS] == [7, 3, 0]
     assert all(second.param_groups[0][key].item() == first.param_groups[0][key] for key in COUNTERS)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 from types import SimpleNamespace
 from unittest import mock
@@ -21,6 +22,7 @@ from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from tests.covering import exhaustive, in_turns
 
 RECIPES = {
     **{kind().name: kind() for kind in NAMES.values() if kind().weight is not None},
@@ -321,7 +323,7 @@ def problems(draw):
 
 
 @every_row
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=problems())
 @example(problem=(torch.full((1, 40), 3.0), [(0, 3)]))  # fewer rows than ranks
 @example(problem=(torch.full((33, 64), float("nan")).neg(), [(0, 2)]))
@@ -385,11 +387,14 @@ def gather(shards, **options):
     return [s.fsdp_post_all_gather(outputs, m, dtype, **options) for s, (_, m) in zip(shards, sent, strict=True)]
 
 
-@every_row
-@pytest.mark.parametrize("shape", [(1, 40), (5, 16), (33, 47), (96, 64), (300, 40)], ids=str)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_gathered_is_what_one_process_holds(cell, shape, world):
-    tensor = weight(cell, *shape)
+GATHERED = ROWS.values(), [(1, 40), (5, 16), (33, 47), (96, 64), (300, 40)], [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "world"), exhaustive(itertools.product(*GATHERED), in_turns(*GATHERED)), ids=str
+)
+def test_gathered_is_what_one_process_holds(row, shape, world):
+    tensor = weight({name: cell for cell, name in ROWS.items()}[row], *shape)
     for gathered, inner in gather(cut(tensor, [(0, world)])):
         assert gathered.shape == shape and inner == ()
         assert gathered.quantized_storage.shard == whole(shape)
