@@ -197,7 +197,7 @@ def loaded_everywhere(case: Case, folder: str) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "block", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.exhaustive), "nvfp4"])
 def test_saved_in_one_way_and_loaded_in_another(recipe: str, tmp_path: Path) -> None:
     """Saved on 3 ranks, loaded on 2."""
     saved = run_ranks(3, saved_everywhere, Case(recipe, (3,), shapes=SHAPES, moments=torch.uint8), str(tmp_path))[0]
