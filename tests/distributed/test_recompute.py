@@ -155,7 +155,7 @@ def reorders(way: str, backward: str) -> bool:
     return "reentrant" in way.split() and "not" not in way and backward == "of the sum"
 
 
-def runs(ranks: int, device: str = "cpu", long: Sequence[str] = ("delayed",)) -> dict[tuple[str, str], str]:
+def runs(ranks: int, device: str = "cpu", long: Sequence[str] = tuple(RECIPES)) -> dict[tuple[str, str], str]:
     """What differs from the run without recomputation, by (recipe, way and where FSDP is).
 
     `long`: recipes of which two steps are run. One step has two forwards and backwards, and draws for each; scales of
