@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from tests.distributed.models import RECIPES, sha
+from tests.distributed.models import RECIPES, content, joined, sha
 from tests.distributed.tensor_parallel import off
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -102,7 +102,7 @@ def trained(case: Case) -> dict[str, str]:
     module, mesh = built(case)
     optimizer = qs.optimizers.FusedAdam(module.named_parameters(), lr=1e-2, weight_decay=0.1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found: dict[str, Any] = {f"born {name}": sha(value) for name, value in module.state_dict().items()}
+    found = hashes({f"born {name}": value for name, value in module.state_dict().items()})
     for step in range(3):
         x, chosen, weights, dy = (part(whole, rank, ranks) for whole in routed(step, case.experts))
         x.requires_grad_()
@@ -116,21 +116,35 @@ def trained(case: Case) -> dict[str, str]:
                 assert param.grad is not None
                 dist.all_reduce(param.grad, group=mesh["data"].get_group())
                 param.grad /= case.dp
-        for name, param in module.named_parameters():
-            assert param.grad is not None, name
-            found[f"{step} gradient of {name}"] = sha(param.grad)
-        for name, value in {"y": y.detach(), "dx": x.grad / ranks, "dweights": weights.grad / ranks}.items():
-            pieces: list[Any] = [None] * ranks
-            dist.all_gather_object(pieces, value)
-            found[f"{step} {name}"] = sha(torch.cat(pieces))
+        gradients = {f"{step} gradient of {name}": param.grad.clone() for name, param in module.named_parameters()}
+        found |= hashes(gradients)
+        pieces: list[Any] = [None] * ranks
+        dist.all_gather_object(pieces, {"y": y.detach(), "dx": x.grad / ranks, "dweights": weights.grad / ranks})
+        found |= {f"{step} {name}": sha(torch.cat([held[name] for held in pieces])) for name in pieces[0]}
         qs.optimizers.clip_grad_norm_(module, 1e9)
         optimizer.step()
         optimizer.zero_grad()
-    found |= {name: sha(value) for name, value in module.state_dict().items()}
+    found |= hashes(module.state_dict())
+    names = {param: name for name, param in module.named_parameters()}
     for param, entries in optimizer.state.items():
-        name = next(name for name, other in module.named_parameters() if other is param)
-        found |= {f"{name}.{key}": sha(value) for key, value in entries.items()}
+        found |= hashes({f"{names[param]}.{key}": value for key, value in entries.items()})
     return merged(found)
+
+
+def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """`sha` of tensors on any meshes, with one collective: of each, its mesh's ranks have pieces."""
+    sharded = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    mine = {name: (content(value._local_tensor), value._local_tensor.shape) for name, value in sharded.items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    found = {name: sha(value) for name, value in tensors.items() if name not in sharded}
+    for name, value in sharded.items():
+        held = {rank: each[name] for rank, each in enumerate(every) if name in each}
+        pieces = {rank: torch.from_numpy(of).view(value.dtype).view(shape) for rank, (of, shape) in held.items()}
+        whole = joined(value.device_mesh.mesh, value.placements, pieces)
+        assert whole.shape == value.shape, name
+        found[name] = sha(whole)
+    return found
 
 
 def merged(found: dict[str, str]) -> dict[str, str]:
@@ -326,20 +340,33 @@ def language_model(recipe: str, dp: int, ep: int) -> tuple[Any, Any]:
 def model_bits(model: nn.Module, optimizer: Any) -> dict[str, str]:
     state = {**moe.get_model_state_dict(model), **moe.get_optimizer_state_dict(model, optimizer, options=moe.BY_NAME)}
     named = {name: value for name, value in state.items() if not name.endswith("param_names")}  # of this rank
-    return merged({name: sha(value) if isinstance(value, Tensor) else str(value) for name, value in named.items()})
+    named |= hashes({name: value for name, value in named.items() if isinstance(value, Tensor)})
+    return merged({name: str(value) for name, value in named.items()})
 
 
-def saved(path: str, recipe: str, dp: int, ep: int) -> tuple[dict[str, str], list[float], dict[str, str]]:
-    """Train, save, and train on: the bits that were saved, and the losses and bits after it."""
+def saved(jobs: list[tuple[str, str, int, int, bool]]) -> list[Any]:
+    return [saved_on(*job) for job in jobs]
+
+
+def saved_on(
+    path: str, recipe: str, dp: int, ep: int, goes_on: bool
+) -> tuple[dict[str, str], list[float], dict[str, str]]:
+    """Train, save, and maybe train on: the bits that were saved, and the losses and bits after it."""
     with small():
         model, optimizer = language_model(recipe, dp, ep)
         moe.train(model, optimizer, range(2))
         moe.save(path, model, optimizer)
         bits = model_bits(model, optimizer)
-        return bits, moe.train(model, optimizer, range(2, 4)), model_bits(model, optimizer)
+        if not goes_on:
+            return bits, [], {}
+        return bits, moe.train(model, optimizer, range(2, 3)), model_bits(model, optimizer)
 
 
-def loaded(
+def loaded(jobs: list[tuple[dict[str, str], int, int, str]]) -> list[Any]:
+    return [loaded_on(*job) for job in jobs]
+
+
+def loaded_on(
     paths: dict[str, str], dp: int, ep: int, trained: str
 ) -> list[tuple[dict[str, str], list[float], dict[str, str]]]:
     """Load each checkpoint, by path, of a recipe, and train on with the one of the path `trained`."""
@@ -353,7 +380,7 @@ def loaded(
             moe.load(path, model, optimizer)
             bits, losses, after = model_bits(model, optimizer), list[float](), dict[str, str]()
             if path == trained:
-                losses, after = moe.train(model, optimizer, range(2, 4)), model_bits(model, optimizer)
+                losses, after = moe.train(model, optimizer, range(2, 3)), model_bits(model, optimizer)
             results.append((bits, losses, after))
     return results
 

@@ -188,7 +188,7 @@ def test_saved_on_any_mesh_and_loaded_on_any_other(
         if turn not in turns:
             continue
         kind = turn if len(turns) == len(recipes) else (turn + i) % len(recipes)
-        job = (source, recipes[kind], list(OPTIONS)[turn % len(OPTIONS)])
+        job = (source, recipes[kind], list(OPTIONS)[kind % len(OPTIONS)])
         saves.append(job)
         loads.append((target, *job))
     if len(turns) == len(recipes):
@@ -241,10 +241,19 @@ def unequal(one: Any, two: Any, where: str = "") -> list[str]:
     return [] if one == two else [where]
 
 
-def test_whole_state_dicts() -> None:
-    """Each recipe on one mesh of each kind: what is gathered is what one process has, and loads again."""
+SOME = ("delayed", "block", "rowwise", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [SOME, pytest.param([name for name in RECIPES if name not in SOME], marks=pytest.mark.exhaustive)],
+    ids=["some", "others"],
+)
+def test_whole_state_dicts(recipes: Sequence[str]) -> None:
+    """Recipes, each on a mesh of another kind: what is gathered is what one process has, and loads again."""
     names = [name for name, axes in EVERY.items() if axes.tp]
-    jobs = [(names[i % len(names)], recipe, list(OPTIONS)[i % len(OPTIONS)]) for i, recipe in enumerate(RECIPES)]
+    every = [(names[i % len(names)], recipe, list(OPTIONS)[i % len(OPTIONS)]) for i, recipe in enumerate(RECIPES)]
+    jobs = [job for job in every if job[1] in recipes]
     found = runs(full, jobs)
     assert {job: results for job, results in found.items() if any(any(rank) for rank in results)} == {}
 
@@ -324,16 +333,19 @@ def gathered(axes: Axes, name: str, layer: Any, expected: QuantizedStorage) -> l
     return wrong
 
 
-def test_born_and_gathered_as_on_one_process(show: Callable[[str], None]) -> None:
-    """Every recipe on every mesh with tensor parallelism; they take turns in being born on meta."""
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_born_and_gathered_as_on_one_process(half: int, show: Callable[[str], None]) -> None:
+    """Every recipe on half of the meshes with tensor parallelism, then on the others; they take turns in being born on
+    meta."""
     names = [name for name, axes in EVERY.items() if axes.tp]
     turns = itertools.product(enumerate(names), enumerate(RECIPES))
-    found = runs(born, [(name, recipe, (i + j) % 2 == 0) for (i, name), (j, recipe) in turns])
-    rows: dict[str, list[str]] = {}
-    for (name, _, _), results in found.items():
+    jobs = [(name, recipe, (i + j) // 2 % 2 == 0) for (i, name), (j, recipe) in turns if (i + j) % 2 == half]
+    found = runs(born, jobs)
+    rows = {name: dict.fromkeys(RECIPES, "-") for name in names}
+    for (name, recipe, _), results in found.items():
         differs = sorted({way for rank in results for way, keys in rank.items() if keys})
-        rows.setdefault(name, []).append(f"DIFFERS: {', '.join(differs)}" if differs else "equal")
-    show(table(rows, list(RECIPES)))
+        rows[name][recipe] = f"DIFFERS: {', '.join(differs)}" if differs else "equal"
+    show(table({name: list(words.values()) for name, words in rows.items()}, list(RECIPES)))
     assert {job: results for job, results in found.items() if any(any(rank.values()) for rank in results)} == {}
 
 
@@ -360,7 +372,12 @@ def other_optimizer(name: str, recipe: str, masters: bool, foreach: bool) -> lis
     return different(found[1], {key: tensor for key, (tensor, _) in found[0].items()})
 
 
-def test_stock_optimizers_and_masters() -> None:
+OF_STOCK = {"dp 2, tp 2": (0, 1, 2, 3), "tp 4": (1, 2), "dp_shard 1, tp 2": (0, 3)}
+"""Mesh -> which of the ways of `test_stock_optimizers_and_masters`; another mesh takes longer than another way."""
+
+
+@pytest.mark.parametrize("chosen", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["some", "rest"])
+def test_stock_optimizers_and_masters(chosen: bool) -> None:
     """2 and 4 ranks: torch.optim's AdamW, one by one and as lists, by itself and on masters; tensor parallelism alone
     too, where nothing but the weight itself knows its ranks."""
     meshes = ["dp 2, tp 2", "tp 4", "tp 2, dp 2", "dp_shard 1, tp 2"]
@@ -369,6 +386,7 @@ def test_stock_optimizers_and_masters() -> None:
         (mesh, list(RECIPES)[(i + 4 * j) % len(RECIPES)], masters, foreach)
         for i, mesh in enumerate(meshes)
         for j, (masters, foreach) in enumerate(ways)
+        if (j in OF_STOCK.get(mesh, ())) == chosen
     ]
     found = runs(other_optimizer, jobs)
     assert {job: results for job, results in found.items() if any(results)} == {}

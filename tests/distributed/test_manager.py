@@ -422,7 +422,9 @@ def saved_beside_training(case: Case, folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "nvfp4", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("block", "mxfp8"))]
+)
 def test_in_the_background_it_is_the_state_at_the_call(recipe: str, tmp_path: Path) -> None:
     """2 ranks."""
     assert recipe in RECIPES

@@ -6,7 +6,7 @@ Runs on 1, 2 and 3 ranks, and prints the table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -114,12 +114,12 @@ def built(case: Case, way: Callable[[nn.Module], nn.Module] | None, fsdp: str) -
     return model
 
 
-def run(case: Case, way: str | None, fsdp: str, backward: str) -> tuple[list[str], list[Any]]:
-    """Two steps; hashes of everything, by position since wrappers rename, and the gradients of each step."""
+def run(case: Case, way: str | None, fsdp: str, backward: str, steps: int) -> tuple[list[str], list[Any]]:
+    """Some steps; hashes of everything, by position since wrappers rename, and the gradients of each step."""
     model = built(case, None if way is None else WAYS[way], fsdp)
     optimizer = optimizer_of(model, case)
     seen = []
-    for step in range(2):
+    for step in range(steps):
         x, y = (part.to(case.device) for part in batch(step, case))
         losses = []
         for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -155,15 +155,19 @@ def reorders(way: str, backward: str) -> bool:
     return "reentrant" in way.split() and "not" not in way and backward == "of the sum"
 
 
-def runs(ranks: int, device: str = "cpu") -> dict[tuple[str, str], str]:
-    """What differs from the run without recomputation, by (recipe, way and where FSDP is)."""
+def runs(ranks: int, device: str = "cpu", long: Sequence[str] = tuple(RECIPES)) -> dict[tuple[str, str], str]:
+    """What differs from the run without recomputation, by (recipe, way and where FSDP is).
+
+    `long`: recipes of which two steps are run. One step has two forwards and backwards, and draws for each; scales of
+    past amaxes, and layers that are used again, need one more."""
     found = {}
     for (number, (of, fsdp, backward)), recipe in itertools.product(enumerate(SETTINGS), RECIPES):
         ways = [way for way in ways_of(recipe, number) if of == ranks and not reorders(way, backward)]
         case = Case(recipe, (ranks,), init="direct", device=device)
-        plain, plain_grads = run(case, None, fsdp, backward) if ways else ([], [])
+        steps = 2 if recipe in long else 1
+        plain, plain_grads = run(case, None, fsdp, backward, steps) if ways else ([], [])
         for way in ways:
-            again, grads = run(case, way, fsdp, backward)
+            again, grads = run(case, way, fsdp, backward, steps)
             alike = all(torch.equal(a, b) for a, b in zip(plain_grads, grads, strict=True))
             label = f"{way}, FSDP {fsdp}, backward {backward}"
             found[recipe, label] = "equal" if alike and again == plain else "DIFFER"
@@ -187,11 +191,14 @@ def test_every_way_and_recipe_is_tried() -> None:
     assert {recipe for recipe, _, _ in tried} == set(RECIPES)
 
 
-def test_gradients_weights_and_histories_are_those_without(show: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(
+    "long", [("delayed",), pytest.param(tuple(RECIPES), marks=pytest.mark.exhaustive)], ids=["", "every recipe"]
+)
+def test_gradients_weights_and_histories_are_those_without(long: tuple[str, ...], show: Callable[[str], None]) -> None:
     """1, 2 and 3 ranks."""
     rows, wrong = [], []
     for ranks in (1, 2, 3):
-        results = run_ranks(ranks, runs, ranks)
+        results = run_ranks(ranks, runs, ranks, "cpu", long)
         for label in sorted({label for _, label in results[0]}):
             cells = [min(found.get((recipe, label), "-") for found in results) for recipe in RECIPES]
             rows.append(f"{ranks:<6}{label:<58}" + "".join(f"{cell:<18}" for cell in cells))

@@ -1,7 +1,7 @@
 """Ways to wrap a model: each trains to the bits of the unwrapped model whose gradients are averaged by hand.
 
-On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. Every way is tried with two of the recipes that keep most, on 2
-ranks or on 2 and 3, and with the others in turns, one each, on 1 rank or 2; `make test-all` tries the rest.
+On 1, 2 and 3 ranks, and HSDP on 4; a table is printed. Every way is tried with one of the recipes that keep most, on 2
+ranks or 3, and with one of the others, on 1 rank or 2, in turns; `make test-all` tries the rest.
 Sums of gradients have no order here, since the losses of all ranks but the first two are multiplied by zero; of three
 terms, wrappers that lay out their buffers differently take different sums.
 """
@@ -273,25 +273,25 @@ Cells = dict[int, list[tuple[str, str]]]
 
 
 def cells() -> Cells:
-    """Every way with two of the recipes that keep something, and with one of the others in turns, on 1 rank or 2."""
+    """Every way with one of the recipes that keep something, and with one of the others, on 1 rank or 2; in turns."""
     others = [recipe for recipe in RECIPES if recipe not in KEEPING]
     found: Cells = {ranks: [] for ranks in (1, 2, 3, 4)}
     for number, name in enumerate(ROWS):
-        for turn, (recipe, ranks) in enumerate(KEEPING.items()):
-            if turn != number % len(KEEPING):
-                found[ranks].append((name, recipe))
+        kept = list(KEEPING)[number % len(KEEPING)]
+        found[KEEPING[kept]].append((name, kept))
         found[1 + (number + number // len(others)) % 2].append((name, others[number % len(others)]))
-    found[4] = [(name, recipe) for name in HSDP_ROWS for recipe in RECIPES if name == "HSDP 2x2" or recipe in KEEPING]
+    plain, *more = HSDP_ROWS
+    found[4] = [(plain, "delayed"), (plain, "block"), *zip(more, ("nvfp4", "mxfp8 two copies"), strict=True)]
     return found
 
 
 def rest() -> Cells:
     """Every way with every recipe that it is not tried with above, one that keeps something on as many ranks."""
     tried = {cell for found in cells().values() for cell in found}
-    found: Cells = {ranks: [] for ranks in (1, 2, 3)}
-    for name, recipe in product(ROWS, RECIPES):
-        if (name, recipe) not in tried:
-            found[KEEPING.get(recipe, 1)].append((name, recipe))
+    found: Cells = {ranks: [] for ranks in (1, 2, 3, 4)}
+    for name, recipe in product(ROWS | HSDP_ROWS, RECIPES):
+        if (name, recipe) not in tried and (name in ROWS or name == "HSDP 2x2" or recipe in KEEPING):
+            found[KEEPING.get(recipe, 1) if name in ROWS else 4].append((name, recipe))
     return found
 
 
