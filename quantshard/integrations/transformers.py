@@ -414,3 +414,4 @@ def _writing(model: PreTrainedModel, form: files.SavedForm) -> Iterator[None]:
 
 
 forward.SAVERS.append(_save)
+forward.guard_saving()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import weakref
@@ -289,8 +290,9 @@ def test_nothing_is_written_as_values_without_the_integration(
 ) -> None:
     """Of the model, of the module within, and by the Trainer, whose checkpoints are made by the same method."""
     monkeypatch.setattr(forward, "SAVERS", [])
-    model = converted(folder, "mxfp8", autocast=autocast)
-    for module in (model, model.model):
+    model, in_part = converted(folder, "mxfp8", autocast=autocast), load(folder)
+    qs.convert(in_part.model, "mxfp8", autocast=autocast)
+    for module in (model, model.model, in_part):
         said = r"save_pretrained: weights .* import quantshard.integrations.transformers, .* or call quantshard.revert"
         with pytest.raises(ConfigurationError, match=said):
             module.save_pretrained(tmp_path / "x")
@@ -305,6 +307,23 @@ def test_nothing_is_written_as_values_without_the_integration(
     qs.revert(model)
     model.save_pretrained(tmp_path)
     assert differing(model, load(tmp_path)) == []
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", MIXED], ids=["mxfp8", "mixed"])
+def test_a_model_converted_in_part_is_written_as_one_converted_whole(recipe: Any, folder: Path, tmp_path: Path) -> None:
+    """The parts are no models of transformers, and a copy is as the original."""
+    model = load(folder)
+    for part in model.model.layers:
+        qs.convert(part, recipe)
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert differing(model, again) == []
+    assert torch.equal(model(tokens()).logits, again(tokens()).logits)
+    model = load(folder)
+    for part, enters in zip(model.model.layers, (True, False), strict=True):
+        qs.convert(part, recipe, autocast=enters)
+    with pytest.raises(ConfigurationError, match="autocast=True and others with autocast=False"):
+        model.save_pretrained(tmp_path / "x")
 
 
 @pytest.mark.parametrize("recipe", CELLS)
