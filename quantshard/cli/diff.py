@@ -16,7 +16,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.observe.patterns import counted_name, pattern_groups
 from quantshard.terminal import inputs
-from quantshard.terminal.screen import complain, say
+from quantshard.terminal.screen import complain, say, say_whole
 
 UNEQUAL, UNREADABLE = 1, 2
 """Exit codes, as those of the diff that compares texts."""
@@ -103,7 +103,10 @@ def diff(
     except (CheckpointError, ConfigurationError) as error:
         complain(str(error))
         raise typer.Exit(UNREADABLE) from None
-    say(json.dumps(comparison_dict(comparison), indent=1) if json_ else "\n".join(comparison_lines(comparison)))
+    if json_:
+        say_whole(json.dumps(comparison_dict(comparison), indent=1))
+    else:
+        say(*comparison_lines(comparison))
     if not comparison.equal:
         raise typer.Exit(UNEQUAL)
 

@@ -15,7 +15,7 @@ from quantshard.cli import models
 from quantshard.cli.models import ModelSource
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
-from quantshard.terminal.screen import Screen, say
+from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer.mesh import TP, MeshSpec
 
 _WORLD_SIZE = 8
@@ -163,9 +163,8 @@ def _moment(option: str, name: str | None, default: torch.dtype) -> torch.dtype:
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:
     if as_json:
-        say(json.dumps({"source": list(told), **report.to_dict()}, indent=2))
+        say_whole(json.dumps({"source": list(told), **report.to_dict()}, indent=2))
         return
     screen = Screen(wide=wide)
-    for line in told:
-        screen.print(line)
+    screen.lines(*told)
     screen.print(report if wide else report.summary(WIDER))

@@ -42,7 +42,7 @@ def command(*arguments):
 def environment(**more):
     path = os.pathsep.join(filter(None, [more.pop("first", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "240"} | more
 
 
 def start(*arguments, **more):
