@@ -26,7 +26,7 @@ from transformers.quantizers import auto
 
 import quantshard as qs
 from quantshard.conversion import forward
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
@@ -464,6 +464,15 @@ def test_places_without_values_are_refused_by_name(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors")
+def test_the_trainer_as_it_is_names_ours(folder: Path, tmp_path: Path) -> None:
+    """Whose default optimizer is fused."""
+    given = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    trainer = Trainer(converted(folder, "mxfp8"), given, train_dataset=rows)
+    with pytest.raises(UnsupportedOperationError, match="from quantshard.integrations.transformers import Quantized"):
+        trainer.train()
+
+
 def test_the_snippets_of_the_page(folder: Path, tmp_path: Path) -> None:
     """docs/hugging-face.md: they run one after the other, and what they load has the bits that the page says."""
     text = (Path(__file__).parents[2] / "docs/hugging-face.md").read_text("utf-8")
