@@ -433,6 +433,9 @@ def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path)
             "scale of the activ",
         ),
     ]
+    for path, wanted in ((folder / "none", "there is no such folder"), (tmp_path, "no config.json can be read")):
+        told = said(ConfigurationError, lambda path=path: qt.training_config(str(path), "mxfp8"))
+        assert told.startswith(f"training_config({str(path)!r}): ") and wanted in told and "\n" not in told
     for error, call, wanted in cases:
         assert wanted in said(error, call)
     assert differing(read(tmp_path / "own", own), load(folder, own)) == []
@@ -469,7 +472,7 @@ def test_the_trainer_as_it_is_names_ours(folder: Path, tmp_path: Path) -> None:
     given = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
     rows = [{"input_ids": row, "labels": row} for row in tokens()]
     trainer = Trainer(converted(folder, "mxfp8"), given, train_dataset=rows)
-    with pytest.raises(UnsupportedOperationError, match="from quantshard.integrations.transformers import Quantized"):
+    with pytest.raises(UnsupportedOperationError, match=r"quantshard.integrations.transformers import Quantized"):
         trainer.train()
 
 
