@@ -211,6 +211,14 @@ UNLOADED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: emptied()(X),
         r"0\.weight was never given values: to_empty took memory",
     ),
+    "to_empty and forward in inference mode": (
+        lambda: torch.inference_mode()(lambda: emptied()(X))(),
+        r"0\.weight was never given values: to_empty took memory",
+    ),
+    "forward of a norm in inference mode": (
+        lambda: torch.inference_mode()(lambda: qs.RMSNorm(8, device="meta")(X.new_ones(2, 8)))(),
+        r"RMSNorm\.weight is on the meta device and holds no values; call to_empty",
+    ),
     "its FusedAdam": (
         lambda: stepped(lambda model: FusedAdam(model.named_parameters())),
         r"FusedAdam: 0\.weight is on the meta device",
