@@ -16,6 +16,7 @@ from quantshard.cli.models import ModelSource
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
 from quantshard.terminal.screen import Screen, say_whole
+from quantshard.trainer.config import MOMENT_DTYPES
 from quantshard.trainer.mesh import TP, MeshSpec
 
 _WORLD_SIZE = 8
@@ -32,8 +33,6 @@ _CUTS = {
 }
 _CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
 """Ends of names of parameters, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
-
-_STATE_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 
 SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or a Hugging Face config.json")
 RECIPE = typer.Option("--recipe", metavar="NAME", help=f"of a run or a config.json: {', '.join(recipe.NAMES)}")
@@ -156,9 +155,9 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
 def _moment(option: str, name: str | None, default: torch.dtype) -> torch.dtype:
     if name is None:
         return default
-    if name not in _STATE_DTYPES:
-        raise ConfigurationError(f"{option} {name}: choose one of {', '.join(_STATE_DTYPES)}")
-    return _STATE_DTYPES[name]
+    if name not in MOMENT_DTYPES:
+        raise ConfigurationError(f"{option} {name}: choose one of {', '.join(MOMENT_DTYPES)}")
+    return MOMENT_DTYPES[name]
 
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:
