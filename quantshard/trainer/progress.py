@@ -54,9 +54,10 @@ class Progress:
             self.note(f"step {entry['step']}/{self.settings.steps}  {line}")
 
     def report(self, found: Report) -> None:
-        """Show what `explain` found."""
+        """Show what `explain` found; in a file without blanks at the ends of lines."""
         if self.shown:
-            self.console.print(found, soft_wrap=False)
+            is_terminal = self.console.is_terminal
+            self.console.print(found if is_terminal else str(found), soft_wrap=not is_terminal)
 
     def note(self, line: str) -> None:
         """Show a line."""
