@@ -42,7 +42,7 @@ def command(*arguments):
 def environment(**more):
     path = os.pathsep.join(filter(None, [more.pop("first", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "240"} | more
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
 def start(*arguments, **more):
@@ -108,6 +108,13 @@ def one_line(result, says):
 
 def content(run):
     return {p.relative_to(run): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file() and p.name != ".lock"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_line_each():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", "10000")
+        yield
 
 
 @pytest.fixture(scope="module")
