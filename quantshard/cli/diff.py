@@ -9,22 +9,27 @@ from typing import Annotated, Any
 
 import typer
 
-from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.inspect.compare import Comparison, Difference, compare, largest_difference
+from quantshard.checkpoints.inspect.inspection import HISTORY, RANDOM, RANK, STATE, WEIGHT, kind_of
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.observe.patterns import counted_name, pattern_groups
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.terminal import inputs
-from quantshard.terminal.screen import complain, say
+from quantshard.terminal.screen import complain, say, say_whole
 
 UNEQUAL, UNREADABLE = 1, 2
 """Exit codes, as those of the diff that compares texts."""
 
-WEIGHTS, RANDOM, HISTORIES = "weights", "random keys and draws", "amax histories"
-_PREFIXES = {OPTIMIZER: "optimizer", f"{EXTRA}.": "extra", f"{rank_state.RANKS}.": "states of ranks"}
-_SUFFIXES = {f"_{KEY}": RANDOM, f"_{DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORIES}
+WEIGHTS = "weights"
+_GROUPS = {
+    WEIGHT: WEIGHTS,
+    STATE: "optimizer",
+    EXTRA: "extra",
+    RANK: "states of ranks",
+    RANDOM: "random keys and draws",
+    HISTORY: "amax histories",
+}
 _SCALE = "_scale_inv"
 
 
@@ -98,7 +103,10 @@ def diff(
     except (CheckpointError, ConfigurationError) as error:
         complain(str(error))
         raise typer.Exit(UNREADABLE) from None
-    say(json.dumps(comparison_dict(comparison), indent=1) if json_ else "\n".join(comparison_lines(comparison)))
+    if json_:
+        say_whole(json.dumps(comparison_dict(comparison), indent=1))
+    else:
+        say(*comparison_lines(comparison))
     if not comparison.equal:
         raise typer.Exit(UNEQUAL)
 
@@ -108,7 +116,7 @@ def groups_of(comparison: Comparison) -> list[EntryGroup]:
     differing, keys = {found.key: found for found in comparison.differences}, set(comparison.keys)
     groups = {WEIGHTS: EntryGroup(WEIGHTS)}
     for key in comparison.keys:
-        name = _kind(key, keys)
+        name = _GROUPS[kind_of(key, keys)]
         group = groups.setdefault(name, EntryGroup(name))
         if key in differing:
             group.differences.append(differing[key])
@@ -117,23 +125,12 @@ def groups_of(comparison: Comparison) -> list[EntryGroup]:
     return [group for group in groups.values() if group.equal or group.differences]
 
 
-def _kind(key: str, keys: set[str]) -> str:
-    for prefix, kind in _PREFIXES.items():
-        if key.startswith(prefix):
-            return kind
-    for suffix, kind in _SUFFIXES.items():
-        # what modules remember of their inputs belongs to no weight of that name
-        if key.endswith(suffix) and (kind == HISTORIES or key.removesuffix(suffix) in keys):
-            return kind
-    return WEIGHTS
-
-
 def _with_values(comparison: Comparison) -> Comparison:
     """The comparison with, for each component of a quantized weight, the largest difference of the weight's values.
 
     Only what differs is read once more; of what is no checkpoint of ours, or of other shapes, nothing is said."""
     keys = set(comparison.keys)
-    if not any(_kind(d.key, keys) == WEIGHTS and not d.only_in for d in comparison.differences):
+    if not any(kind_of(d.key, keys) == WEIGHT and not d.only_in for d in comparison.differences):
         return comparison
     try:
         a, b = CheckpointModel(comparison.path_a), CheckpointModel(comparison.path_b)
@@ -144,7 +141,7 @@ def _with_values(comparison: Comparison) -> Comparison:
         name = entry.key.removeprefix(MODEL)
         owner = _owner(name, a.weights)
         one, two = a.weights.get(owner), b.weights.get(owner)
-        is_part = _kind(entry.key, keys) == WEIGHTS and one is not None and one.tag is not None
+        is_part = kind_of(entry.key, keys) == WEIGHT and one is not None and one.tag is not None
         if is_part and one is not None and two is not None and one.shape == two.shape:
             if owner not in values:
                 values[owner] = largest_difference(a.values(one), b.values(two))

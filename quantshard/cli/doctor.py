@@ -13,7 +13,7 @@ from rich.status import Status
 from quantshard.doctor import Result, Watch, diagnose
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import outputs
-from quantshard.terminal.screen import Screen, say
+from quantshard.terminal.screen import Screen, say_whole
 
 WRONG = 1
 """Exit code where anything is wrong."""
@@ -68,7 +68,7 @@ def doctor(
     with Screen(stderr=True, soft_wrap=True).status("looking at this machine") as status:
         report = diagnose(folder, _ProgressWatch(status))
     if json_ and file is None:
-        say(report.to_json())
+        say_whole(report.to_json())
     else:
         Screen().print(report)
     if file is not None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 import typer
 from torch import nn
 
-from quantshard import observe, recipe
+from quantshard import limits, observe, recipe
 from quantshard.cli import models
 from quantshard.cli.models import ModelSource
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
-from quantshard.terminal.screen import Screen, say
+from quantshard.terminal.screen import Screen, say_whole
+from quantshard.trainer.config import MOMENT_DTYPES
 from quantshard.trainer.mesh import TP, MeshSpec
 
 _WORLD_SIZE = 8
@@ -31,8 +33,6 @@ _CUTS = {
 }
 _CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
 """Ends of names of parameters, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
-
-_STATE_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 
 SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or a Hugging Face config.json")
 RECIPE = typer.Option("--recipe", metavar="NAME", help=f"of a run or a config.json: {', '.join(recipe.NAMES)}")
@@ -83,17 +83,19 @@ def plan(
     """
     found = models.find(source, recipe_)
     axes, given = _axes(found, mesh, world_size)
+    refused = _refused(found, axes)
+    cuts = _cuts(found.model, axes[TP]) if TP in axes else None
     report = observe.plan(
         found.model,
         axes,
         layers=models.repeated_layers(found.model),
         rank=rank,
-        tensor_parallel=_cuts(found.model) if TP in axes else None,
+        tensor_parallel=cuts,
         exp_avg_dtype=_moment("--exp-avg-dtype", exp_avg_dtype, found.moments[0]),
         exp_avg_sq_dtype=_moment("--exp-avg-sq-dtype", exp_avg_sq_dtype, found.moments[1]),
     )
     where = ",".join(f"{axis}={size}" for axis, size in axes.items())
-    _show(found, (*found.told, f"rank {rank} of mesh {where}{given}"), report, wide, json_)
+    _show(found, (*found.told, f"rank {rank} of mesh {where}{given}", *refused), report, wide, json_)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
@@ -109,9 +111,39 @@ def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple
     return spec.present, given
 
 
-def _cuts(model: nn.Module) -> dict[str, int]:
-    names = [name for name, _ in model.named_parameters()]
+def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
+    """What the train command would say of a run's batches on this mesh, of which memory can be planned all the same.
+
+    Raises:
+        ConfigurationError: as by the train command: it cannot cut the model so.
+    """
+    if found.settings is None:
+        return ()
+    spec = MeshSpec(**axes)
+    settings = replace(found.settings, mesh=str(spec), dp_replicate=1)
+    settings.check()
+    try:
+        settings.check_ranks(spec.processes)
+    except ConfigurationError as error:
+        return (f"quantshard train would refuse this mesh: {error}",)
+    return ()
+
+
+def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
+    """Which dims the axis "tp" cuts.
+
+    Raises:
+        ConfigurationError: none that is known, or one that comes out uneven.
+    """
+    params = dict(model.named_parameters())
+    names = list(params)
     cuts = {end: dim for end, dim in _CUTS.items() if any(name.endswith(end) for name in names)}
+    for name, end in ((name, end) for name in names for end in cuts if name.endswith(end)):
+        dim, shape = cuts[end], tuple(params[name].shape)
+        if shape[dim] % ranks:
+            raise ConfigurationError(
+                limits.refusal("uneven axis", f"{name} {shape}, dim {dim} of {shape[dim]} over {ranks} ranks of {TP!r}")
+            )
     if not cuts:
         raise ConfigurationError(
             f"no weight of this model has a name that says how {TP!r} cuts it (as q_proj.weight has; "
@@ -123,16 +155,15 @@ def _cuts(model: nn.Module) -> dict[str, int]:
 def _moment(option: str, name: str | None, default: torch.dtype) -> torch.dtype:
     if name is None:
         return default
-    if name not in _STATE_DTYPES:
-        raise ConfigurationError(f"{option} {name}: choose one of {', '.join(_STATE_DTYPES)}")
-    return _STATE_DTYPES[name]
+    if name not in MOMENT_DTYPES:
+        raise ConfigurationError(f"{option} {name}: choose one of {', '.join(MOMENT_DTYPES)}")
+    return MOMENT_DTYPES[name]
 
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:
     if as_json:
-        say(json.dumps({"source": list(told), **report.to_dict()}, indent=2))
+        say_whole(json.dumps({"source": list(told), **report.to_dict()}, indent=2))
         return
     screen = Screen(wide=wide)
-    for line in told:
-        screen.print(line)
+    screen.lines(*told)
     screen.print(report if wide else report.summary(WIDER))

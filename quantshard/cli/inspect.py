@@ -19,7 +19,7 @@ from quantshard.layouts.inspection import inspect as inspect_path
 from quantshard.observe.patterns import counted_name, pattern_groups
 from quantshard.observe.table import FittedTable, human_bytes
 from quantshard.terminal import inputs
-from quantshard.terminal.screen import Screen, say
+from quantshard.terminal.screen import Screen, say_whole
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +41,7 @@ def inspect(
     """
     found = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
     if json_:
-        say(found.to_json())
+        say_whole(found.to_json())
     else:
         Screen(wide=wide).print(inspection_tables(found, wide))
 

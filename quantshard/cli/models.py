@@ -26,6 +26,7 @@ from quantshard.layouts.writing import CONFIGURATION
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.terminal import inputs
+from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.model import LanguageModel
 from quantshard.trainer.run_dir import RunDir
 
@@ -42,6 +43,7 @@ class ModelSource:
 
     `told`: what it is, and what of it was left out, in lines. `mesh`: that of its run, "" if none is known.
     `optimizer`: the states that a checkpoint holds, None where there is none. `moments`: of Adam in its run.
+    `settings`: its run's, None where it is of none.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class ModelSource:
     mesh: str = ""
     optimizer: torch.optim.Optimizer | None = None
     moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    settings: TrainSettings | None = None
 
 
 class StoredModule(nn.Module):
@@ -97,7 +100,7 @@ def of_run(path: Path, recipe_name: str | None) -> ModelSource:
     model = LanguageModel(settings, recipe.resolve(settings.recipe), "meta")
     mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
     told = f"{path}: {settings.architecture} of a run, by recipe {settings.recipe!r}"
-    return ModelSource(model, (told,), mesh, moments=settings.torch_moment_dtypes)
+    return ModelSource(model, (told,), mesh, moments=settings.torch_moment_dtypes, settings=settings)
 
 
 def of_checkpoint(path: str) -> ModelSource:

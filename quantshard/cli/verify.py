@@ -12,7 +12,7 @@ from quantshard.checkpoints.inspect.verify import Verification
 from quantshard.checkpoints.inspect.verify import verify as verify_checkpoint
 from quantshard.observe.table import human_bytes
 from quantshard.terminal import inputs
-from quantshard.terminal.screen import say
+from quantshard.terminal.screen import say, say_whole
 
 WRONG = 1
 """Exit code where anything is wrong."""
@@ -34,7 +34,10 @@ def verify(
     It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
     """
     found = verify_checkpoint(inputs.existing(checkpoint, "a checkpoint"))
-    say(json.dumps({**asdict(found), "ok": found.ok}, indent=1) if json_ else "\n".join(verification_lines(found)))
+    if json_:
+        say_whole(json.dumps({**asdict(found), "ok": found.ok}, indent=1))
+    else:
+        say(*verification_lines(found))
     if not found.ok:
         raise typer.Exit(WRONG)
 

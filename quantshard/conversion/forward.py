@@ -4,6 +4,7 @@ framework's method of it would write as if codes were values is refused, until t
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from quantshard.conversion import optimizer_watch
+from quantshard.conversion.linear import ConvertedLinear
 from quantshard.errors import ConfigurationError
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
@@ -29,7 +31,14 @@ SAVERS: list[Callable[..., Any]] = []
 """Who writes a converted model when `SAVE` is called: an integration enters itself when it is imported, as a function
 of the model, the plain class's method and its arguments. The last one counts."""
 
+_SAVING_CLASSES = (
+    ("transformers.modeling_utils", "PreTrainedModel"),
+    ("diffusers.models.modeling_utils", "ModelMixin"),
+)
+"""Whose `SAVE` is guarded where it is defined too: a model may be converted in part, and its own class stay."""
+
 _PLAIN = "_quantshard_plain_class"
+_GUARDED = "_quantshard_guarded"
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -40,6 +49,7 @@ def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
     and a copy of the model would call it. FSDP2 changes classes in the same way. So do the classes of modules within
     that can be saved, and used, by themselves, as the decoder in a language model.
     """
+    guard_saving()
     for module in model.modules():
         if module is model or hasattr(type(module), SAVE):
             setattr(module, RECIPE, stock_name(recipe) or recipe)
@@ -56,6 +66,15 @@ def leave_recipe(model: nn.Module) -> None:
             module.__class__ = plain
             delattr(module, RECIPE)
             delattr(module, ENTERS)
+
+
+def guard_saving() -> None:
+    """Let no model with converted layers write codes as values, whichever part of it was converted; only frameworks
+    that are imported already."""
+    for home, name in _SAVING_CLASSES:
+        kind = getattr(sys.modules.get(home), name, None)
+        if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
+            setattr(kind, SAVE, _saving_in_part(getattr(kind, SAVE)))
 
 
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:
@@ -86,6 +105,19 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
     return entering
 
 
+def _saving_in_part(plain: Callable[..., Any]) -> Callable[..., Any]:
+    guarded = _saving(plain)
+
+    @functools.wraps(plain)
+    def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # a class that enters a recipe has come here by its own guard
+        in_part = not hasattr(type(self), _PLAIN) and any(isinstance(each, ConvertedLinear) for each in self.modules())
+        return (guarded if in_part else plain)(self, *args, **kwargs)
+
+    setattr(save, _GUARDED, True)
+    return save
+
+
 def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -102,5 +134,6 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _blank(plain: type[nn.Module]) -> nn.Module:
     """Without state, which copying sets later: a module may hold itself."""
+    guard_saving()
     entering = _entering(plain)
     return entering.__new__(entering)

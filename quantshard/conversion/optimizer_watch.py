@@ -48,18 +48,18 @@ def note_forward(model: nn.Module) -> None:
     watch.forwards += 1
     if watch.forwards in _LOOKS:
         optimizers = optimizer_members.living()
-        if _told_of_replaced(model, watch, optimizers) or optimizer_members.warn_of_unheld(model, optimizers):
+        if _told_of_replaced(watch, optimizers) or optimizer_members.warn_of_unheld(model, optimizers):
             end(model)
         elif watch.forwards == _LOOKS[-1]:
             end(model)
 
 
-def _told_of_replaced(model: nn.Module, watch: OptimizerWatch, optimizers: list[Optimizer]) -> bool:
+def _told_of_replaced(watch: OptimizerWatch, optimizers: list[Optimizer]) -> bool:
     alive = {weight: name for name, each in watch.replaced.items() if (weight := each()) is not None}
+    told = False
     for optimizer in optimizers:
-        names = [alive[param] for param in optimizer_members.held([optimizer]) if param in alive]
+        names = [f"{alive[param]}.weight" for param in optimizer_members.held([optimizer]) if param in alive]
         if names:
-            told = [f"{name}.weight as it was before convert" for name in names]
-            optimizer_members.warn_of_replaced(model, type(optimizer).__name__, told)
-            return True
-    return False
+            optimizer_members.warn_of_replaced(optimizer, names)
+            told = True
+    return told

@@ -7,7 +7,6 @@ of which ranks hold nothing yet, DDP, and refusals by name.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -26,6 +26,7 @@ from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_
 from quantshard.errors import ConfigurationError
+from quantshard.observe import optimizer_members
 from quantshard.tensor import components
 
 OptimizerFactory = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]
@@ -94,7 +95,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     if rest:
         found = accelerator.prepare(*[others[at] for at in rest])
         ready.update(zip(rest, found if len(rest) > 1 else [found], strict=True))
-    _warn_of_untrained(named, [each for each in ready.values() if isinstance(each, Optimizer)])
+    wrapped = [each for each in ready.values() if isinstance(each, AcceleratedOptimizer)]
+    optimizer_members.warn_of_unheld(model, [each.optimizer for each in wrapped])
     return (model, *(ready[at] for at in range(len(others)))) if others else model
 
 
@@ -149,17 +151,6 @@ def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names
     return [[by_identity[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _warn_of_untrained(named: Mapping[str, nn.Parameter], optimizers: list[Optimizer]) -> None:
-    held = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
-    left = [name for name, param in named.items() if param.requires_grad and id(param) not in held]
-    if optimizers and left:
-        warnings.warn(
-            f"{len(left)} of {len(named)} parameters have gradients and no optimizer ({left[0]}, ...), so they stay as "
-            "they are; give them to one, or set requires_grad_(False)",
-            stacklevel=3,
-        )
-
-
 def _is_factory(other: object) -> bool:
     known = (Optimizer, nn.Module, torch.utils.data.DataLoader, torch.optim.lr_scheduler.LRScheduler)
     return callable(other) and not isinstance(other, known)
@@ -180,8 +171,7 @@ def _replicated(accelerator: Accelerator, model: nn.Module, others: tuple[Any, .
             if hasattr(each, "reseed_masters"):
                 each.reseed_masters()  # of the bits that have come from rank 0
     made = [each(model.named_parameters()) if _is_factory(each) else each for each in others]
-    optimizers = [each for each in made if isinstance(each, Optimizer)]
-    _warn_of_untrained(dict(model.named_parameters()), optimizers)
+    optimizer_members.warn_of_unheld(model, [each for each in made if isinstance(each, Optimizer)])
     return accelerator.prepare(model, *made)
 
 

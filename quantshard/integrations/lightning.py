@@ -68,17 +68,17 @@ def convert_and_shard(
     if isinstance(model, FSDPModule) and quantized_names(model):
         return model
     rank_zero_info(str(convert(model, recipe, filter=filter)))
-    for layer in (layers or repeated_layers)(model):
+    for layer in (layers or listed_layers)(model):
         fully_shard(layer, mesh=mesh[DATA], **options)
     fully_shard(model, mesh=mesh[DATA], **options)
     return model
 
 
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
+def listed_layers(model: nn.Module) -> list[nn.Module]:
     """The elements of a model's `nn.ModuleList`s, not of those that are inside of another."""
     found: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else repeated_layers(child)
+        found += list(child) if isinstance(child, nn.ModuleList) else listed_layers(child)
     return found
 
 

@@ -6,6 +6,7 @@ any model that `quantshard.convert` changed works, not only of those loaded here
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -145,9 +146,15 @@ def training_config(path: str, recipe: Recipes, *, filter: Filter | None = None,
         recipe, filter, options: those of `QuantshardConfig`.
 
     Raises:
-        ConfigurationError: the files are not quantized.
+        ConfigurationError: there is no configuration, or the files are not quantized.
     """
-    config = AutoConfig.from_pretrained(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        if os.path.isabs(path) and not os.path.lexists(path):
+            raise ConfigurationError(f"training_config({str(path)!r}): there is no such folder") from None
+        why = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"training_config({str(path)!r}): no config.json can be read: {why:.200}") from None
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         raise ConfigurationError(
@@ -414,3 +421,4 @@ def _writing(model: PreTrainedModel, form: files.SavedForm) -> Iterator[None]:
 
 
 forward.SAVERS.append(_save)
+forward.guard_saving()

@@ -108,17 +108,47 @@ def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The `quantization_config` of the native form: which layers are quantized, by which recipes."""
-    around: str | Recipe = getattr(model, RECIPE)
+    """The `quantization_config` of the native form: which layers are quantized, by which recipes.
+
+    Of a model that was converted in part, or in several parts, it is as if the whole had been, with the recipe that
+    most layers have.
+
+    Raises:
+        ConfigurationError: some of its parts enter their recipes and others do not; a weight is in none of them.
+    """
     layers = [name.removesuffix(".weight") for name in weights]
-    own = {name: getattr(model.get_submodule(name), "recipe", None) for name in layers}
+    parts = {name: _converted_part(model, name) for name in layers}
+    enters = {bool(getattr(part, ENTERS)) for part in parts.values() or [model]}
+    if len(enters) > 1:
+        raise ConfigurationError(
+            "save_pretrained: parts of this model were converted with autocast=True and others with autocast=False, "
+            "which config.json cannot say; convert them alike, or save with quantshard.checkpoints.save"
+        )
+    own: dict[str, Recipe] = {
+        name: resolve(getattr(model.get_submodule(name), "recipe", None) or getattr(part, RECIPE))
+        for name, part in parts.items()
+    }
+    around = resolve(getattr(model, RECIPE, None) or max(own.values(), key=list(own.values()).count))
     return {
         "quant_method": METHOD,
-        "recipe": stock_name(resolve(around)),
+        "recipe": stock_name(around),
         "layers": layers,
-        "layer_recipes": {name: stock_name(resolve(recipe)) for name, recipe in own.items() if recipe is not None},
-        "autocast": bool(getattr(model, ENTERS)),
+        "layer_recipes": {name: stock_name(recipe) for name, recipe in own.items() if recipe != around},
+        "autocast": enters.pop(),
     }
+
+
+def _converted_part(model: nn.Module, layer: str) -> nn.Module:
+    """The innermost module around a layer that entered a recipe when it was converted."""
+    path = layer.split(".")
+    around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) - 1, -1, -1)]
+    found = next((module for module in around if hasattr(module, RECIPE)), None)
+    if found is None:
+        raise ConfigurationError(
+            f"save_pretrained: {layer} is quantized, and in no part of this model that convert changed; save "
+            "with quantshard.checkpoints.save"
+        )
+    return found
 
 
 # Layouts

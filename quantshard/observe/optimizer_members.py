@@ -9,8 +9,10 @@ nor of an optimizer that holds no parameter of the model at all: that may be ano
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -20,6 +22,10 @@ from quantshard import private_torch
 from quantshard.errors import warn_once
 
 _FEW = 4
+
+_count = itertools.count()
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The optimizers that something was told of: another may come to lie at the same address."""
 
 
 def registered(model: nn.Module) -> dict[Tensor, str]:
@@ -73,17 +79,25 @@ def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
     params = registered(model)
     strange = [name for param, name in held([optimizer]).items() if param not in params]
     if strange:
-        warn_of_replaced(model, type(optimizer).__name__, strange)
+        _warn_of_optimizer(
+            optimizer,
+            f"{type(optimizer).__name__} holds {shown(strange, 1)}, not in this {class_name(model)}, so it does not "
+            "train them; make it after convert and fully_shard",
+        )
 
 
-def warn_of_replaced(model: nn.Module, optimizer: str, names: Sequence[str]) -> None:
-    """Tell of parameters that an optimizer holds and a model does not have any more, or never had."""
-    warn_once(
-        f"replaced {shown(names)} {class_name(model)}",
-        f"{optimizer} holds {shown(names)}, not in this {class_name(model)}: if convert or fully_shard has put others "
-        "in their place, a step does not change the model any more; convert, then fully_shard, and make the optimizer "
-        "then",
+def warn_of_replaced(optimizer: Any, names: Sequence[str]) -> None:
+    """Tell of weights that an optimizer holds, and in whose place `convert` has put others."""
+    _warn_of_optimizer(
+        optimizer,
+        f"{type(optimizer).__name__} was made before convert and holds {shown(names, 1)} as they were, so it does not "
+        "train them; make it after convert and fully_shard",
     )
+
+
+def _warn_of_optimizer(optimizer: Any, text: str) -> None:
+    """Once for each optimizer."""
+    warn_once(f"parameters of optimizer {_numbers.setdefault(optimizer, next(_count))}", text)
 
 
 def class_name(model: nn.Module) -> str:
@@ -91,7 +105,7 @@ def class_name(model: nn.Module) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def shown(names: Sequence[str]) -> str:
+def shown(names: Sequence[str], few: int = _FEW) -> str:
     """The first few names, and how many more there are."""
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more
+    more = f" and {len(names) - few} more" if len(names) > few else ""
+    return ", ".join(names[:few]) + more

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import compress
@@ -25,7 +26,9 @@ WEIGHTS = "weights"
 GATHERED = "given to all-gathers, forward and backward"
 """How the lines of the totals begin that compare weights and traffic with BF16."""
 
-_TEXT_WIDTH = 240
+MORE = "a wider terminal or COLUMNS=240 has them"
+"""Where the columns are to be had for which there is no room."""
+
 _UNBOUNDED = 10000
 _NAME_WIDTH = 30
 
@@ -121,13 +124,14 @@ class Totals:
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` or `plan` found. `str(report)` is the table; rich prints it too, in the width of the terminal."""
+    """What `explain` or `plan` found. `str(report)` is the table, as rich prints it too: as wide as the terminal, or
+    as the environment's COLUMNS say, or of 80 columns."""
 
     rows: tuple[Row, ...]
     totals: Totals
     attention: tuple[str, ...] = ()
     """The backends by which attention would run without mask and dropout, each with its modules."""
-    more: str = "a wider terminal or a file has them"
+    more: str = MORE
     """Where the columns are to be had for which there is no room."""
 
     @classmethod
@@ -138,7 +142,7 @@ class Report:
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
         return cls(tuple(rows), totals, tuple(_merged(attention)))
 
-    def summary(self, more: str = more) -> Report:
+    def summary(self, more: str = MORE) -> Report:
         """This report with one row for the parameters of a pattern that are alike, which has the sums of their bytes:
         `layers.{0-31}.q_proj.weight x32`. `more`: where the columns are to be had for which there is no room."""
         found = pattern_groups((row.name, repr(replace(row, name="")), row) for row in self.rows)
@@ -167,7 +171,7 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=_TEXT_WIDTH, color_system=None).print(self)
+        Console(file=out, width=shutil.get_terminal_size().columns, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -200,7 +204,7 @@ class FittedTable:
     columns: Mapping[str, Literal["left", "right"]]
     rows: Sequence[Sequence[str]]
     spared: Sequence[str]
-    more: str = "a wider terminal or a file has them"
+    more: str = MORE
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left_out = 0

@@ -14,6 +14,7 @@ other operation dequantizes, and none of these is differentiable, so no training
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -340,11 +341,19 @@ def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
 # Refused by name
 
 
+_TRAINER = (
+    "; where transformers' Trainer makes the optimizer: from quantshard.integrations.transformers import "
+    "QuantizedTraining, and class QuantizedTrainer(QuantizedTraining, Trainer)"
+)
+"""Its default is fused=True."""
+
+
 def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:
     weight = next(target for target in targets if isinstance(target, QuantizedTensor))
     raise UnsupportedOperationError(
         f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True "
         "or foreach=False, or quantshard.optimizers.FusedAdam, or fused=True within optimizers.MasterWeights"
+        f"{_TRAINER if 'transformers.trainer' in sys.modules else ''}"
     )
 
 

@@ -248,6 +248,11 @@ def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
     return bool(parts) and all(part.is_pinned() for part in parts)
 
 
+@rule(aten._has_compatible_shallow_copy_type.default, needed_by="module.to_empty() in inference mode")
+def _is_set_in_place(tensor: Tensor, other: Tensor) -> bool:
+    return False  # modules swap tensors of subclasses
+
+
 @rule(aten._pin_memory.default, needed_by="FSDP2's CPU offload")
 def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
     if isinstance(tensor.quantized_storage, Placeholder):

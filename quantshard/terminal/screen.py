@@ -7,7 +7,9 @@ has done with it before; colors and the progress bar are rich's own, and rich re
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -18,8 +20,8 @@ from rich.text import Text
 
 from quantshard.errors import printable
 
-TEXT_WIDTH = 200
-"""The width of tables that do not go to a terminal."""
+_WIDTH = 80
+"""That of what does not go to a terminal, if the environment's COLUMNS say no other: the same wherever it is made."""
 
 _UNBOUNDED = 10000
 
@@ -27,16 +29,25 @@ _KEPT = "\n\t"
 
 
 class Screen(Console):
-    """A rich console that escapes what a terminal would obey. `table`: as wide as tables need to be in a file; `wide`:
-    as wide as what is shown, everywhere."""
+    """A rich console that escapes what a terminal would obey. `wide`: as wide as what is shown, everywhere."""
 
-    def __init__(
-        self, *, table: bool = False, wide: bool = False, stderr: bool = False, soft_wrap: bool = False
-    ) -> None:
+    def __init__(self, *, wide: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
-        width = TEXT_WIDTH if table and not stream.isatty() else None
+        columns = os.environ.get("COLUMNS", "")
+        width = None if stream.isatty() else int(columns) if columns.isdecimal() and int(columns) else _WIDTH
         width = _UNBOUNDED if wide else width
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
+
+    def lines(self, *lines: str) -> None:
+        """Show lines, wrapped between words; a path or a name is never broken."""
+        for text in printable("\n".join(lines), but=_KEPT).split("\n"):
+            inside = " " * (len(text) - len(text.lstrip()) + 2)
+            found = textwrap.wrap(
+                text, self.width, subsequent_indent=inside, expand_tabs=False, replace_whitespace=False,
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+            for line in found or [""]:
+                self.print(line, soft_wrap=True)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape a text before rich measures it: a table then knows how wide it is."""
@@ -50,9 +61,13 @@ class Screen(Console):
 
 
 def say(*lines: str) -> None:
-    """Show lines on standard output."""
-    for line in lines:
-        print(printable(line, but=_KEPT))
+    """Show lines on standard output, as `Screen.lines` does."""
+    Screen().lines(*lines)
+
+
+def say_whole(text: str) -> None:
+    """Show a text on standard output whose lines are to stay as they are, as JSON."""
+    print(printable(text, but=_KEPT))
 
 
 def complain(message: str) -> None:

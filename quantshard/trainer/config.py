@@ -28,19 +28,21 @@ MOST_BYTES = 32 << 20
 TABLES = ("launch", "corpus")
 """Tables that a run's `config.toml` has beside the settings; `--config` skips them."""
 
+MOMENT_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
+"""How Adam's moments may be stored, by the words of settings and options."""
+
 CHOICES = {
     "architecture": ("llama", "gpt"),
     "schedule": ("cosine", "constant"),
     "params_dtype": ("bfloat16", "float32"),
-    "exp_avg_dtype": ("float32", "fp8"),
-    "exp_avg_sq_dtype": ("float32", "fp8"),
+    "exp_avg_dtype": tuple(MOMENT_DTYPES),
+    "exp_avg_sq_dtype": tuple(MOMENT_DTYPES),
     "sequence_parallel": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
 }
 """Settings that are one of a few words."""
 
 _PARAM_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_STATE_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 _WIDTH_MULTIPLE = 32
 
 
@@ -146,7 +148,7 @@ class TrainSettings:
     @property
     def torch_moment_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """`exp_avg_dtype` and `exp_avg_sq_dtype` as `FusedAdam` takes them."""
-        return _STATE_DTYPES[self.exp_avg_dtype], _STATE_DTYPES[self.exp_avg_sq_dtype]
+        return MOMENT_DTYPES[self.exp_avg_dtype], MOMENT_DTYPES[self.exp_avg_sq_dtype]
 
     def resolved(self) -> TrainSettings:
         """These settings with what follows from others filled in, and with absolute paths."""

@@ -54,14 +54,13 @@ class Progress:
             self.note(f"step {entry['step']}/{self.settings.steps}  {line}")
 
     def report(self, found: Report) -> None:
-        """Show what `explain` found: as wide as this terminal, or as it needs."""
+        """Show what `explain` found; in a file without blanks at the ends of lines."""
         if self.shown:
-            self.console.print(
-                found if self.console.is_terminal else str(found), soft_wrap=not self.console.is_terminal
-            )
+            is_terminal = self.console.is_terminal
+            self.console.print(found if is_terminal else str(found), soft_wrap=not is_terminal)
 
     def note(self, line: str) -> None:
         """Show a line."""
         if self.shown:
-            self.console.print(line)
+            self.console.lines(line)
             self.console.file.flush()

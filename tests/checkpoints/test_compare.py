@@ -68,6 +68,11 @@ def train(path: str, steps: int = 2, recipe: str = "nvfp4") -> None:
     save(f"{path}/trained", model, optimizer, {"step": steps})
 
 
+@pytest.fixture(autouse=True)
+def one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     paths = {ranks: tmp_path_factory.mktemp(f"ranks-{ranks}") for ranks in (1, 2, 3)}

@@ -139,6 +139,20 @@ def test_totals(checkpoints: dict[str, Path]) -> None:
     assert totals["extra", "int64"].numel == 5
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single process, which is meant
+def test_random_state_and_what_ranks_saved_are_no_weights(tmp_path: Path) -> None:
+    """Nor what modules remember; a parameter of such a name, of no weight, is one."""
+    model = {
+        "w": torch.zeros(3),
+        "w_key": torch.zeros(1),
+        "own_key": torch.zeros(2),
+        "gemm_amax_history": torch.zeros(4),
+    }
+    dcp.save({"model": model, "ranks": {"0": {"random": torch.zeros(6)}}}, checkpoint_id=tmp_path / "c")
+    totals = {total.kind: total.numel for total in inspect_checkpoint(tmp_path / "c").totals}
+    assert totals == {"weight": 5, "random state": 1, "amax history": 4, "rank state": 6}
+
+
 def sharded(path: str) -> None:
     case = Case("block", (3,), shapes=((40, 30),))
     model = build(case)
@@ -303,5 +317,7 @@ def test_inspect_prints_tables_and_json(checkpoints: dict[str, Path]) -> None:
 def test_a_model_without_quantized_weights(tmp_path: Path) -> None:
     path = written(tmp_path / "c", None)
     assert verify(path).quantized == 0 and verify(path).ok
-    assert {row.format for row in inspect_checkpoint(path).rows if row.kind == "weight"} == {"bfloat16", "int64"}
+    assert {row.format for row in inspect_checkpoint(path).rows if row.kind == "weight"} == {"bfloat16"}
+    kinds = {row.name: row.kind for row in inspect_checkpoint(path).rows}
+    assert kinds["model.0.weight_key"] == kinds["model.0.weight_draws"] == "random state"
     assert isinstance(built(None)[0], nn.Sequential)

@@ -25,6 +25,11 @@ from tests.cli.hostile import told
 from tests.layouts import models
 
 
+@pytest.fixture(autouse=True)
+def one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A checkpoint where a run has its own."""

@@ -15,6 +15,7 @@ import quantshard as qs
 from quantshard import recipe
 from quantshard.cli import explain
 from quantshard.cli import models as sources
+from quantshard.errors import ConfigurationError
 from quantshard.observe.patterns import by_pattern
 from quantshard.observe.table import folded
 from quantshard.trainer.config import TrainSettings
@@ -99,7 +100,7 @@ def test_tensor_parallelism_cuts_what_the_modules_cut(architecture: str) -> None
     """Of the command's own model: the dims that its modules would hand to DTensor, biases among them."""
     settings = TrainSettings(architecture=architecture, hidden=64, heads=2, layers=1).resolved()
     model = LanguageModel(settings, recipe.resolve("mxfp8"), "meta")
-    cuts, seen = explain._cuts(model), set()
+    cuts, seen = explain._cuts(model, 2), set()
     for prefix, module in model.named_modules():
         for leaf, dim in getattr(module, "_cuts", {}).items():
             name = f"{prefix}.{leaf}"
@@ -116,6 +117,15 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     assert all(row["mesh"] == {"dp_shard": 2} for row in found["rows"])
     inner = next(row for row in found["rows"] if row["name"].startswith("layers.0."))
     assert inner["backward_gather_bytes"] > 0  # its layers are sharded one by one
+    code, out, err = told("plan", run, "--mesh", "tp=3")
+    settings = sources.find(str(run), None).settings
+    assert settings is not None
+    with pytest.raises(ConfigurationError) as refused:
+        replace(settings, mesh="tp=3").check()  # as train does
+    assert code == 1 and not out and str(refused.value) in " ".join(err)
+    assert json_of("plan", run, "--world-size", 64)["source"][-1].startswith(
+        "quantshard train would refuse this mesh: g"
+    )
     other = json_of("explain", run / "config.toml", "--recipe", "block")
     assert "fp8_128x128" in {row["format"] for row in other["rows"]}
 
@@ -182,6 +192,7 @@ def test_names_are_broken_behind_dots() -> None:
         (["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"], "of 2 ranks, but --world-size says 3"),
         (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
         (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, fp8"),
+        (["plan", "config.json", "--mesh", "tp=5"], "q_proj.weight (64, 64), dim 0 of 64 over 5 ranks of 'tp'"),
         (["plan", "config.json", "--wdie"], "--wdie"),
         (["explain", "bad.json"], "has no model_type 'lama'; did you mean 'llama'?"),
         (["explain", "other.json"], "transformers cannot build it"),

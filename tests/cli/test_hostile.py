@@ -152,6 +152,7 @@ def test_records_of_anybody_are_read(run: Path, sound: dict[str, Any]) -> None:
 
 def test_other_files_are_not_read(run: Path, sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are compared before a file is read; what is read, because it has the length, is not told."""
+    monkeypatch.setenv("COLUMNS", "10000")
     secret = run.parent / "secret"
     secret.write_text("password: " + "1" * 76533)
     text = (run.parent / "text").read_text()

@@ -36,7 +36,7 @@ def test_all_that_is_shown_is_escaped(capsys: pytest.CaptureFixture[str]) -> Non
     table = Table()
     table.add_column("name")
     table.add_row(BAD)
-    Screen(table=True).print(table, BAD)
+    Screen().print(table, BAD)
     shown = capsys.readouterr()
     assert "\x1b" not in shown.out and shown.out.count(GOOD) == 3 and GOOD.replace("\\x07", "") in shown.out
 
@@ -135,6 +135,24 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_version_is_said() -> None:
     code, (line,), err = told("--version")
     assert code == 0 and line.startswith("quantshard ") and not err
+
+
+def test_lines_fit_80_columns_and_paths_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where there is no terminal too, whatever others of the process's streams are; and what Python prints."""
+    path, words = "a/" * 50, "some words " * 12
+    for columns, allowed in ((None, 80), ("120", 120)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+        screen.say(f"  {words}", path)
+        Progress(TrainSettings(), shown=True).note(words)
+        Progress(TrainSettings(), shown=True).report(explain(nn.Linear(4, 4, dtype=torch.float32)))
+        print(explain(nn.Linear(4, 4, dtype=torch.float32)))
+        lines = out.getvalue().splitlines()
+        assert path in lines and lines[1].startswith("    ")
+        lines.remove(path)
+        assert allowed - 20 < max(map(len, lines)) <= allowed and not any(line.endswith(" ") for line in lines)
 
 
 def test_tables_fit_80_columns() -> None:

@@ -211,6 +211,14 @@ UNLOADED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: emptied()(X),
         r"0\.weight was never given values: to_empty took memory",
     ),
+    "to_empty and forward in inference mode": (
+        lambda: torch.inference_mode()(lambda: emptied()(X))(),
+        r"0\.weight was never given values: to_empty took memory",
+    ),
+    "forward of a norm in inference mode": (
+        lambda: torch.inference_mode()(lambda: qs.RMSNorm(8, device="meta")(X.new_ones(2, 8)))(),
+        r"RMSNorm\.weight is on the meta device and holds no values; call to_empty",
+    ),
     "its FusedAdam": (
         lambda: stepped(lambda model: FusedAdam(model.named_parameters())),
         r"FusedAdam: 0\.weight is on the meta device",
@@ -268,12 +276,15 @@ def forwards(model: nn.Module) -> None:
 
 def test_an_optimizer_made_before_convert_is_told() -> None:
     model = born()
-    optimizer = torch.optim.AdamW(model.parameters())
-    qs.convert(model, "mxfp8")
-    (text,) = said(lambda: forwards(model))
-    assert text.startswith("AdamW holds 0.weight as it was before convert, 1.weight as it was before convert")
-    assert text.endswith("convert, then fully_shard, and make the optimizer then")
-    del optimizer
+    other = born()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, model, other)]
+    for each in (model, other):
+        qs.convert(each, "mxfp8")
+    texts = said(lambda: [forwards(each) for each in (model, other, model)])
+    assert texts == [
+        "AdamW was made before convert and holds 0.weight and 3 more as they were, so it does not train them; make it "
+        "after convert and fully_shard"
+    ] * len(optimizers)
 
 
 def test_parameters_in_no_optimizer_are_told() -> None:
@@ -304,7 +315,7 @@ def test_what_is_held_frozen_or_unknown_is_not_told() -> None:
 def test_explain_tells_of_an_optimizer_of_another_model() -> None:
     model, other = born(), born()
     text, *_ = said(lambda: qs.explain(model, FusedAdam(other.named_parameters())))
-    assert text.startswith("FusedAdam holds 0.weight, 0.bias, 1.weight, 1.bias and 4 more, not in this Sequential")
+    assert text.startswith("FusedAdam holds 0.weight and 7 more, not in this Sequential")
 
 
 class Adapted(nn.Module):

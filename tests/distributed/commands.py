@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -48,14 +49,14 @@ def in_the_pool(processes: int, arguments: list[str]) -> None:
     """Stands for `launch.launch`."""
     command, run, order = arguments[-3:]
     assert command == "worker"
-    told = run_ranks(processes, _work, run, order)
+    told = run_ranks(processes, _work, run, order, os.environ.get("COLUMNS", "10000"))
     print(told[0][0], end="")
     errors = [error for _, error in told if error]
     if errors:
         raise launch.LaunchError(errors[0], crashed=False)
 
 
-def _work(run: str, order: str) -> tuple[str, str]:
+def _work(run: str, order: str, columns: str) -> tuple[str, str]:
     """What a started process does: what it prints, and the error that it ends with."""
     out, place = io.StringIO(), ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     handlers = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
@@ -64,6 +65,7 @@ def _work(run: str, order: str) -> tuple[str, str]:
         stack.enter_context(patch.object(worker, "_join", lambda wanted: place))
         stack.enter_context(patch.object(RunDir, "lock", lambda folder: None))  # it is held until the process ends
         stack.enter_context(redirect_stdout(out))
+        stack.enter_context(patch.dict(os.environ, COLUMNS=columns))
         try:
             worker.train_run(RunDir(Path(run)), ordered)
         except QuantshardError as error:

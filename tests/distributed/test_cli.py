@@ -110,6 +110,13 @@ def content(run):
     return {p.relative_to(run): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file() and p.name != ".lock"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_line_each():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", "10000")
+        yield
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A text that does not change with the repository: what dropout does to a loss depends on it."""

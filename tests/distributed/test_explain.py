@@ -1,7 +1,9 @@
 """`explain` beside what happens: bytes that are resident, and bytes that go over the wire, counted where they pass."""
 
 import json
+import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,7 +144,8 @@ def described() -> dict[str, Any]:
         t.to_local().nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
     )
     assert report.totals.optimizer_bytes == held
-    return {row["name"]: row for row in json.loads(report.to_json())["rows"]} | {"text": str(report)}
+    with patch.dict(os.environ, COLUMNS="240"):
+        return {row["name"]: row for row in json.loads(report.to_json())["rows"]} | {"text": str(report)}
 
 
 def test_sharding_is_described():

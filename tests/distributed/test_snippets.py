@@ -62,7 +62,7 @@ def test_every_page_with_code_has_a_test() -> None:
     assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
     for page, file in RUN_BY.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 5, 1, 1]
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 6, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -135,6 +135,29 @@ def test_an_optimizer_of_ones_own() -> None:
     model(torch.ones(3, 150, dtype=torch.bfloat16)).float().square().mean().backward()
     names["optimizer"].step()
     assert not torch.equal(before, model.weight.detach().dequantize())
+
+
+def test_going_on_with_adamw() -> None:
+    """It makes the step that FusedAdam makes, from codes as moments too, but for roundings."""
+    with quantshard.quantized_model_init(recipe="mxfp8"):
+        model = quantshard.Linear(64, 64, params_dtype=torch.bfloat16)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3, exp_avg_dtype=torch.uint8)
+    float32_model = torch.nn.Linear(64, 64)
+    for number in range(3):
+        model(torch.ones(2, 64, dtype=torch.bfloat16) * number).float().square().sum().backward()
+        if number == 2:
+            exec(snippet_with("docs/optimizers.md", "plain.state[own]"), names := vars() | {"torch": torch})
+            with pytest.raises(KeyError, match="step"):
+                torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.state_dict())
+            for param, own in zip(model.parameters(), float32_model.parameters(), strict=True):
+                own.grad = param.grad.float()
+            names["plain"].step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for param, own in zip(model.parameters(), float32_model.parameters(), strict=True):
+        torch.testing.assert_close(
+            own.detach(), optimizer.get_unscaled_state(param, "master_param"), rtol=1e-5, atol=1e-6
+        )
 
 
 def masters_by_hand(case: Case) -> tuple[dict[str, str], dict[str, str]]:

@@ -361,4 +361,6 @@ def test_wrong_use_is_said_in_one_line() -> None:
     for line, expected in zip(lines, words, strict=True):
         assert expected in line and "\n" not in line
     ((warning,),) = run_ranks(1, untrained, None)
-    assert warning.startswith("2 of 21 parameters have gradients and no optimizer (model.layers.0.mlp.up_proj.weight")
+    assert warning.startswith(
+        "model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight of a LlamaForCausalLM"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import weakref
@@ -25,7 +26,7 @@ from transformers.quantizers import auto
 
 import quantshard as qs
 from quantshard.conversion import forward
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
@@ -289,8 +290,9 @@ def test_nothing_is_written_as_values_without_the_integration(
 ) -> None:
     """Of the model, of the module within, and by the Trainer, whose checkpoints are made by the same method."""
     monkeypatch.setattr(forward, "SAVERS", [])
-    model = converted(folder, "mxfp8", autocast=autocast)
-    for module in (model, model.model):
+    model, in_part = converted(folder, "mxfp8", autocast=autocast), load(folder)
+    qs.convert(in_part.model, "mxfp8", autocast=autocast)
+    for module in (model, model.model, in_part):
         said = r"save_pretrained: weights .* import quantshard.integrations.transformers, .* or call quantshard.revert"
         with pytest.raises(ConfigurationError, match=said):
             module.save_pretrained(tmp_path / "x")
@@ -305,6 +307,23 @@ def test_nothing_is_written_as_values_without_the_integration(
     qs.revert(model)
     model.save_pretrained(tmp_path)
     assert differing(model, load(tmp_path)) == []
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", MIXED], ids=["mxfp8", "mixed"])
+def test_a_model_converted_in_part_is_written_as_one_converted_whole(recipe: Any, folder: Path, tmp_path: Path) -> None:
+    """The parts are no models of transformers, and a copy is as the original."""
+    model = load(folder)
+    for part in model.model.layers:
+        qs.convert(part, recipe)
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert differing(model, again) == []
+    assert torch.equal(model(tokens()).logits, again(tokens()).logits)
+    model = load(folder)
+    for part, enters in zip(model.model.layers, (True, False), strict=True):
+        qs.convert(part, recipe, autocast=enters)
+    with pytest.raises(ConfigurationError, match="autocast=True and others with autocast=False"):
+        model.save_pretrained(tmp_path / "x")
 
 
 @pytest.mark.parametrize("recipe", CELLS)
@@ -414,6 +433,9 @@ def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path)
             "scale of the activ",
         ),
     ]
+    for path, wanted in ((folder / "none", "there is no such folder"), (tmp_path, "no config.json can be read")):
+        told = said(ConfigurationError, lambda path=path: qt.training_config(str(path), "mxfp8"))
+        assert told.startswith(f"training_config({str(path)!r}): ") and wanted in told and "\n" not in told
     for error, call, wanted in cases:
         assert wanted in said(error, call)
     assert differing(read(tmp_path / "own", own), load(folder, own)) == []
@@ -445,6 +467,15 @@ def test_places_without_values_are_refused_by_name(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors")
+def test_the_trainer_as_it_is_names_ours(folder: Path, tmp_path: Path) -> None:
+    """Whose default optimizer is fused."""
+    given = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    trainer = Trainer(converted(folder, "mxfp8"), given, train_dataset=rows)
+    with pytest.raises(UnsupportedOperationError, match=r"quantshard.integrations.transformers import Quantized"):
+        trainer.train()
+
+
 def test_the_snippets_of_the_page(folder: Path, tmp_path: Path) -> None:
     """docs/hugging-face.md: they run one after the other, and what they load has the bits that the page says."""
     text = (Path(__file__).parents[2] / "docs/hugging-face.md").read_text("utf-8")

@@ -149,7 +149,8 @@ def test_a_shared_parameter_is_one_row():
     assert [row.name for row in explain(model).rows] == [name for name, _ in model.named_parameters()]
 
 
-def test_printed_table_has_a_line_for_each_parameter():
+def test_printed_table_has_a_line_for_each_parameter(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")
     model = Mixed()
     report = explain(model, qs.optimizers.FusedAdam(model.parameters(), exp_avg_dtype=torch.uint8))
     lines = str(report).splitlines()

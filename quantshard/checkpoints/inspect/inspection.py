@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.inspect.contents import STATE_MARK, TensorGroup, TensorStatistics
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
-WEIGHT, STATE = "weight", "state"
-"""Kinds of rows: what a model holds, and an optimizer's states. The caller's own entries are `EXTRA`."""
+WEIGHT, STATE, RANK = "weight", "state", "rank state"
+RANDOM, HISTORY = "random state", "amax history"
+"""Kinds of rows: what a model holds, an optimizer's states, what each rank saved of its own; the random state of
+weights, and what modules remember of their inputs. The caller's own entries are `EXTRA`."""
+
+_PREFIXES = {"optimizer.": STATE, f"{EXTRA}.": EXTRA, f"{rank_state.RANKS}.": RANK}
+_SUFFIXES = {f"_{KEY}": RANDOM, f"_{DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORY}
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class FormatTotal:
-    """The tensors of one kind and format: weights, or states of one name."""
+    """The tensors of one kind and format, or the states of one name."""
 
     kind: str
     format: str
@@ -105,8 +113,8 @@ def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
         CheckpointError: it is none, or damaged.
     """
     reader = contents.opened(path)
-    rows = [_row(reader, group, data) for group in contents.groups(reader)]
     entries = reader.read_metadata().state_dict_metadata
+    rows = [_row(reader, group, kind_of(group.name, entries), data) for group in contents.groups(reader)]
     others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
     return Inspection(str(path), tuple(rows), tuple(sorted(others)), _run(path))
 
@@ -119,17 +127,27 @@ def _run(path: Path_) -> dict[str, Any] | None:
     return {name: getattr(found, name) for name in names}
 
 
-def _kind(name: str) -> str:
-    if name.startswith(f"{EXTRA}."):
-        return EXTRA
-    return STATE if STATE_MARK in name else WEIGHT
+def kind_of(key: str, keys: Container[str]) -> str:
+    """The kind of an entry, or of a tensor of several.
+
+    Args:
+        keys: of the checkpoint.
+    """
+    for prefix, kind in _PREFIXES.items():
+        if key.startswith(prefix):
+            return kind
+    for suffix, kind in _SUFFIXES.items():
+        # what modules remember of their inputs belongs to no weight of that name
+        if key.endswith(suffix) and (kind == HISTORY or key.removesuffix(suffix) in keys):
+            return kind
+    return STATE if STATE_MARK in key else WEIGHT
 
 
-def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
+def _row(reader: SafeReader, group: TensorGroup, kind: str, data: bool) -> TensorSummary:
     figures = contents.figures(reader, group) if data and group.format is not None else None
     return TensorSummary(
         group.name,
-        _kind(group.name),
+        kind,
         group.tag,
         group.format is not None,
         group.shape,

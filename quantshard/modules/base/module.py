@@ -364,7 +364,17 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
-        return normalize(x, self.whole_on_rows(prefix + "weight"), self.whole_on_rows(prefix + "bias"))
+        weight = self.whole_on_rows(prefix + "weight")
+        self._check_place(prefix + "weight", weight, x.device)
+        return normalize(x, weight, self.whole_on_rows(prefix + "bias"))
+
+    def _check_place(self, name: str, param: Tensor | None, device: torch.device) -> None:
+        if param is not None and param.is_meta and device.type != "meta":
+            raise ConfigurationError(
+                f"{context_warnings.name_of(self)}.{name} is on the meta device and holds no values; call "
+                "to_empty(device=...) on the model and load them (checkpoints.load_high_precision, checkpoints.load), "
+                "or reset_parameters()"
+            )
 
     def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
         """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
@@ -376,12 +386,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
         checked = self._checked_weight(name, call.recipe)
-        if checked.is_meta and device.type != "meta":
-            raise ConfigurationError(
-                f"{context_warnings.name_of(self)}.{name} is on the meta device and holds no values; call "
-                "to_empty(device=...) on the model and load them (checkpoints.load_high_precision, checkpoints.load), "
-                "or reset_parameters()"
-            )
+        self._check_place(name, checked, device)
         if call.strict:
             stored = checked.quantized_storage if isinstance(checked, QuantizedTensor) else None
             self._refuse_fallbacks(name, backend.fallbacks(stored, call.recipe, device))
