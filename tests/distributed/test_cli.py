@@ -199,7 +199,7 @@ def test_under_torchrun_it_starts_no_processes(uninterrupted, text, tmp_path, st
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command("train")]
     options = ["--steps", "2", "--decay-steps", "6", "--micro-batches", "3", "--eval-every", "0", *SIZES.split()]
     process = start([*torchrun, "--run-dir", str(run), "--data", str(text), *options], environment())
-    out, err = process.communicate(timeout=SECONDS)
+    _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     figures = [{k: v for k, v in record.items() if k != "heldout_loss"} for record in losses(run)]
     assert figures == losses(uninterrupted)[:2]
