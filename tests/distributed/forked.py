@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests.distributed.pool import IMPORTED
@@ -120,3 +122,22 @@ def _run(arguments: list[str], env: dict[str, str]) -> None:
     else:
         sys.argv = [*arguments]
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+# Processes that save
+
+
+def fork_server() -> dict[str, Any]:
+    """How a process that this one's server has forked finds the server."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()
+    found = vars(forkserver._forkserver)
+    return {name: found[name] for name in ("_forkserver_address", "_forkserver_authkey") if name in found}
+
+
+def forked_savers(server: dict[str, Any]) -> Any:
+    """In a rank: until the patch ends, a process that saves for it is forked by the server and not spawned, which
+    takes seconds to import PyTorch."""
+    vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
+    context = multiprocessing.get_context("forkserver")
+    return mock.patch.object(torch.multiprocessing, "get_context", lambda method: context)
