@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.mesh import MeshSpec
 from tests.distributed import durability
+from tests.distributed.forked import fork_server, forked_savers
 from tests.distributed.models import RECIPES
-from tests.distributed.pool import IMPORTED
 from tests.distributed.shelf import SCHEME
 
 pytestmark = pytest.mark.distributed
@@ -89,33 +90,37 @@ class Run:
         return [private_torch.local_tensor(value).clone() for value in self.model.state_dict().values()]
 
 
-def plain_saves(folder: str) -> list[str]:
-    """What is wrong with `dcp.async_save`: each recipe by a thread and by a process, on one mesh and on the other."""
+KINDS = (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)
+
+
+def plain_saves(folder: str, turn: int) -> list[str]:
+    """What is wrong with `dcp.async_save`: each recipe by a thread and by a process at once, on a mesh in turns."""
     wrong = []
-    group = dist.new_group(backend="gloo")
-    for turn, kind in enumerate((AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)):
-        for number, name in enumerate(RECIPES):
-            mesh = MESHES[(number + turn) % 2]
-            where = f"{folder}/{kind.name} {name} {mesh}"
-            run = Run(name, mesh)
-            run.step()
-            dcp.save(run.state(), checkpoint_id=f"{where} now")
-            before = run.held()
-            future = dcp.async_save(
-                run.state(),
-                storage_writer=WaitingWriter(where),
-                process_group=group,
-                async_checkpointer_type=kind,
+    groups = [dist.new_group(backend="gloo") for _ in KINDS]
+    for number, name in enumerate(RECIPES):
+        mesh = MESHES[(number + turn) % 2]
+        now, *places = (f"{folder}/{name} {mesh} {kind}" for kind in ("now", "thread", "process"))
+        run = Run(name, mesh)
+        run.step()
+        dcp.save(run.state(), checkpoint_id=now)
+        before = run.held()
+        futures = [
+            dcp.async_save(
+                run.state(), storage_writer=WaitingWriter(place), process_group=group, async_checkpointer_type=kind
             )
-            run.step()
-            changed = sum(not torch.equal(a, b) for a, b in zip(before, run.held(), strict=True))
-            early = os.path.exists(f"{where}/.metadata")
-            dist.barrier()
-            Path(f"{where}.gate").touch()
+            for place, group, kind in zip(places, groups, KINDS, strict=True)
+        ]
+        run.step()
+        changed = sum(not torch.equal(a, b) for a, b in zip(before, run.held(), strict=True))
+        early = [place for place in places if os.path.exists(f"{place}/.metadata")]
+        dist.barrier()
+        for place, future in zip(places, futures, strict=True):
+            Path(f"{place}.gate").touch()
             future.result()
-            found = compare(where, f"{where} now")
-            if early or changed < 3 or not found.equal or found.tensors < 20:
-                wrong.append(f"{where}: {early=} {changed=} {found.first}")
+        dist.barrier()
+        found = compare(places[dist.get_rank()], now)  # each rank looks at one
+        if early or changed < 3 or not found.equal or found.tensors < 20:
+            wrong.append(f"{places[dist.get_rank()]}: {early=} {changed=} {found.first}")
     return wrong
 
 
@@ -240,42 +245,35 @@ def two_at_once(folder: str) -> list[str]:
     return [str(done), str(first.steps()), str(second.steps())]
 
 
-def fork_server(method: str) -> Any:
-    """Stands for `torch.multiprocessing.get_context`: a spawned process takes seconds to import torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED, __name__])
-    return context
-
-
-def all_of_them(folder: str) -> tuple[list[str], ...]:
-    """In one set of processes, of which the first two functions share one that saves, spawned as users have it."""
-    spawning = (plain_saves, failed_in_a_process)
-    said = [function(f"{folder}/{function.__name__}") for function in spawning]
-    with mock.patch.object(torch.multiprocessing, "get_context", fork_server):
+def all_of_them(folder: str, turn: int, server: dict[str, Any]) -> tuple[list[str], ...]:
+    """In one set of processes. The first two functions share those that save, in the second turn spawned as users have
+    it."""
+    with nullcontext() if turn else forked_savers(server):
+        said = [plain_saves(f"{folder}/plain_saves", turn), failed_in_a_process(f"{folder}/failed_in_a_process")]
+    with forked_savers(server):
         for function in (on_a_disk, behind_urls, left_by_an_error, two_at_once):
             said.append(function(f"{folder}/{function.__name__}"))
     return tuple(said)
 
 
-def _serve(rank: int, meeting: str, function: Callable[[str], Any], folder: str, answers: Any) -> None:
+def _serve(rank: int, meeting: str, function: Callable[..., Any], arguments: tuple[Any, ...], answers: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2)
-        answers.put((rank, function(folder)))
+        answers.put((rank, function(*arguments)))
         dist.barrier()
     except BaseException:
         answers.put((rank, traceback.format_exc()))
         raise
 
 
-def on_two(function: Callable[[str], Any], folder: Path) -> list[Any]:
+def on_two(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (f"{meeting}/store", function, str(folder), answers)
-        processes = [context.Process(target=_serve, args=(rank, *arguments)) for rank in range(2)]
+        told = (f"{meeting}/store", function, arguments, answers)
+        processes = [context.Process(target=_serve, args=(rank, *told)) for rank in range(2)]
         for process in processes:
             process.start()
         try:
@@ -288,9 +286,10 @@ def on_two(function: Callable[[str], Any], folder: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_saved_by_a_thread_and_by_a_process(tmp_path: Path) -> None:
-    """2 ranks: by stock PyTorch, each recipe by both, on FSDP2 and tensor-parallel; a process fails, and a run."""
-    by_rank = on_two(all_of_them, tmp_path)
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_saved_by_a_thread_and_by_a_process(tmp_path: Path, turn: int) -> None:
+    """2 ranks: by stock PyTorch, each recipe by both, on FSDP2 or tensor-parallel; a process fails, and a run."""
+    by_rank = on_two(all_of_them, str(tmp_path), turn, fork_server())
     assert by_rank[0] == by_rank[1]
     plain, failed, disk, urls, left, two = by_rank[0]
     assert plain == []

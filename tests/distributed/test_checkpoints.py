@@ -129,13 +129,22 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By 1 and by 3 ranks, with mxfp8."""
+    paths = {ranks: tmp_path_factory.mktemp("saved") / str(ranks) for ranks in (1, 3)}
+    for ranks, path in paths.items():
+        run_ranks(ranks, save, Case("mxfp8", (ranks,)), str(path))
+    return paths
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_damage(damage: Callable[[Path], None], saved: dict[int, Path], tmp_path: Path) -> None:
     """1 and 3 ranks: one line on every rank, no hang."""
     for ranks in (1, 3):
         path = tmp_path / str(ranks)
         case = Case("mxfp8", (ranks,))
-        run_ranks(ranks, save, case, str(path))
+        shutil.copytree(saved[ranks], path)
         damage(path)
         for message in run_ranks(ranks, failure, case, str(path), load):
             assert DAMAGE[damage] in message
@@ -156,12 +165,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_model_or_recipe(other: str, tmp_path: Path) -> None:
+def test_another_model_or_recipe(other: str, saved: dict[int, Path]) -> None:
     """3 ranks: refused by name before anything is read."""
-    path = str(tmp_path / "c")
-    run_ranks(3, save, Case("mxfp8", (3,)), path)
     case, expected = OTHERS[other]
-    for message in run_ranks(3, failure, case, path, load):
+    for message in run_ranks(3, failure, case, str(saved[3]), load):
         assert expected in message
 
 

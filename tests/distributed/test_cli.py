@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.model import generate
 from quantshard.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
+from tests.distributed.forked import STARTS
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -36,19 +36,13 @@ SECONDS = 300  # the machine may be busy
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "quantshard", *map(str, arguments)]
+    return ["-m", "quantshard", *map(str, arguments)]
 
 
 def environment(**more):
     path = os.pathsep.join(filter(None, [more.pop("first", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
-
-
-def start(*arguments, **more):
-    return subprocess.Popen(
-        command(*arguments), env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def train(run, text, *arguments, steps=6):
@@ -156,11 +150,12 @@ def in_one_go(folder, whole, steps):
     Trainer(replace(settings, steps=steps), from_table(corpus), RunDir(Path(whole)), place, StopFlag()).train(0)
 
 
-def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path):
+@pytest.mark.parametrize("start", STARTS)
+def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path, start):
     """SIGTERM, which saves; then a rank is killed, then the launcher, and each time the run goes on."""
     options = ["--save-every", 2, "--eval-every", 4, "--layers", 1, "--recipe", "delayed", "--decay-steps", 50]
     run, whole = tmp_path / "run", tmp_path / "whole"
-    process = start(*train(run, text, *options, steps=5000))
+    process = start(command(*train(run, text, *options, steps=5000)), environment())
     wait_for_steps(run, 2, process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=SECONDS)
@@ -169,7 +164,7 @@ def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path):
     assert RunDir(run).last_complete() == (done, [])
     for killed in ("rank", "launcher"):
         done = RunDir(run).last_complete()[0]
-        process = start("resume", run)
+        process = start(command("resume", run), environment())
         wait_for_steps(run, done + 4, process)  # more than a killed run can have left
         workers = children(process.pid)
         assert len(workers) == 2
@@ -205,15 +200,14 @@ def test_resumed_on_three(uninterrupted, tmp_path):
         assert abs(resumed["loss"] - whole["loss"]) < 0.02  # bf16 activations, other order of sums
 
 
-def test_under_torchrun_it_starts_no_processes(uninterrupted, text, tmp_path):
+@pytest.mark.parametrize("start", STARTS)
+def test_under_torchrun_it_starts_no_processes(uninterrupted, text, tmp_path, start):
     run = tmp_path / "run"
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantshard", "train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command("train")]
     options = ["--steps", "2", "--decay-steps", "6", "--micro-batches", "3", "--eval-every", "0", *SIZES.split()]
-    result = subprocess.run(
-        [sys.executable, "-m", *torchrun, "--run-dir", str(run), "--data", str(text), *options],
-        env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    process = start([*torchrun, "--run-dir", str(run), "--data", str(text), *options], environment())
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
     figures = [{k: v for k, v in record.items() if k != "heldout_loss"} for record in losses(run)]
     assert figures == losses(uninterrupted)[:2]
 
@@ -237,11 +231,12 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_rank_that_fails_alone(text, tmp_path):
+@pytest.mark.parametrize("start", STARTS)
+def test_rank_that_fails_alone(text, tmp_path, start):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(FAILING)
     run = tmp_path / "run"
-    process = start(*train(run, text), first=str(tmp_path / "site"))
+    process = start(command(*train(run, text)), environment(first=str(tmp_path / "site")))
     out, err = process.communicate(timeout=SECONDS)
     one_line(
         subprocess.CompletedProcess([], process.returncode, out, err),

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from quantshard.checkpoints.inspect.compare import compare
 from quantshard.determinism import VARIABLES
 from quantshard.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
+from tests.distributed.forked import STARTS
 from tests.distributed.test_cli import ROOT, SECONDS, SIZES, command, environment, losses
 
 pytestmark = pytest.mark.distributed
@@ -33,35 +33,35 @@ def starts(run):
     return [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def trained(text, tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=STARTS)
+def trained(text, tmp_path_factory, request) -> Path:
     """A run in processes of its own, which begin without the variables; each tells what it has at its end."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(TELL)
     begun = environment(first=str(folder / "site"), TOLD=str(folder))
     begun = {name: value for name, value in begun.items() if name not in VARIABLES}
-    line = command(*train(folder / "run", text, "--deterministic"))
-    result = subprocess.run(line, env=begun, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert result.returncode == 0 and "deterministic mode is on" in result.stdout, result.stderr
-    assert "WARNING" not in result.stdout
+    process = request.param(command(*train(folder / "run", text, "--deterministic")), begun)
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0 and "deterministic mode is on" in out, err
+    assert "WARNING" not in out
     return folder / "run"
 
 
 TELL = """
-import json, os, sys
+import json, os
 
-def told(number):
-    import torch
+def told():
     found = {name: os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")}
     found["on"] = torch.are_deterministic_algorithms_enabled()
     found["filled"] = torch.utils.deterministic.fill_uninitialized_memory
     with open(os.path.join(os.environ["TOLD"], f"rank-{os.environ['RANK']}.json"), "w") as file:
         json.dump(found, file)
-    end(number)
+    end()
 
 if "RANK" in os.environ:
-    end, os._exit = os._exit, told
+    import torch, torch.distributed
+    end, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, told
 """
 
 

@@ -65,7 +65,7 @@ def trained(family: str, recipe: str, folder: Path) -> tuple[dict[str, str], lis
     tokens = torch.randint(101, (6, 12), generator=torch.Generator().manual_seed(1))
     tokens = tokens.chunk(dist.get_world_size())[dist.get_rank()]
     losses = []
-    for _ in range(5):
+    for _ in range(3):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -112,8 +112,8 @@ def told(_: object) -> tuple[list[str], list[str]]:
 
 
 def test_parameters_in_no_optimizer_are_told() -> None:
-    """2 ranks: those of a sharded model are known by the parameters that FSDP2 made."""
-    for nothing, (text,) in run_ranks(2, told, None):
+    """3 ranks: those of a sharded model are known by the parameters that FSDP2 made."""
+    for nothing, (text,) in run_ranks(3, told, None):
         assert nothing == []
         assert text.startswith("model.layers.1.mlp.up_proj.weight, model.norm.weight of a LlamaForCausalLM: trained")
 
@@ -148,7 +148,7 @@ def refused(_: object) -> list[str]:
 
 
 def test_sharded_models_are_refused() -> None:
-    """2 ranks."""
-    for convert, revert in run_ranks(2, refused, None):
+    """3 ranks."""
+    for convert, revert in run_ranks(3, refused, None):
         assert "is sharded (" in convert and "convert first, then fully_shard, then make the optimizer" in convert
         assert revert.startswith("revert: ")

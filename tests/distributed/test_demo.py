@@ -1,7 +1,7 @@
 """The demo, small: what it tells, and that it fails where it must.
 
-The run that it kills, and the one that it resumes on one process, have processes of their own; its other commands run
-in those of the pool.
+The run that it kills has processes of its own; its other commands run in those of the pool, in `make test-all` once
+more in their own too.
 """
 
 import json
@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,17 @@ from tests.distributed.commands import quantshard
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
+STEPS, EVERY = 24, 6
 SIZES = {
     "hidden": 64, "layers": 1, "heads": 2, "seq_length": 32, "global_batch": 4, "steps": STEPS, "warmup": 5,
-    "save_every": 10, "eval_every": 20, "eval_sequences": 4,
+    "save_every": EVERY, "eval_every": 12, "eval_sequences": 4,
 }  # fmt: skip
 RUNS = ("uninterrupted", "killed", "on-1-process", "bf16")
 
 
 def in_the_pool(self: demo.DemoRun, arguments: list[str], run: Any, kill_at: int | None) -> int:
-    """Stands for `Story.follow`, where processes are not the point."""
-    if kill_at is not None or arguments[-1] == "1":
+    """Stands for `DemoRun.follow`, where processes are not the point."""
+    if kill_at is not None:
         return follow(self, arguments, run, kill_at)
     self.say(f"  $ quantshard {' '.join(arguments)}")
     with pytest.MonkeyPatch.context() as patched:
@@ -46,20 +47,20 @@ def in_the_pool(self: demo.DemoRun, arguments: list[str], run: Any, kill_at: int
     return demo.last_step(run)
 
 
-def compared(self: demo.DemoRun, a: Path, b: Path) -> bool:
-    """Stands for `Story.diff`."""
-    self.say(f"  $ quantshard diff {a} {b}")
-    done = quantshard("diff", a, b)
-    assert done.returncode in (0, 1), done.stderr
-    self.seen(done.stdout.strip().splitlines()[0])
-    return done.returncode == 0
+def here(line: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Stands for `subprocess.run` of a command that starts no others."""
+    assert line[:3] == [sys.executable, "-m", "quantshard"] and options.keys() == {"env", "capture_output", "text"}
+    return quantshard(*line[3:])
 
 
 follow = demo.DemoRun.follow
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+TOLD = [pytest.param(in_the_pool, id="pool"), pytest.param(follow, id="started", marks=pytest.mark.exhaustive)]
+
+
+@pytest.fixture(scope="module", params=TOLD)
+def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, str]:
     """The folder of a demo that was run, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
     text = "".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(2000))
@@ -70,8 +71,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(ROOT))
         patched.setenv("RANK", "5")  # the demo does not take itself for a worker
-        patched.setattr(demo.DemoRun, "follow", in_the_pool)
-        patched.setattr(demo.DemoRun, "diff", compared)
+        patched.setattr(demo.DemoRun, "follow", request.param)
+        if request.param is in_the_pool:
+            patched.setattr(demo.subprocess, "run", here)
         result = quantshard("demo", "--out", folder / "out", "--config", folder / "sizes.toml")
     signal.signal(signal.SIGTERM, handler)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -108,7 +110,7 @@ def test_what_it_says_is_so(told):
     assert runs["bf16"] != runs["uninterrupted"]
     (killed_at, resumed) = map(int, re.search(r"killed when step (\d+) was done; .* step (\d+)\.", text).groups())
     assert STEPS / 2 < killed_at < STEPS
-    assert resumed == killed_at // 10 * 10 or resumed == killed_at // 10 * 10 - 10  # killed while it saved
+    assert killed_at // EVERY - resumed // EVERY in (0, 1) and resumed % EVERY == 0  # 1: killed while it saved
     single = runs["on-1-process"]
     assert all(single[step] == runs["uninterrupted"][step] for step in range(1, resumed + 1))
     gap = max(abs(single[step] - runs["uninterrupted"][step]) for step in single)
@@ -151,7 +153,7 @@ def test_one_unit_in_the_last_place_of_one_step_is_a_failure(told, tmp_path, mon
 def test_a_missing_step_is_a_failure(told, tmp_path, monkeypatch):
     again = story(told, tmp_path, monkeypatch)
     lines = again.killed.metrics.read_text().splitlines(keepends=True)
-    again.killed.metrics.write_text("".join(lines[: STEPS - 10] + lines[STEPS - 9 :]))
+    again.killed.metrics.write_text("".join(lines[: STEPS - EVERY] + lines[STEPS - EVERY + 1 :]))
     again.resume_on_two()
     assert again.outcome.failures == ["resumed on 2: losses bitwise equal"]
 
@@ -160,6 +162,7 @@ def test_other_bits_in_the_checkpoint_are_a_failure(told, tmp_path, monkeypatch)
     command_diff = demo.DemoRun.diff
     again = story(told, tmp_path, monkeypatch)
     monkeypatch.setattr(demo.DemoRun, "diff", command_diff)
+    monkeypatch.setattr(demo.subprocess, "run", here)
     shutil.rmtree(again.killed.checkpoint(STEPS))
     shutil.copytree(again.bf16.checkpoint(STEPS), again.killed.checkpoint(STEPS))
     again.resume_on_two()
@@ -217,12 +220,34 @@ def test_a_run_that_ends_before_it_is_killed_is_an_error(tmp_path, monkeypatch):
         again.train(again.killed, "mxfp8", kill_at=99)
 
 
-def test_a_command_that_fails_is_named(told, tmp_path, monkeypatch):
+def ends_with(line: str, code: int) -> Any:
+    """Stands for `demo._command`: one that does not import PyTorch."""
+    return lambda arguments: [sys.executable, "-S", "-c", f"print('begun\\n{line}'); raise SystemExit({code})"]
+
+
+SAYS = "quantshard: hidden = 128 is not a multiple of heads = 7"
+
+
+@pytest.mark.parametrize(
+    "command", [ends_with(SAYS, 1), pytest.param(demo._command, marks=pytest.mark.exhaustive)], ids=["says", "started"]
+)
+def test_a_command_that_fails_is_named(tmp_path, monkeypatch, command):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(demo, "_command", command)
     (tmp_path / demo.MARK).write_text("heads = 7\n")
     again = demo.DemoRun(tmp_path, SIZES)
     with pytest.raises(demo.DemoError, match=r"`quantshard train` failed: quantshard: hidden = .*heads = 7"):
         again.train(again.whole, "mxfp8")
+
+
+def test_a_command_that_ends_well_is_followed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "_command", ends_with("all steps done", 0))
+    again = demo.DemoRun(tmp_path, SIZES)
+    again.whole.path.mkdir()
+    again.whole.metrics.write_text('{"step": 24, "loss": 3.5}\n')
+    assert again.train(again.whole, "mxfp8") == 24
+    assert (tmp_path / "uninterrupted-train.log").read_text() == "begun\nall steps done\n"
+    assert "done in 0 s" in capsys.readouterr().out
 
 
 def test_folder_of_an_earlier_demo_is_emptied_and_others_are_refused(tmp_path):

@@ -31,7 +31,14 @@ from tests.distributed.saving import ON_RANK_0, SHAPES, new_run, to_all
 
 pytestmark = pytest.mark.distributed
 
-MESHES = [(1,), pytest.param((2,), marks=pytest.mark.exhaustive), (3,), (2, 2)]
+REPLICATED = ["delayed", "nvfp4", "mxfp8 two copies"]
+"""Of their recipes: a history, stochastic rounding, two copies."""
+RUNS = [
+    ((1,), REPLICATED),
+    ((3,), [*RECIPES]),
+    ((2, 2), REPLICATED),
+    *(pytest.param(mesh, [*RECIPES], marks=pytest.mark.exhaustive) for mesh in ((1,), (2,), (2, 2))),
+]
 BUCKET = 1000
 """Bytes: some tensors are larger, others go together."""
 
@@ -50,10 +57,10 @@ def on_rank_0(state: dict[str, Tensor]) -> dict[str, Tensor] | None:
     return state if dist.get_rank() == 0 else None
 
 
-def trained_on(mesh: tuple[int, ...]) -> dict[str, list[str]]:
+def trained_on(mesh: tuple[int, ...], recipes: list[str]) -> dict[str, list[str]]:
     """For each recipe what is not as in the run whose state rank 0 sent: after loading, and after training on."""
     wrong = {}
-    for recipe in RECIPES:
+    for recipe in recipes:
         case = Case(recipe, mesh, shapes=SHAPES)
         source, target = new_run(case, ""), new_run(replace(case, seed=99), "")
         source.train(1)
@@ -81,11 +88,11 @@ def trained_on(mesh: tuple[int, ...]) -> dict[str, list[str]]:
     return wrong
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_rank_ends_with_the_bits_and_trains_on(mesh: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("mesh", "recipes"), RUNS, ids=lambda value: str(value) if isinstance(value, tuple) else "")
+def test_every_rank_ends_with_the_bits_and_trains_on(mesh: tuple[int, ...], recipes: list[str]) -> None:
     """1, 2, 3 and 2x2 ranks."""
-    found = run_ranks(Case("current", mesh).ranks, trained_on, mesh)
-    assert found == [{recipe: [] for recipe in RECIPES}] * len(found)
+    found = run_ranks(Case("current", mesh).ranks, trained_on, mesh, recipes)
+    assert found == [{recipe: [] for recipe in recipes}] * len(found)
 
 
 def replicated() -> list[str]:

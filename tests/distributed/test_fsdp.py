@@ -5,6 +5,8 @@ Each test names its rank count.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,10 +22,19 @@ import quantshard as qs
 from quantshard import sharding
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.tensor import components
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, optimizer_of, set_gradients, sha, train
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
+
+DIFFERENT = ("delayed", "rowwise", "nvfp4", "mxfp8 two copies")
+"""Recipes that differ in what is gathered: a history, scales of rows, random words, two copies."""
+
+
+def some(recipes: Iterable[str]) -> list[Any]:
+    """Every recipe, the others for `make test-all` only."""
+    return exhaustive([(name,) for name in RECIPES], [(name,) for name in recipes])
 
 
 class Wire(TorchDispatchMode):
@@ -91,8 +102,10 @@ def gathered(calls: dict[str, list[int]]) -> list[int]:
     return [size for name, sizes in calls.items() if "allgather" in name for size in sizes]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    exhaustive(product(RECIPES, (2, 3)), [*product(RECIPES, (3,)), *product(("block", "mxfp8 two copies"), (2,))]),
+)
 def test_bytes_and_collectives(recipe: str, ranks: int) -> None:
     """2 and 3 ranks: codes and scales of the needed copy only, one collective in a step, none in a state dict."""
     shapes = ((96, 384), (384, 192), (192, 128))  # whole 32-blocks on 2 ranks, not on 3
@@ -136,7 +149,7 @@ def gradients(case: Case) -> tuple[list[str], list[float], dict[str, str]]:
     return [sha(p.grad) for p in model.parameters()], losses, bits(model, optimizer)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", some(DIFFERENT))
 def test_resharding_changes_no_bit(recipe: str) -> None:
     """3 ranks: gradients, losses and weights are equal with and without resharding after forward."""
     kept = run_ranks(3, gradients, Case(recipe, (3,), reshard=False))
@@ -290,8 +303,15 @@ def poison(case: Case, value: float) -> tuple[bool, int, bool]:
     return changed <= allowed, optimizer.skipped_steps, optimizer.param_groups[0]["step"] == 1
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
+INFINITE, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "value"),
+    exhaustive(
+        product(("delayed", "mxfp8", "nvfp4"), (INFINITE, NAN)), [("delayed", INFINITE), ("mxfp8", NAN), ("nvfp4", NAN)]
+    ),
+)
 def test_non_finite_gradients_are_skipped_everywhere(recipe: str, value: float) -> None:
     """3 ranks: one bad element on one rank; no rank changes a weight, moment, scale or history."""
     assert run_ranks(3, poison, Case(recipe, (3,)), value) == [(True, 1, True)] * 3
@@ -372,7 +392,7 @@ def materialized_twice(case: Case) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", some(DIFFERENT))
 def test_materializing_from_meta(recipe: str) -> None:
     """1 and 3 ranks: with or without to_empty, once or twice, the bits are those of direct initialization."""
     for ranks in (1, 3):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
+from tests.distributed.forked import STARTS
 from tests.distributed.models import bits
 from tests.distributed.parity import Case, as_asked, example, text
 from tests.distributed.pool import run_ranks
@@ -32,19 +31,19 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_the_example_runs(tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 ranks, tp 2, started by torchrun: it compares bits, saves, resumes, and goes on from there."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "examples" / "train_fsdp2_tp.py"), "--recipe", "mxfp8", "--tp", "2"]
     options = ["--sequence-parallel", "--steps", "2", "--check", "--resume"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *script, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-        timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.splitlines())[:2] == [f"rank {rank}: every bit agrees" for rank in range(2)]
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    process = start([*command, *script, *options], environment)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err[-3000:]
+    assert sorted(out.splitlines())[:2] == [f"rank {rank}: every bit agrees" for rank in range(2)]
+    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
     assert len(losses) == 2 and losses[1] < losses[0] < 5
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["000002", "000004"]
 

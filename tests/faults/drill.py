@@ -23,6 +23,7 @@ from pathlib import Path
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.ownership import LOCK_FILE
 from quantshard.checkpoints.inspect.compare import compare
+from tests.distributed.forked import fork_server
 from tests.faults.job import IN_SAVER, ON_ANY_RANK, POINTS, TAKES, Fault, Job, rank_main
 
 BOUND_SECONDS = 90
@@ -51,10 +52,11 @@ def attempt(job: Job, fault: Fault | None = None, after: float | None = None, al
     Path(job.folder).mkdir(parents=True, exist_ok=True)
     hit = Path(job.folder, "hit")
     hit.unlink(missing_ok=True)
+    server = fork_server() if job.forked_on else {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as meeting:
         processes: list[BaseProcess] = [
-            _context.Process(target=rank_main, args=(rank, job, f"{meeting}/store", fault, None))
+            _context.Process(target=rank_main, args=(rank, job, f"{meeting}/store", fault, server))
             for rank in range(job.ranks)
         ]
         for process in processes:

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +26,7 @@ from quantshard.checkpoints import loading, manager, rank_state, saving
 from quantshard.checkpoints.disk import commit, manifest, store
 from quantshard.checkpoints.staging import Stager
 from quantshard.optimizers import FusedAdam
+from tests.distributed.forked import forked_savers
 from tests.distributed.models import Case, build, optimizer_of
 from tests.distributed.shelf import SCHEME
 
@@ -47,6 +47,7 @@ class Job:
     keep_last: int = 2
     copy: bool = False  # of what was restored, as it is loaded here
     behind_url: bool = False
+    forked_on: tuple[int, ...] = ()  # the ranks whose processes that save are forked, not spawned
 
     @property
     def checkpoints(self) -> Path:
@@ -110,8 +111,8 @@ IN_SAVER = {point for point in POINTS if point.startswith(("writing", "rename"))
 TAKES = ("itself", "parent", "both")
 
 
-def arm(fault: Fault, folder: str) -> None:
-    """Patch the point, for the rest of this process."""
+def arm(fault: Fault, folder: str, trains: int = 0) -> None:
+    """Patch the point, for the rest of this process. `trains`: the process that this one saves for."""
     where, name, moment = POINTS[fault.point]
     whole, calls = getattr(where, name), []
 
@@ -126,7 +127,7 @@ def arm(fault: Fault, folder: str) -> None:
             whole(*same, bytes(memoryview(data).cast("B")[: memoryview(data).nbytes // 2]))
         Path(folder, "hit").write_text(fault.point)
         if fault.takes != "itself":
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(trains, signal.SIGKILL)
         if fault.takes != "parent":
             os.kill(os.getpid(), signal.SIGKILL)
         return None if moment == "after" else whole(*args, **kwargs)
@@ -141,13 +142,13 @@ class ArmedWriter(commit.CommitWriter):
 
     def __init__(self, target: commit.SaveTarget, facts: dict[str, Any], fault: Fault, folder: str) -> None:
         super().__init__(target, facts)
-        self.fault, self.folder = fault, folder
+        self.fault, self.folder, self.trains = fault, folder, os.getpid()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not ArmedWriter.armed:
             ArmedWriter.armed = True
-            arm(self.fault, self.folder)
+            arm(self.fault, self.folder, self.trains)
 
 
 def arm_in_saver(fault: Fault, folder: str) -> None:
@@ -216,7 +217,7 @@ def train(job: Job) -> None:
                 keeper.save(step, model, optimizer, {"step": step})
 
 
-def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None, prepare: Callable[[], None] | None) -> None:
+def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None, server: dict[str, Any]) -> None:
     """One process of the job; ends with 0 or 1, or by SIGKILL."""
     code = 1
     try:
@@ -224,8 +225,8 @@ def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None, prepare
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks))
         if fault is not None and fault.rank == rank:
             (arm_in_saver if job.mode == "process" and fault.point in IN_SAVER else arm)(fault, job.folder)
-        if prepare is not None:
-            prepare()
+        if rank in job.forked_on:
+            forked_savers(server).start()
         made = dist.FileStore(rendezvous, job.ranks)
         dist.init_process_group("gloo", store=made, rank=rank, world_size=job.ranks, timeout=TIMEOUT)
         train(job)
