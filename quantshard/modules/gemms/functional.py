@@ -52,6 +52,12 @@ class PreparedLinear(NamedTuple):
     call: LinearContext
     state: LinearState
 
+    @staticmethod
+    def joined(layers: Sequence[PreparedLinear]) -> PreparedLinear:
+        """Several layers, of one weight each, that read the same input: as one."""
+        weights, biases = [layer.weights[0] for layer in layers], [layer.biases[0] for layer in layers]
+        return PreparedLinear(weights, biases, layers[0].call, LinearState.joined([layer.state for layer in layers]))
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Weights and biases, whose gradients `LinearBackward.backward` gives in this order."""
