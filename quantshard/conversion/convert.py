@@ -100,10 +100,9 @@ def convert(
     converted = []
     while built:  # each layer goes when its successor is there: the two models are never there at once
         converted.append(_exchange(places, *built.pop(0), keep))
-    for mlp in mlps:
-        if not mlp.reason:
-            gated_mlp.fuse(mlp.module)
-    return ConversionReport(tuple(converted), left, experts, *fusion.reported(mlps))
+    if modules == "linear":
+        return ConversionReport(tuple(converted), left, experts)
+    return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps))
 
 
 def revert(model: nn.Module) -> int:

@@ -8,8 +8,27 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantshard.conversion import gated_mlp
+from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import FusedLayers, UnfusedLayers
 from quantshard.conversion.selection import LayerChoice
+from quantshard.modules.gemms.shared_input import SharedInput
+
+READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names under which layers of one module read one tensor; that it is the same one is looked at in each call."""
+
+NORM_NAMES = frozenset({"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"})
+"""Names of normalizations in decoder layers, some of them in front of linear layers."""
+
+_ROUNDS_BEFORE = "its own code rounds before it multiplies by the weight, the fused kernel once behind it"
+_KEPT = (
+    "its output goes through the forward of its decoder layer, which is the model's own, so it is written in any case"
+)
+NORMS = {
+    **dict.fromkeys("LlamaRMSNorm MistralRMSNorm MixtralRMSNorm".split(), _ROUNDS_BEFORE),
+    **dict.fromkeys("Qwen2RMSNorm Qwen3RMSNorm Qwen3MoeRMSNorm".split(), _ROUNDS_BEFORE),
+    **dict.fromkeys("GemmaRMSNorm Gemma2RMSNorm Gemma3RMSNorm".split(), _KEPT),
+}
+"""By class, why a normalization is not made one step with the layers behind it."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +63,46 @@ def _apart(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
     return "its layers have different dtypes" if len(dtypes) > 1 else ""
 
 
-def reported(mlps: Sequence[GatedMLPChoice]) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
-    """What the report says of them: those that were fused, and the others."""
-    done = tuple(
-        FusedLayers(each.name, f"gated MLP, {gated_mlp.activation_of(each.module.act_fn)}")
-        for each in mlps
-        if not each.reason
-    )
-    return done, tuple(UnfusedLayers(each.name, each.reason) for each in mlps if each.reason)
+def fuse(model: nn.Module, mlps: Sequence[GatedMLPChoice]) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
+    """Fuse these MLPs, and let layers that read one input share what is made of it; what was done, and what was not."""
+    done, left = [], [UnfusedLayers(each.name, each.reason) for each in mlps if each.reason]
+    for each in mlps:
+        if not each.reason:
+            gated_mlp.fuse(each.module)
+            done.append(FusedLayers(each.name, f"gated MLP, {gated_mlp.activation_of(each.module.act_fn)}"))
+    for name, module in model.named_modules():
+        for group in _readers(module):
+            names = ", ".join(group)
+            reason = _share([getattr(module, child) for child in group])
+            if any(name == each.name for each in done):
+                continue  # one step, of which the layers are called by themselves at most
+            if reason:
+                left.append(UnfusedLayers(name, f"{names}: {reason}"))
+            else:
+                done.append(FusedLayers(name, f"{names}: their input is quantized once"))
+        if _is_norm_before(name, module):
+            left.append(UnfusedLayers(name, NORMS[type(module).__name__]))
+    return tuple(done), tuple(left)
+
+
+def _readers(module: nn.Module) -> list[list[str]]:
+    """The names of converted layers of a module that read the same tensor in all families."""
+    groups = [[name for name in group if isinstance(getattr(module, name, None), ConvertedLinear)] for group in READERS]
+    return [group for group in groups if len(group) > 1]
+
+
+def _share(layers: Sequence[ConvertedLinear]) -> str:
+    """Let layers share what is made of their input; or why they cannot."""
+    if any(layer.recipe != layers[0].recipe or layer.model_recipe != layers[0].model_recipe for layer in layers):
+        return "they have different recipes"
+    if any(layer.has_histories for layer in layers):
+        return "under delayed scaling each has a history of its own to scale by"
+    shared = SharedInput()
+    for layer in layers:
+        layer.shared_input = shared
+    return ""
+
+
+def _is_norm_before(name: str, module: nn.Module) -> bool:
+    """True for a normalization between a residual connection and linear layers, of a class that is known."""
+    return name.rpartition(".")[2] in NORM_NAMES and type(module).__name__ in NORMS

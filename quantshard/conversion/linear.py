@@ -71,6 +71,11 @@ class ConvertedLinear(Linear, _LinearInterface):
         return self._linear_state(self._layer.weights, recipe)
 
     @property
+    def has_histories(self) -> bool:
+        """Whether its input is scaled by past amaxes."""
+        return any("history" in name for name, _ in self.named_buffers(recurse=False))
+
+    @property
     def awaits_values(self) -> bool:
         """Whether its weight is on the meta device still, or left it without values."""
         return self.weight.is_meta or self._awaits_values

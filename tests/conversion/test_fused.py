@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import itertools
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from quantshard import errors
 from quantshard.conversion import gated_mlp
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.errors import FallbackError
+from quantshard.modules.gemms import functional, linear_operands, shared_input
 from quantshard.modules.layernorm_mlp import activate
 from tests.covering import exhaustive
 
@@ -88,7 +92,10 @@ def test_bits_in_float32(family: str, recipe: str) -> None:
     for modules in ("linear", "fused"):
         model = born(family)
         report = qs.convert(model, recipe, modules=modules)
-        assert len(report.fused) == (2 if modules == "fused" and family != "mixtral" else 0) and not report.unfused
+        mlps = [each.name for each in report.fused if "gated MLP" in each.step]
+        assert len(mlps) == (2 if modules == "fused" and family != "mixtral" else 0)
+        inputs = [each.name for each in report.fused if "quantized once" in each.step]
+        assert len(inputs) == (2 if modules == "fused" and recipe != "delayed" else 0)
         runs.append(trained(model))
     assert not differing(*runs)
 
@@ -212,13 +219,26 @@ def test_what_is_left_and_why() -> None:
         "1": "its act_fn is a GELUActivation, which no kernel has",
         "3": "the forward of LlamaMLP was exchanged",
     }
-    assert [each.name for each in report.fused] == ["2"] and len(report.converted) == 12
-    assert "fused 1:\n  2: gated MLP, swiglu\nnot fused 3, whose layers are computed one by one:" in str(report)
+    shared = "gate_proj, up_proj: their input is quantized once"
+    assert {each.name: each.step for each in report.fused} == {
+        "0": shared, "1": shared, "2": "gated MLP, swiglu", "3": shared,
+    }  # fmt: skip
+    assert len(report.converted) == 12
+    assert "fused 4:\n  2: gated MLP, swiglu\n" in str(report)
+    assert "\nnot fused 3, whose layers are computed one by one:\n  0: tests.OtherMLP is no" in str(report)
     mixed = qs.convert(born(), {"*.0.*down_proj": "block", "*": "mxfp8"}, modules="fused")
     assert mixed.unfused[0].reason == "its layers have different recipes (mxfp8, mxfp8, block)"
+    assert {"gated MLP, swiglu": 1, "q_proj, k_proj, v_proj: their input is quantized once": 2}.items() <= Counter(
+        each.step for each in mixed.fused
+    ).items()
     apart = qs.convert(born(), "mxfp8", filter="up_proj", modules="fused")
-    assert apart.unfused[1].reason == "its gate_proj is not converted (not chosen by the filter)"
-    assert len(mixed.fused) == 1 and not apart.fused
+    assert apart.unfused[1].reason == "its gate_proj is not converted (not chosen by the filter)" and not apart.fused
+    delayed = {each.name: each.reason for each in qs.convert(born(), "delayed", modules="fused").unfused}
+    assert delayed["model.layers.1.self_attn"].endswith(
+        "under delayed scaling each has a history of its own to scale by"
+    )
+    assert delayed["model.layers.0.input_layernorm"].startswith("its own code rounds before it multiplies")
+    assert set(map(len, (delayed, qs.convert(born("gemma3"), "block", modules="fused").unfused))) == {6}
 
 
 def test_copies_files_and_the_way_back(tmp_path: Path) -> None:
@@ -272,28 +292,56 @@ def test_compiled_and_checkpointed(recipe: str) -> None:
     assert not differing(runs[0], runs[1]) and not differing(runs[0], runs[2])
 
 
-def test_one_input_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For gate and up."""
-    from quantshard.modules.gemms import functional
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The inputs that were quantized since the test began."""
+    made: list[Tensor] = []
+    real = linear_operands.gemm_operands
+    for module in (functional, shared_input):
+        monkeypatch.setattr(module, "gemm_operands", lambda *args: made.append(args[0]) or real(*args))
+    return made
 
-    made: list[Any] = []
-    real = functional.gemm_operands
-    monkeypatch.setattr(functional, "gemm_operands", lambda *args: made.append(args[1]) or real(*args))
+
+def test_one_input_is_quantized_once(quantized: list[Tensor]) -> None:
+    """For gate and up; for queries, keys and values, whose backwards keep one and the same copy."""
     counts = []
     for modules in ("linear", "fused"):
-        mlp = born().model.layers[0]
-        qs.convert(mlp, "mxfp8", modules=modules)
-        made.clear()
-        mlp.mlp(torch.ones(1, 4, 64))
-        counts.append(len(made))
-    assert counts == [3, 2]
+        model = born()
+        qs.convert(model, "mxfp8", modules=modules)
+        quantized.clear()
+        model(input_ids=TOKENS)
+        counts.append(len(quantized))
+    assert counts == [2 * 7, 2 * 4]
+
+
+def test_only_the_very_same_input_is_shared(quantized: list[Tensor]) -> None:
+    """Not one that was changed in between, nor one of a layer that keeps it for backward where another does not."""
+    linear, fused = born().model.layers[0].self_attn, born().model.layers[0].self_attn
+    for attention, modules in ((linear, "linear"), (fused, "fused")):
+        qs.convert(attention, "mxfp8", modules=modules)
+        attention.q_proj.weight.requires_grad_(False)
+    layers = [(getattr(linear, name), getattr(fused, name)) for name in ("q_proj", "k_proj", "v_proj")]
+    x = torch.randn(1, 4, 64)
+    counts = []
+    for one, other in layers:
+        assert torch.equal(one(x), other(x))
+        counts.append(len(quantized))
+    assert counts == [2, 4, 5]  # queries by themselves, keys, and values as keys
+    x.mul_(2)
+    assert torch.equal(layers[2][0](x), layers[2][1](x)) and len(quantized) == 7
+    with torch.inference_mode():
+        other = torch.randn(1, 4, 64)
+        assert all(torch.equal(one(other), two(other)) for one, two in layers)
+    twin = copy.deepcopy(fused)
+    assert twin.q_proj.shared_input is twin.v_proj.shared_input is not fused.q_proj.shared_input
+    assert fused.q_proj.shared_input._last is not None
+    quantized.clear()  # views of it
+    del x
+    assert fused.q_proj.shared_input._last is None
 
 
 def test_classes_are_those_of_transformers() -> None:
     """Each name in the table is a class whose forward is the one that is computed."""
-    import importlib
-    import inspect
-
     formula = "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
     for name, family in gated_mlp.FAMILIES.items():
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
