@@ -20,9 +20,7 @@ NORM_NAMES = frozenset({"input_layernorm", "post_attention_layernorm", "pre_feed
 """Names of normalizations in decoder layers, some of them in front of linear layers."""
 
 _ROUNDS_BEFORE = "its own code rounds before it multiplies by the weight, the fused kernel once behind it"
-_KEPT = (
-    "its output goes through the forward of its decoder layer, which is the model's own, so it is written in any case"
-)
+_KEPT = "its output passes through the model's own forwards, so that it would be written all the same"
 NORMS = {
     **dict.fromkeys("LlamaRMSNorm MistralRMSNorm MixtralRMSNorm".split(), _ROUNDS_BEFORE),
     **dict.fromkeys("Qwen2RMSNorm Qwen3RMSNorm Qwen3MoeRMSNorm".split(), _ROUNDS_BEFORE),

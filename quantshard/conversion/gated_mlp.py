@@ -138,20 +138,12 @@ class FusedGatedMLP(nn.Module):
         return True
 
     def _tell(self, name: str, child: nn.Module) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if context.is_strict():
-            raise limits.fallback_error(("called apart",), f"{type(self).__name__}.{name}")
-        kind = type(child)
-        why = (
-            f"is a {kind.__name__}"
-            if kind is not ConvertedLinear and name != "act_fn"
-            else "has hooks or was exchanged"
-        )
-        warn_once(
-            _UNFUSED,
-            f"{context_warnings.name_of(self)}: {name} {why}, so this MLP calls its layers one by one, with other "
-            "roundings of the activation than as one; in convert, modules='linear' does so from the start",
+        kind, at = type(child).__name__, type(self).__name__
+        is_other = name != "act_fn" and type(child) is not ConvertedLinear
+        if not torch.compiler.is_compiling():
+            at = context_warnings.name_of(self)
+        _tell_of_calls(
+            at, name, f"is a {kind}" if is_other else "has hooks or was exchanged", context.current_setting()
         )
 
     def _computed(self, x: Tensor) -> Tensor:
@@ -198,6 +190,17 @@ class FusedGatedMLP(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _renew(self)  # a copy is another module
+
+
+@private_torch.constant_in_graphs
+def _tell_of_calls(mlp: str, layer: str, why: str, setting: str) -> None:
+    if context.setting(setting).strict:
+        raise limits.fallback_error(("called apart",), f"{mlp}.{layer}")
+    warn_once(
+        _UNFUSED,
+        f"{mlp}: {layer} {why}, so this MLP calls its layers one by one, with other roundings of the activation than "
+        "as one; in convert, modules='linear' does so from the start",
+    )
 
 
 def _renew(module: nn.Module) -> None:

@@ -197,7 +197,7 @@ def test_strictly_it_is_an_error() -> None:
     model = born().model
     qs.convert(model, "mxfp8", modules="fused")
     hooked(model.layers[0].mlp)
-    with pytest.raises(FallbackError, match=r"LlamaMLP\.down_proj"), qs.autocast(recipe="mxfp8", strict=True):
+    with pytest.raises(FallbackError, match=r"down_proj: an MLP of"), qs.autocast(recipe="mxfp8", strict=True):
         model.layers[0].mlp(torch.ones(1, 4, 64))
 
 
@@ -284,7 +284,7 @@ def test_compiled_and_checkpointed(recipe: str) -> None:
         qs.convert(model, recipe, modules="fused")
         if run == "compiled":
             for layer in model.model.layers:
-                layer.mlp.compile(backend="aot_eager", fullgraph=True)
+                layer.compile(backend="aot_eager", fullgraph=True)
         elif run == "checkpointed":
             for index, layer in enumerate(model.model.layers):
                 model.model.layers[index] = checkpoint_wrapper(layer)
@@ -300,6 +300,17 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     for module in (functional, shared_input):
         monkeypatch.setattr(module, "gemm_operands", lambda *args: made.append(args[0]) or real(*args))
     return made
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*Function'> should not be instantiated")  # Dynamo's
+def test_a_hook_in_a_graph_is_called_and_told() -> None:
+    model = born()
+    qs.convert(model, "mxfp8", modules="fused")
+    hooked(mlp := model.model.layers[0].mlp)
+    with pytest.warns(UserWarning, match="LlamaMLP: down_proj has hooks"), qs.autocast(recipe="mxfp8"):
+        found = torch.compile(mlp, backend="aot_eager")(torch.ones(1, 4, 64))
+    with qs.autocast(recipe="mxfp8"):
+        assert torch.equal(found, mlp(torch.ones(1, 4, 64)))
 
 
 def test_one_input_is_quantized_once(quantized: list[Tensor]) -> None:

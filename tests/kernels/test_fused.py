@@ -129,7 +129,7 @@ class Converted(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("recipe", RECIPES if ON_GPU else ["delayed", "current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", RECIPES if ON_GPU else ["delayed", "nvfp4"])
 def test_bits_of_a_converted_mlp(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
     """Without a normalization, of layers with histories of their own."""
 
