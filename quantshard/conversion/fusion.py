@@ -11,7 +11,7 @@ from quantshard.conversion import gated_mlp
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import FusedLayers, UnfusedLayers
 from quantshard.conversion.selection import LayerChoice
-from quantshard.modules.gemms.shared_input import SharedInput
+from quantshard.modules.gemms.shared_input import InputReader, SharedInput
 
 READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names under which layers of one module read one tensor; that it is the same one is looked at in each call."""
@@ -97,7 +97,7 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
         return "under delayed scaling each has a history of its own to scale by"
     shared = SharedInput()
     for layer in layers:
-        layer.shared_input = shared
+        layer.shared_input = InputReader(shared)
     return ""
 
 

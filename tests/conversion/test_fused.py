@@ -343,12 +343,19 @@ def test_only_the_very_same_input_is_shared(quantized: list[Tensor]) -> None:
     with torch.inference_mode():
         other = torch.randn(1, 4, 64)
         assert all(torch.equal(one(other), two(other)) for one, two in layers)
-    twin = copy.deepcopy(fused)
-    assert twin.q_proj.shared_input is twin.v_proj.shared_input is not fused.q_proj.shared_input
-    assert fused.q_proj.shared_input._last is not None
+    linear.q_proj.weight.requires_grad_(True)
+    fused.q_proj.weight.requires_grad_(True)
+    x = torch.randn(1, 4, 64)
+    for _ in range(2):
+        quantized.clear()
+        assert all(torch.equal(one(x), two(x)) for one, two in layers) and len(quantized) == 4
+        x.data.add_(1)  # which nothing counts, as a CUDA graph's change of its input
+    twin, shared = copy.deepcopy(fused), fused.q_proj.shared_input.shared
+    assert twin.q_proj.shared_input.shared is twin.v_proj.shared_input.shared is not shared
+    assert shared.last is not None
     quantized.clear()  # views of it
     del x
-    assert fused.q_proj.shared_input._last is None
+    assert shared.last is None
 
 
 def test_classes_are_those_of_transformers() -> None:

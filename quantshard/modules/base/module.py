@@ -31,7 +31,7 @@ from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_operands import LinearState
-from quantshard.modules.gemms.shared_input import SharedInput
+from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
 from quantshard.tensor import components, requantize
@@ -78,7 +78,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
     `shared_input`: what its layer has in common with those of other modules that read the same tensors.
     """
 
-    shared_input: SharedInput | None = None
+    shared_input: InputReader | None = None
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from quantshard.modules.gemms.linear_operands import (
     gemm_operands,
     weight_operand,
 )
-from quantshard.modules.gemms.shared_input import SharedInput
+from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Gemm, Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
@@ -144,7 +144,7 @@ class RecomputedInput(NamedTuple):
 
 
 def linear(
-    x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None, shared: SharedInput | None = None
+    x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None, shared: InputReader | None = None
 ) -> tuple[Tensor, ...]:
     """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype.
 
@@ -228,7 +228,7 @@ class _LinearFunction(torch.autograd.Function):
         layer: PreparedLinear,
         keeps_input: bool,
         again: RecomputedInput | None,
-        shared: SharedInput | None,
+        shared: InputReader | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         keeps = keeps_input and again is None

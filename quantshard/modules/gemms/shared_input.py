@@ -1,7 +1,8 @@
 """An input that several layers read, each in a call of its own: quantized by the first, and read by the others.
 
 What makes it certain is the tensor: the others read what was quantized only if they get that very tensor, unchanged,
-and quantize by the same cells. So a hook that exchanges it, or a wrapper between, costs the sharing and no more.
+and quantize by the same cells. So a hook that exchanges it, or a wrapper between, costs the sharing and no more. And
+each layer reads it once: the next forward of the same tensor, of which a CUDA graph may be captured, quantizes it anew.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class _QuantizedInput:
     """An input [..., in_features] and its operands, made with those of wgrad (`keeps`) or without."""
 
     x: weakref.ReferenceType[Tensor]
+    number: int
     changes: int
     cells: tuple[Cell | None, Cell | None]
     keeps: bool
@@ -33,7 +35,30 @@ class SharedInput:
     """What some layers have in common: the last input of one of them, quantized, for as long as the tensor lives."""
 
     def __init__(self) -> None:
-        self._last: _QuantizedInput | None = None
+        self.last: _QuantizedInput | None = None
+        self._made = 0
+
+    def keep(self, x: Tensor, asked: tuple[Cell | None, Cell | None], keeps: bool, made: GemmOperands) -> int:
+        """Keep what was made of an input for the other layers, under a new number."""
+        self._made += 1
+        changes = private_torch.in_place_changes(x)
+        self.last = _QuantizedInput(weakref.ref(x, self._forget), self._made, changes, asked, keeps, made)
+        return self._made
+
+    def _forget(self, x: weakref.ReferenceType[Tensor]) -> None:
+        if self.last is not None and self.last.x is x:
+            self.last = None
+
+    def __reduce__(self) -> Any:
+        return SharedInput, ()  # copies of the layers share what they read, and not with these
+
+
+class InputReader:
+    """One of the layers that have a `SharedInput`."""
+
+    def __init__(self, shared: SharedInput) -> None:
+        self.shared = shared
+        self._read = 0
 
     def operands(self, x: Tensor, call: LinearContext, state: LinearState, keeps: bool) -> GemmOperands:
         """The input of a layer for fprop and, if it `keeps` it, for wgrad; its own where it cannot be another's.
@@ -43,18 +68,14 @@ class SharedInput:
         asked = cells(call.recipe, TensorRole.INPUT)
         if x.is_inference() or not is_shareable(call.recipe):
             return _made(x, call, state, keeps)
-        last, changes = self._last, private_torch.in_place_changes(x)
-        if last is None or last.x() is not x or (last.changes, last.cells, last.keeps) != (changes, asked, keeps):
-            found = _made(x, call, state, keeps)
-            self._last = last = _QuantizedInput(weakref.ref(x, self._forget), changes, asked, keeps, found)
-        return last.operands
-
-    def _forget(self, x: weakref.ReferenceType[Tensor]) -> None:
-        if self._last is not None and self._last.x is x:
-            self._last = None
-
-    def __reduce__(self) -> Any:
-        return SharedInput, ()  # copies of the layers share what they read, and not with these
+        last, wanted = self.shared.last, (private_torch.in_place_changes(x), asked, keeps)
+        is_new = last is not None and last.number != self._read
+        if last is not None and is_new and last.x() is x and (last.changes, last.cells, last.keeps) == wanted:
+            self._read = last.number
+            return last.operands
+        found = _made(x, call, state, keeps)
+        self._read = self.shared.keep(x, asked, keeps, found)
+        return found
 
 
 def is_shareable(recipe: Recipe) -> bool:
