@@ -52,6 +52,7 @@ def convert(
             quantized as it is computed, rounded once where the model's own code rounds twice. Names stay. An MLP that
             is not of a known class, or not converted whole by one recipe, is left and listed; one whose layers have
             hooks, were wrapped or exchanged (LoRA) calls them, and warns once.
+            Layers named q_proj, k_proj, v_proj that read one tensor quantize it once, but under delayed scaling.
         autocast: make `model.forward` enter the recipe, so that no loop needs `quantshard.autocast`.
         preserve_high_precision_init_val: keep the values on the CPU, for the masters of an optimizer that is made
             later, which otherwise begin with the quantized values.
