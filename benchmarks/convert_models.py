@@ -1,11 +1,13 @@
 """Models of transformers, converted: ms a step and peak memory beside BF16 and torchao's convert_to_float8_training.
 
-    python benchmarks/convert_models.py [--models llama-1b,qwen3-8b] [--variants bf16,current,...] [--jsonl FILE]
+    python benchmarks/convert_models.py [--models llama-1b,qwen3-8b] [--variants bf16,current,block fused,...]
+        [--jsonl FILE]
 
 Models have the shapes of Llama-3.2-1B and Qwen3-8B and random weights. A step is forward, loss, backward and optimizer:
 fused AdamW of PyTorch with states of bfloat16 for BF16 and torchao, `FusedAdam` with masters of 16 bits and moments of
 8 for ours. "host" is the time in which the host has launched a step. Layers are compiled one by one, so that one graph
-serves all; activations of every layer are recomputed where the table says so. Each variant has a fresh process.
+serves all; activations of every layer are recomputed where the table says so. Each variant has a fresh process. A
+recipe with " fused" behind it is `convert(modules="fused")`.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ MODELS = {
 }  # fmt: skip
 
 PEERS = ("bf16", "torchao tensorwise", "torchao rowwise")
-OURS = ("current", "delayed", "block", "rowwise", "mxfp8")
+OURS = ("current", "current fused", "delayed", "block", "block fused", "rowwise", "mxfp8", "mxfp8 fused")
 WARMUP = 4
 """Steps before the first that is timed: compilation, tuning, allocation."""
 
@@ -85,7 +87,8 @@ def build(subject: Subject, variant: str, device: str) -> nn.Module:
         found = Float8LinearConfig.from_recipe_name(variant.split()[1])
         convert_to_float8_training(model, config=found, module_filter_fn=lambda _, name: "lm_head" not in name)
     elif variant != "bf16":
-        qs.convert(model, variant)
+        recipe, _, fused = variant.partition(" ")
+        qs.convert(model, recipe, modules=fused or "linear")
     if subject.recompute:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})

@@ -65,6 +65,11 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "kernels for all of them read codes of 8 bits, rounded to nearest, with one scale or one for 32 or 128 values",
         "use delayed, current, block or mxfp8 scaling, or leave it so where experts are few and large",
     ),
+    "called apart": Limit(
+        "an MLP of convert(modules='fused') calls its layers one by one, with the roundings of its own code",
+        "a layer of it has hooks, was wrapped or exchanged, so that a call of it does more than multiply",
+        "convert with modules='linear' where that is meant, as with adapters on these layers",
+    ),
     "late history": Limit(
         "an amax history was made in this forward, so a new process has no entry to load it into",
         "the module was built for another recipe",

@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 
 from quantshard import sharding
-from quantshard.conversion import checks, optimizer_watch
+from quantshard.conversion import checks, fusion, gated_mlp, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
 from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
 from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
@@ -19,7 +19,7 @@ from quantshard.tensor import components
 
 TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
 
-WHERE = ("linear",)
+WHERE = ("linear", "fused")
 """What `modules=` may name."""
 
 Places = dict[int, list[tuple[nn.Module, str]]]
@@ -47,7 +47,12 @@ def convert(
             matches holds: `{"*.down_proj": "block", "*": "mxfp8"}`. "bf16" leaves a layer as it is.
         filter: which layers to convert: a function of module and name, or patterns (`"*.mlp.*"`, `"q_proj"`), which
             match a whole name or its end behind a dot. By default all but the head and routers.
-        modules: "linear".
+        modules: "linear": each layer by itself. "fused": besides, the gated MLPs of transformers' Llama, Mistral, Qwen
+            and Gemma families are computed as one step: gate and up share one quantized input, and the activation is
+            quantized as it is computed, rounded once where the model's own code rounds twice. Names stay. An MLP that
+            is not of a known class, or not converted whole by one recipe, is left and listed; one whose layers have
+            hooks, were wrapped or exchanged (LoRA) calls them, and warns once.
+            Layers named q_proj, k_proj, v_proj that read one tensor quantize it once, but under delayed scaling.
         autocast: make `model.forward` enter the recipe, so that no loop needs `quantshard.autocast`.
         preserve_high_precision_init_val: keep the values on the CPU, for the masters of an optimizer that is made
             later, which otherwise begin with the quantized values.
@@ -88,6 +93,7 @@ def convert(
         ExpertParameter(name, tuple(each.shape), each.numel() * each.element_size())
         for name, each in stacked_experts(model)
     )
+    mlps = fusion.gated_mlps(model, chosen) if modules == "fused" else []
     enter_recipe(model, common, autocast)
     if autocast:
         optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
@@ -95,7 +101,9 @@ def convert(
     converted = []
     while built:  # each layer goes when its successor is there: the two models are never there at once
         converted.append(_exchange(places, *built.pop(0), keep))
-    return ConversionReport(tuple(converted), left, experts)
+    if modules == "linear":
+        return ConversionReport(tuple(converted), left, experts)
+    return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps))
 
 
 def revert(model: nn.Module) -> int:
@@ -108,6 +116,7 @@ def revert(model: nn.Module) -> int:
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:
         raise ConfigurationError("revert: this model holds no layer that quantshard.convert made")
+    gated_mlp.unfuse(model)
     places = _places(model)
     for module in layers:
         plain = plain_linear(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from quantshard.conversion import packing
 from quantshard.errors import CheckpointError
 from quantshard.modules import Linear, quantized_model_init
 from quantshard.modules.contexts import context
+from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.gemms.functional import PreparedLinear
+from quantshard.modules.gemms.linear_operands import LinearState
 from quantshard.recipe import Recipe, stock_name
 from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import KEY
@@ -41,13 +44,36 @@ class ConvertedLinear(Linear, _LinearInterface):
     model_recipe: str | Recipe | None = None
 
     def forward(self, inp: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        own = self.own_autocast()
+        if own is None:
+            return super().forward(inp, **others)
+        with own:
+            return super().forward(inp, **others)
+
+    def own_autocast(self) -> context.autocast | None:
+        """What its forward enters; None where it runs by the autocast around."""
         if self.model_recipe is not None and not context.in_autocast():
-            with context.autocast(recipe=self.model_recipe):
-                return super().forward(inp, **others)
+            return context.autocast(recipe=self.model_recipe)
         if self.recipe is None or not context.quantizes(context.current_setting()):
-            return super().forward(inp, **others)
-        with context.autocast_by(self.recipe):
-            return super().forward(inp, **others)
+            return None
+        return context.autocast_by(self.recipe)
+
+    def checked_input(self, x: Tensor) -> Tensor:
+        """The input as it computes with it."""
+        return self._input(x)
+
+    def ready(self, x_shape: Sequence[int], device: torch.device) -> PreparedLinear | TracedLinear:
+        """Itself for an input of this shape, by the recipe in force, as a part of a step with other layers."""
+        return self._ready(self._layer, x_shape, device)
+
+    def state_by(self, recipe: Recipe) -> LinearState:
+        """Its state under a recipe."""
+        return self._linear_state(self._layer.weights, recipe)
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether its input is scaled by past amaxes."""
+        return any("history" in name for name, _ in self.named_buffers(recurse=False))
 
     @property
     def awaits_values(self) -> bool:

@@ -39,12 +39,30 @@ class ExpertParameter:
 
 
 @dataclass(frozen=True)
+class FusedLayers:
+    """Layers that are computed as one step: the name of the module that holds them, and what the step is."""
+
+    name: str
+    step: str
+
+
+@dataclass(frozen=True)
+class UnfusedLayers:
+    """Layers that `modules="fused"` did not make one step, by the name of the module that holds them, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """What `convert` did; printed, a line for each pattern of names."""
 
     converted: tuple[ConvertedLayer, ...]
     left: tuple[LeftLayer, ...]
     experts: tuple[ExpertParameter, ...] = ()
+    fused: tuple[FusedLayers, ...] = ()
+    unfused: tuple[UnfusedLayers, ...] = ()
 
     @property
     def bytes_before(self) -> int:
@@ -76,8 +94,20 @@ class ConversionReport:
                 (each.name, (each.shape, f"{human_bytes(each.bytes)}, in high precision")) for each in self.experts
             ]
             lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(sizes_of)]
+        if self.fused:
+            lines.append(f"fused {len(self.fused)}:")
+            steps = [(each.name, each.step) for each in self.fused]
+            lines += [f"  {pattern}{_times(count)}: {step}" for pattern, count, step in by_pattern(steps)]
+        if self.unfused:
+            lines.append(f"not fused {len(self.unfused)}, whose layers are computed one by one:")
+            kept = [(each.name, each.reason) for each in self.unfused]
+            lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(kept)]
         return "\n".join(lines)
 
 
+def _times(count: int) -> str:
+    return f" x{count}" if count > 1 else ""
+
+
 def _line(pattern: str, count: int, shape: tuple[int, ...], said: str) -> str:
-    return f"  {pattern} {list(shape)}{f' x{count}' if count > 1 else ''}: {said}"
+    return f"  {pattern} {list(shape)}{_times(count)}: {said}"

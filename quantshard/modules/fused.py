@@ -22,10 +22,11 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
+from quantshard.modules.fused_activation import ActivationInputs, through_activation
 from quantshard.modules.gemms import compiled, functional, operators
 from quantshard.modules.gemms.compiled import FusedSteps, TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
-from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, WgradOperand, cells
+from quantshard.modules.gemms.linear_operands import WgradOperand, cells
 from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, LayerArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.norm import Normalization, NormConfig, parameters_of
@@ -33,23 +34,27 @@ from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import ActivationProducer, NormProducer, QuantizeSpec, TensorProducer
-    from quantshard.kernels.fused import activation as activation_kernels
+    from quantshard.gemm.producers import NormProducer, OperandProducer, QuantizeSpec, TensorProducer
     from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernels
 
 
 class NormInput(NamedTuple):
-    """What a normalization works on: x [..., size], what is added to it before, and its parameters."""
+    """What a normalization works on: x [..., size], what is added to it before, and its parameters.
+
+    Of x alone there is no normalization, for `mlp`.
+    """
 
     x: Tensor
-    residual: Tensor | None
-    weight: Tensor
-    bias: Tensor | None
-    normalization: Normalization
+    residual: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    normalization: Normalization | None = None
 
     def normalized(self) -> tuple[Tensor, Tensor | None]:
         """The normalized rows, and x + residual, if that is there, in steps of their own."""
+        if self.normalization is None or self.weight is None:
+            return self.x, None
         if self.residual is None:
             return self.normalization(self.x, self.weight, self.bias), None
         return self.normalization.with_residual(self.x, self.weight, self.bias, self.residual)
@@ -123,11 +128,17 @@ def mlp(
     `recomputes`: what wgrads read of the normalized rows and of the activation is made again in backward.
     """
     if isinstance(fc1, TracedLinear) and isinstance(fc2, TracedLinear):
-        remakes = [_remakes_in_graph(fc1.setting, recomputes, True), _remakes_in_graph(fc2.setting, recomputes, False)]
+        remakes = [
+            front.normalization is not None and _remakes_in_graph(fc1.setting, recomputes, True),
+            _remakes_in_graph(fc2.setting, recomputes, False),
+        ]
         (out,), total = _traced("mlp", front, [fc1, fc2], remakes, activation)
         return out, total
     assert isinstance(fc1, PreparedLinear) and isinstance(fc2, PreparedLinear)
-    remakes = [_remakes(fc1.call.recipe, recomputes, True), _remakes(fc2.call.recipe, recomputes, False)]
+    remakes = [
+        front.normalization is not None and _remakes(fc1.call.recipe, recomputes, True),
+        _remakes(fc2.call.recipe, recomputes, False),
+    ]
     keeps = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
     out, total = _MLPFunction.apply(*front, fc1, activation, fc2, keeps, *fc1.tensors, *fc2.tensors)
     return out, total
@@ -166,7 +177,9 @@ def _traced(
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """The same as an operator in a graph that is being traced."""
     x, residual, weight, bias, norm = front
-    fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
+    fused = FusedSteps(activation=activation)
+    if norm is not None:
+        fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
     found = compiled.call_operator(step, x, layers, remakes, fused, residual)
     return (found, None) if residual is None else (found[:-1], found[-1])
 
@@ -175,7 +188,10 @@ def _traced(
 
 
 class NormBackward(NamedTuple):
-    """A normalization in backward: z = x + residual, the parameters, and the statistics of the rows of z."""
+    """A normalization in backward: z = x + residual, the parameters, and the statistics of the rows of z.
+
+    Where there is none, there are no tensors: what wgrad reads of x is kept by fc1.
+    """
 
     z: Tensor
     weight: Tensor
@@ -186,24 +202,28 @@ class NormBackward(NamedTuple):
     @staticmethod
     def of(front: NormInput) -> NormBackward:
         """With z of the shape of x: x itself if there is no residual."""
+        if front.normalization is None or front.weight is None:
+            return _NO_NORM
         x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
         other = None if residual is None else epilogue.matrix(private_torch.plain(residual))
         statistics, total = norm_kernels.norm_statistics(epilogue.matrix(x), rule.eps, rule.centered, residual=other)
         return NormBackward(x if residual is None else total.view(x.shape), front.weight, front.bias, *statistics)
 
     def normalized(self, rule: NormConfig) -> NormProducer:
-        """The normalized rows as a source."""
+        """The normalized rows as a source, if there is a normalization."""
         parameters = parameters_of(self.weight, self.bias, rule)
         return NormProducer(epilogue.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean), parameters)
 
-    def again(self, layer: LinearBackward, rule: NormConfig, needed: LinearGradMask) -> WgradOperand | None:
+    def again(self, layer: LinearBackward, rule: NormConfig | None, needed: LinearGradMask) -> WgradOperand | None:
         """What wgrad of a layer reads of them, if backward is to make it."""
-        return layer.reread(lambda: self.normalized(rule), needed)
+        return None if rule is None else layer.reread(lambda: self.normalized(rule), needed)
 
     def gradients(
-        self, rule: NormConfig, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
+        self, rule: NormConfig | None, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of z, weight and bias, from those of the normalized rows and of z; `needs`: of which."""
+        if rule is None:
+            return dy if needs[0] else None, None, None
         if dy is None:
             return of_total if needs[0] else None, None, None
         dz, dweight, dbias = norm_kernels.norm_backward(
@@ -219,6 +239,7 @@ class NormBackward(NamedTuple):
         )
 
 
+_NO_NORM: Any = NormBackward(*[None] * len(NormBackward._fields))  # type: ignore[arg-type]
 _FRONT = 4  # tensors of it that may need a gradient
 _FRONT_SAVED = len(NormBackward._fields)
 
@@ -240,12 +261,19 @@ def _no_second_derivative() -> None:
         raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
 
 
+def _entered(front: NormInput) -> tuple[NormBackward, NormConfig | None, OperandProducer]:
+    """A normalization, its numbers, and the source that it is for the layer behind it; without one, x is."""
+    entered = NormBackward.of(front)
+    if front.normalization is None:
+        return entered, None, TensorProducer(epilogue.matrix(private_torch.plain(front.x)))
+    return entered, front.normalization.rule, entered.normalized(front.normalization.rule)
+
+
 def _run_norm_linear(
     front: NormInput, layer: PreparedLinear, keeps: bool
 ) -> tuple[list[Tensor], NormBackward, WgradOperand]:
     """The outputs, and what backward needs."""
-    entered = NormBackward.of(front)
-    source = entered.normalized(front.normalization.rule)
+    entered, _, source = _entered(front)
     outputs, kept = functional.forward_gemms(source, front.x.shape, *layer, keeps)
     return outputs, entered, kept
 
@@ -287,23 +315,11 @@ class _NormLinearFunction(torch.autograd.Function):
         return (*_of_front(ctx, *front.gradients(ctx.rule, dy, of_total, needs)), None, None, None, *dtensors)
 
 
-class ActivationInputs(NamedTuple):
-    """The inputs [tokens, features] of an activation, `up` if it is gated: outputs of the layer in front of it."""
-
-    gate: Tensor
-    up: Tensor | None = None
-
-    def activated(self, activation: str) -> ActivationProducer:
-        """Its result as a source."""
-        return ActivationProducer(self.gate, activation, self.up)
-
-
 def _run_mlp(
     front: NormInput, fc1: PreparedLinear, activation: str, fc2: PreparedLinear, keeps: Sequence[bool]
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """The output, and what backward needs."""
-    entered = NormBackward.of(front)
-    source = entered.normalized(front.normalization.rule)
+    entered, _, source = _entered(front)
     inner, kept1 = functional.forward_gemms(source, front.x.shape, *fc1, keeps[0])
     between = ActivationInputs(*[epilogue.matrix(each) for each in inner])
     (out,), kept2 = functional.forward_gemms(between.activated(activation), inner[0].shape, *fc2, keeps[1])
@@ -313,7 +329,7 @@ def _run_mlp(
 def _mlp_gradients(
     dout: Tensor,
     front: NormBackward,
-    rule: NormConfig,
+    rule: NormConfig | None,
     inner: list[Tensor],
     activation: str,
     layers: Sequence[SavedLinear],
@@ -328,7 +344,7 @@ def _mlp_gradients(
     dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
-    ways = _through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed)
+    ways = through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed)
     del dh
     inner.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)
@@ -342,9 +358,9 @@ class _MLPFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         residual: Tensor | None,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
-        normalization: Normalization,
+        normalization: Normalization | None,
         fc1: PreparedLinear,
         activation: str,
         fc2: PreparedLinear,
@@ -354,7 +370,7 @@ class _MLPFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         front = NormInput(x, residual, weight, bias, normalization)
         out, entered, between, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps])
-        ctx.rule, ctx.activation = normalization.rule, activation
+        ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
         ctx.fc1, saved1 = fc1.saved(kept[0], x.shape, x.dtype, keeps[0].rereads)
         hidden_shape = (*x.shape[:-1], between.gate.shape[-1])
         ctx.fc2, saved2 = fc2.saved(kept[1], hidden_shape, x.dtype, keeps[1].rereads)
@@ -390,48 +406,18 @@ def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
     return parts
 
 
-def _through_activation(
-    dh: Tensor | None, between: ActivationInputs, activation: str, fc1: LinearBackward, needed: LinearGradMask
-) -> list[GemmOperands]:
-    """Gradients of the outputs of fc1 as its GEMMs read them, from that of the activation's result."""
-    assert dh is not None
-    gate, up = between
-    parts = 1 if up is None else 2
-    asked = [
-        OperandRequest(
-            TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part
-        )
-        for part in range(parts)
-    ]
-    rows, device = epilogue.matrix(dh), gate.device
-    if any(each.reads_values for each in asked):
-        given = [TensorProducer(torch.empty_like(gate), producers.zero(device).view(1, 1)) for _ in asked]
-        wanted = [epilogue.EpilogueRequest(high=each.values, amax=each.amax) for each in given]
-        _activation_backward(rows, gate, up, activation, wanted)
-        return [each.of(values) for each, values in zip(asked, given, strict=True)]
-    ready = [each.both(gate.shape[1], device).prepared(TensorProducer(gate)) for each in asked]  # of the shape of gate
-    targets = _activation_backward(rows, gate, up, activation, [each.outputs for each in ready])
-    return [each.taken(told, found) for each, told, found in zip(asked, ready, targets, strict=False)]
-
-
-def _activation_backward(
-    dh: Tensor, gate: Tensor, up: Tensor | None, activation: str, wanted: Sequence[epilogue.EpilogueRequest]
-) -> tuple[epilogue.Targets, epilogue.Targets]:
-    of_up = wanted[1] if up is not None else None
-    return activation_kernels.activate_backward_and_quantize(dh, gate, activation, up, wanted[0], of_up)
-
-
 # As operators --------------------------------------------------------------------------------------------------------
 
 
-def _normalization(x: Tensor, layers: LayerArguments) -> Normalization:
+def _normalization(x: Tensor, layers: LayerArguments) -> Normalization | None:
     structure = layers.structure
+    if not structure.normalization:
+        return None
     return Normalization(structure.normalization, x.shape[-1], layers.eps, structure.zero_centered_gamma)
 
 
 def _front_of(asked: ForwardArguments) -> NormInput:
     x, layers = asked.x, asked.layers
-    assert layers.norm_weight is not None
     return NormInput(x, asked.residual, layers.norm_weight, layers.norm_bias, _normalization(x, layers))
 
 
@@ -447,11 +433,15 @@ def _results(
     return ForwardResults([*outputs, *total], inputs, made)
 
 
-def _entered_again(asked: BackwardArguments, others: list[Tensor]) -> tuple[NormBackward, NormConfig, list[Tensor]]:
+def _entered_again(
+    asked: BackwardArguments, others: list[Tensor]
+) -> tuple[NormBackward, NormConfig | None, list[Tensor]]:
     """The normalization in backward, and what was saved besides."""
     x, layers = asked.x, asked.layers
-    assert x is not None and layers.norm_weight is not None
-    rule, (rstd, *left) = _normalization(x, layers).rule, others
+    normalization = None if x is None else _normalization(x, layers)
+    if x is None or normalization is None or layers.norm_weight is None:
+        return _NO_NORM, None, others
+    rule, (rstd, *left) = normalization.rule, others
     mean = left.pop(0) if rule.centered else None
     return NormBackward(x, layers.norm_weight, layers.norm_bias, rstd, mean), rule, left
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from quantshard.private_torch.lookup import missing, needs_attributes, private_name
 
@@ -23,6 +24,18 @@ def has_hooks(module: nn.Module) -> bool:
     """True if something sees, or changes, what goes into or comes out of a module's forward: a user's hook, or FSDP2's,
     which casts inputs under a `MixedPrecisionPolicy`. Hooks can be registered in public, but not looked for."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def runs_forward_alone(module: nn.Module) -> bool:
+    """True if a call of a module is one of its class's forward and of nothing else: there is no hook, of its own or of
+    all modules, no forward of the object, and no compiled call."""
+    hooks = any(getattr(module, name) for name in HOOKS)
+    everywhere = any(getattr(torch_modules, name) for name in _GLOBAL_HOOKS)
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return not (hooks or everywhere or compiled or "forward" in vars(module))
+
+
+_GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
 
 
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:

@@ -482,8 +482,10 @@ def test_the_snippets_of_the_page(folder: Path, tmp_path: Path) -> None:
     names: dict[str, Any] = {"path": folder, "out": str(tmp_path / "out")}
     names |= {name: tmp_path / name for name in ("native", "served", "plain")}
     names["dataset"] = [{"input_ids": row, "labels": row} for row in tokens(rows=8)]
-    load_it, save_it, train_it = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    load_it, fuse_it, save_it, train_it = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     exec(load_it, names)
+    exec(fuse_it, names)
+    assert differing(names["model"], names["fused"]) == []
     exec(save_it, names)
     for other in ("again", "served_again"):
         assert differing(names["model"], names[other]) == []

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import quantshard as qs
 from quantshard import private_torch
+from quantshard.conversion import gated_mlp
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules import fused
 from quantshard.modules.contexts import context
@@ -124,6 +125,47 @@ def test_bits(name: str, recipe: str, both: Callable[..., tuple[Any, Any]]) -> N
         one, other = both(lambda: steps(build(name, RECIPES[recipe], quantize, dtype)))  # noqa: B023
         assert not differing(one, other), (quantize, residual)
         assert any(name.startswith("d") for name in one)
+
+
+class Converted(nn.Module):
+    """A gated MLP of three linear layers, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(SIZE, FFN) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(FFN, SIZE, bias=False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("recipe", RECIPES if ON_GPU else ["delayed", "nvfp4"])
+def test_bits_of_a_converted_mlp(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
+    """Without a normalization, of layers with histories of their own."""
+
+    def run() -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(Converted()).bfloat16()
+        qs.convert(model, RECIPES[recipe], autocast=False)
+        gated_mlp.fuse(model[0])
+        return trained(model.to(DEVICE), RECIPES[recipe], False, torch.bfloat16)
+
+    one, other = both(run)
+    assert not differing(one, other) and len(one) > 10
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"][: 2 if ON_GPU else 1])
+def test_a_converted_mlp_in_a_graph(recipe: str, kernels_on_cpu: None) -> None:
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(Converted()).bfloat16()
+        qs.convert(model, RECIPES[recipe], autocast=False)
+        gated_mlp.fuse(model[0])
+        if compiles:
+            model[0].compile(backend="aot_eager", fullgraph=True)
+        found.append(trained(model.to(DEVICE), RECIPES[recipe], False, torch.bfloat16))
+    assert not differing(*found)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "nvfp4"][: 4 if ON_GPU else 1])

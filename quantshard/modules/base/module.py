@@ -31,6 +31,7 @@ from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_operands import LinearState
+from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
 from quantshard.tensor import components, requantize
@@ -72,7 +73,12 @@ class WeightSpec:
 
 
 class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
-    """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `add_vector`."""
+    """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `add_vector`.
+
+    `shared_input`: what its layer has in common with those of other modules that read the same tensors.
+    """
+
+    shared_input: InputReader | None = None
 
     def __init__(
         self,
@@ -300,7 +306,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         x = self._input(x)
         found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
         return (
-            compiled.traced_linear(x, found) if isinstance(found, TracedLinear) else functional.linear(x, found, again)
+            compiled.traced_linear(x, found)
+            if isinstance(found, TracedLinear)
+            else functional.linear(x, found, again, self.shared_input)
         )
 
     def _input(self, x: Tensor) -> Tensor:

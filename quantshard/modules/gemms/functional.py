@@ -36,6 +36,7 @@ from quantshard.modules.gemms.linear_operands import (
     gemm_operands,
     weight_operand,
 )
+from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Gemm, Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
@@ -51,6 +52,12 @@ class PreparedLinear(NamedTuple):
     biases: Sequence[Tensor | None]
     call: LinearContext
     state: LinearState
+
+    @staticmethod
+    def joined(layers: Sequence[PreparedLinear]) -> PreparedLinear:
+        """Several layers, of one weight each, that read the same input: as one."""
+        weights, biases = [layer.weights[0] for layer in layers], [layer.biases[0] for layer in layers]
+        return PreparedLinear(weights, biases, layers[0].call, LinearState.joined([layer.state for layer in layers]))
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -136,17 +143,19 @@ class RecomputedInput(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
-def linear(x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None) -> tuple[Tensor, ...]:
+def linear(
+    x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None, shared: InputReader | None = None
+) -> tuple[Tensor, ...]:
     """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype.
 
-    `again`: gives x in backward, which so need not keep it.
+    `again`: gives x in backward, which so need not keep it. `shared`: what other layers that read x have made of it.
     """
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         return _plain_linears(x, weights, biases, state.tp)
     if again is not None and not can_reread(call.recipe):
         again = None
-    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, layer, keeps_input(weights), again, *layer.tensors)
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, layer, keeps_input(weights), again, shared, *layer.tensors)
     return outputs
 
 
@@ -219,9 +228,12 @@ class _LinearFunction(torch.autograd.Function):
         layer: PreparedLinear,
         keeps_input: bool,
         again: RecomputedInput | None,
+        shared: InputReader | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        outputs, x_wgrad = forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps_input and again is None)
+        keeps = keeps_input and again is None
+        read = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
+        outputs, x_wgrad = forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps, read)
         ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
         ctx.again = None if again is None else again.function
         ctx.save_for_backward(*saved, *(() if again is None else again.tensors))
@@ -233,12 +245,12 @@ class _LinearFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         layer: LinearBackward = ctx.layer
-        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[4:])
+        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[5:])
         tensors = ctx.saved_tensors  # once: a checkpointed region allows no second look
         saved, others = tensors[: ctx.saved], tensors[ctx.saved :]
         x_wgrad = layer.reread(lambda: ctx.again(*others).reshape(-1, layer.x_shape[-1]), needed)
         dx, of_tensors = layer.backward(grads, saved, needed, x_wgrad)
-        return dx, None, None, None, *of_tensors
+        return dx, None, None, None, None, *of_tensors
 
 
 class LinearGradMask(NamedTuple):
@@ -280,16 +292,19 @@ def forward_gemms(
     call: LinearContext,
     state: LinearState,
     keeps_input: bool,
+    read: GemmOperands | None = None,
 ) -> tuple[list[Tensor], WgradOperand]:
     """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`.
 
-    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape.
+    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape; `read`: its
+    operands, if they are there.
     """
     if call.repeated:
         context.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
-    read = gemm_operands(source, TensorRole.INPUT, call, state, OperandUsage(True, keeps_input))
+    if read is None:
+        read = gemm_operands(source, TensorRole.INPUT, call, state, OperandUsage(True, keeps_input))
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = weight_operand(weight, part, call, state)

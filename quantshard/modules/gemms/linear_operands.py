@@ -7,7 +7,7 @@ run, both forms come from one read of the values; else, and for pieces under ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,8 @@ class LinearState:
     `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
     seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism. `amax_group`: whom
     delayed scaling reduces amaxes over; None: whom autocast says. `data_group`: the ranks that together work on one
-    batch, if not those of `tp`, by which random streams are told apart.
+    batch, if not those of `tp`, by which random streams are told apart. `layers`: of which layers the weights are,
+    where each has histories of its own; the input is scaled by the first one's, and noted for all.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -59,6 +60,24 @@ class LinearState:
     tp: TensorParallel = tensor_parallel.NONE
     amax_group: Groups = None
     data_group: Groups = None
+    layers: Sequence[LinearState] = ()
+
+    @staticmethod
+    def joined(layers: Sequence[LinearState]) -> LinearState:
+        """That of several layers, of one weight each, which read one input."""
+        return replace(layers[0], weights=[layer.weights[0] for layer in layers], layers=layers)
+
+    def history(self, role: TensorRole, part: int) -> Tensor | None:
+        """Under delayed scaling, that of a tensor's amaxes."""
+        if role is TensorRole.WEIGHT:
+            return self.weights[part].get(AMAX_HISTORY)
+        return self.input_history if role is TensorRole.INPUT else self.grad_output_history
+
+    def owners(self, role: TensorRole, part: int) -> Sequence[LinearState]:
+        """The layers whose histories are told of an amax: of an input all, of an output's gradient its own."""
+        if not self.layers or role is TensorRole.WEIGHT:
+            return (self,)
+        return self.layers if role is TensorRole.INPUT else (self.layers[part],)
 
     def split(self, role: TensorRole) -> OperandSplit | None:
         """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
@@ -370,12 +389,9 @@ class _DelayedScale:
         if cell is None or not cell.scaling.history:
             return None
         known = call.amaxes.get((role, part))
-        history = {
-            TensorRole.INPUT: state.input_history,
-            TensorRole.GRAD_OUTPUT: state.grad_output_history,
-            TensorRole.WEIGHT: state.weights[part].get(AMAX_HISTORY),
-        }[role]
-        assert history is not None
+        owners = state.owners(role, part)
+        histories = [history for owner in owners if (history := owner.history(role, part)) is not None]
+        history = histories[0]
         amax = history_amax(history, cell.scaling.most_recent) if known is None else known
         if role is not TensorRole.GRAD_OUTPUT:
             call.amaxes[role, part] = amax
@@ -384,9 +400,9 @@ class _DelayedScale:
             group = call.group if state.amax_group is None else state.amax_group
             if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
                 group = including(group, state.tp.group)
-            # all output gradients have one history: of the largest of their amaxes
-            of = 0 if role is TensorRole.GRAD_OUTPUT else part
-            note_amaxes(role, [state.weights[of][KEY]], [history], seen.view(1), group)
+            # all output gradients of a layer have one history: of the largest of their amaxes
+            keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in owners]
+            note_amaxes(role, keys, histories, seen.view(1).expand(len(histories)), group)
 
         return _DelayedScale(amax, known is None and state.record, note)
 

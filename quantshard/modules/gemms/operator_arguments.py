@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -26,7 +27,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 class LinearModule(Protocol):
-    """What is asked of the module of a linear layer: a `QuantizedModule`."""
+    """What is asked of the module of a linear layer: a `QuantizedModule`, or one of several that it has under names."""
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState: ...
 
@@ -92,7 +93,7 @@ class LayerArguments(NamedTuple):
             return structure.by_layer(self.plain)
         left = iter(self.components)
         names = [name for layer in structure.layers for name in layer.weights]
-        return structure.by_layer([_rebuilt(getattr(module, name), left, structure.dtype) for name in names])
+        return structure.by_layer([_rebuilt(attrgetter(name)(module), left, structure.dtype) for name in names])
 
     def amaxes(self, layer: int) -> list[tuple[TensorRole, int]]:
         """Of which tensors backward needs the amax that forward scaled by: of role and part."""
