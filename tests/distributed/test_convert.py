@@ -98,6 +98,8 @@ def trained_alike(modules: str, recipe: str, where: str) -> tuple[dict[str, str]
 
     `where`: what is sharded by itself, decoder layers, or the projections of an MLP too.
     """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     errors._told.clear()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
