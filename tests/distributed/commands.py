@@ -33,7 +33,9 @@ def quantshard(*arguments: Any) -> subprocess.CompletedProcess[str]:
     """A command line: what it prints and its exit code."""
     out, err = io.StringIO(), io.StringIO()
     line = ["quantshard", *map(str, arguments)]
+    columns = os.environ.get("COLUMNS", "10000")  # sentences that hold long paths are not wrapped
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, COLUMNS=columns))
         stack.enter_context(patch.object(sys, "argv", line))
         stack.enter_context(patch.object(launch, "launch", in_the_pool))
         stack.enter_context(redirect_stdout(out))
@@ -49,7 +51,7 @@ def in_the_pool(processes: int, arguments: list[str]) -> None:
     """Stands for `launch.launch`."""
     command, run, order = arguments[-3:]
     assert command == "worker"
-    told = run_ranks(processes, _work, run, order, os.environ.get("COLUMNS", "10000"))
+    told = run_ranks(processes, _work, run, order, os.environ["COLUMNS"])
     print(told[0][0], end="")
     errors = [error for _, error in told if error]
     if errors:

@@ -232,7 +232,7 @@ def test_what_must_be_local_is_refused_by_name(what: str, tmp_path: Path, monkey
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_commands_take_urls(tmp_path: Path) -> None:
     def said(*command: str) -> str:
-        told = CliRunner().invoke(app(), command, catch_exceptions=False)
+        told = CliRunner().invoke(app(), command, catch_exceptions=False, env={"COLUMNS": "10000"})
         assert told.exit_code == 0, told.output
         return told.output
 
