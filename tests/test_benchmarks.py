@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import convert_models as converted
+from benchmarks import host
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
 from quantshard.trainer.data import collect
@@ -88,3 +90,19 @@ def test_converted_models_are_measured_beside_bf16():
         rows.append({"model": "qwen3-8b", "variant": variant, "compiled": False, **found, "peak GiB": 1.0})
     rows[1]["step"] = rows[0]["step"] * 2
     assert [line.split(" | ")[4] for line in converted.table(rows)[2:]] == ["1.00", "2.00"]
+
+
+HOST_WORK = {"linear": (900, 80, 10), "layer": (5200, 520, 66)}
+"""At most so many Python calls, ATen operations and launches of a step, forward and backward, by module."""
+
+
+@pytest.mark.parametrize("recipe", ["block", "delayed"])
+@pytest.mark.parametrize("module", HOST_WORK)
+def test_the_host_does_no_more_for_a_module(module: str, recipe: str) -> None:
+    """Without a device, where counts repeat exactly."""
+    if torch.cuda.is_available():
+        pytest.skip("counts are those of a machine without a GPU")
+    row = host.measure(module, recipe, 128, repeats=1)
+    found = tuple(row[name] for name in ("calls", "operations", "launches"))
+    assert all(count <= most for count, most in zip(found, HOST_WORK[module], strict=True)), found
+    assert found[2] > 5

@@ -1,0 +1,229 @@
+"""What a module costs the host: microseconds to launch it, and how many calls, operations, kernels, copies and waits.
+
+    python benchmarks/host.py [--modules linear,layer] [--recipes bf16,current,delayed,block] [--hidden 2048]
+
+Forward and backward of one module, behind which nothing waits; "bf16" is the same module of plain PyTorch. Python calls
+and ATen operations are counted in a run of their own, with the profiler's hook of Python and a dispatch mode; kernels,
+copies and waits are those that torch.profiler sees of the CUDA runtime. Without a GPU the launches of Triton and scaled
+products do nothing (`without_device`): times are then those of Python and dispatch alone, which counts repeat exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are then there without a GPU; read when they are imported
+
+import quantshard as qs
+from quantshard import kernel_dispatch
+from quantshard.gemm import backend
+
+TOKENS = (512, 1)
+"""Length and batch."""
+REPEATS = 20
+COUNTED = {
+    "launches": ("cudaLaunchKernel", "cuLaunchKernel"),
+    "copies": ("cudaMemcpy",),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+}
+"""What of the CUDA runtime is counted, by the beginnings of names."""
+
+Row = dict[str, Any]
+
+
+class PlainLayer(nn.Module):
+    """The blocks of a Llama layer in plain PyTorch, without rotary embedding."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads, ffn = hidden // 64, 4 * hidden
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden, dtype=torch.bfloat16) for _ in range(2))
+        shapes = {"qkv": (hidden, 3 * hidden), "out": (hidden, hidden), "up": (hidden, 2 * ffn), "down": (ffn, hidden)}
+        self.linear = nn.ModuleDict({name: plain_linear(*shape) for name, shape in shapes.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, batch, hidden = x.shape
+        qkv = self.linear["qkv"](self.norms[0](x)).view(length, batch, 3, self.heads, 64).permute(2, 1, 3, 0, 4)
+        attention = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True).permute(2, 0, 1, 3)
+        x = x + self.linear["out"](attention.reshape(length, batch, hidden))
+        gate, up = self.linear["up"](self.norms[1](x)).chunk(2, dim=-1)
+        return x + self.linear["down"](nn.functional.silu(gate) * up)
+
+
+def plain_linear(inputs: int, outputs: int) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+
+
+def our_linear(hidden: int) -> nn.Module:
+    return qs.Linear(hidden, hidden, bias=False, params_dtype=torch.bfloat16)
+
+
+def our_layer(hidden: int) -> nn.Module:
+    return qs.TransformerLayer(
+        hidden, 4 * hidden, hidden // 64, normalization="RMSNorm", activation="swiglu", bias=False,
+        hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+MODULES: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], nn.Module]]] = {
+    "linear": (lambda hidden: plain_linear(hidden, hidden), our_linear),
+    "layer": (PlainLayer, our_layer),
+}
+"""By name, the module of plain PyTorch and ours, of a width."""
+
+
+@contextlib.contextmanager
+def without_device() -> Iterator[Counter[str]]:
+    """Kernels and scaled products do nothing, on tensors of the CPU; yields how many kernels were launched."""
+    from triton.runtime import interpreter
+
+    counted: Counter[str] = Counter()
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        counted["launches"] += 1
+
+    def product(a: Tensor, b: Tensor, *args: Any, output_dtype: torch.dtype, **kwargs: Any) -> Tensor:
+        counted["launches"] += 1
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=output_dtype)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kernel_dispatch.kernels_only_on("cpu"))
+        stack.enter_context(
+            mock.patch.object(interpreter.InterpretedFunction, "__getitem__", lambda kernel, grid: launch)
+        )
+        stack.enter_context(mock.patch.object(nn.functional, "scaled_mm", product))
+        for kind in {type(each) for each in backend.NATIVE.values()}:
+            stack.enter_context(mock.patch.object(kind, "is_on", lambda product, device: True))
+        yield counted
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Subject:
+    """One module and recipe, and its forward and backward."""
+
+    def __init__(self, module: str, recipe: str, hidden: int, device: str) -> None:
+        plain, ours = MODULES[module]
+        self.recipe, self.device = recipe, device
+        torch.manual_seed(0)
+        if recipe == "bf16":
+            self.module = plain(hidden).to(device)
+        else:
+            with torch.device(device), qs.quantized_model_init(recipe=recipe):
+                self.module = ours(hidden)
+        self.x = torch.randn(*TOKENS, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+        self.grad = torch.randn_like(self.x)
+
+    def forward(self) -> Tensor:
+        with contextlib.nullcontext() if self.recipe == "bf16" else qs.autocast(recipe=self.recipe):
+            return self.module(self.x)
+
+    def step(self) -> None:
+        self.forward().backward(self.grad)
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def microseconds(subject: Subject, repeats: int) -> Row:
+    """Medians of the host's time to launch forward and backward; the device has nothing else to do."""
+    found: dict[str, list[float]] = {"forward us": [], "backward us": []}
+    for _ in range(repeats):
+        subject.wait()
+        begin = time.perf_counter()
+        y = subject.forward()
+        middle = time.perf_counter()
+        subject.wait()
+        again = time.perf_counter()
+        y.backward(subject.grad)
+        for name, value in zip(found, (middle - begin, time.perf_counter() - again), strict=True):
+            found[name].append(value * 1e6)
+    return {name: round(statistics.median(values)) for name, values in found.items()}
+
+
+def counts(subject: Subject, launched: Counter[str]) -> Row:
+    """Python calls and ATen operations of a step, and what it asks of the device."""
+    calls = 0
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with torch.autograd.set_multithreading_enabled(False):  # backward on this thread, whose calls are seen
+        sys.setprofile(called)
+        subject.step()
+        sys.setprofile(None)
+        with _Operations() as operations:
+            subject.step()
+    found = {"calls": calls, "operations": operations.count}
+    if subject.device == "cuda":
+        return found | _of_runtime(subject)
+    launched.clear()
+    subject.step()
+    return found | {"launches": launched["launches"]}
+
+
+def _of_runtime(subject: Subject) -> Row:
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.profiler.profile(activities=kinds) as profile:
+        subject.step()
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
+    events = Counter({each.key: each.count for each in profile.key_averages()})
+    seen = {
+        name: sum(count for key, count in events.items() if key.startswith(begins)) for name, begins in COUNTED.items()
+    }
+    return seen | {"allocations": allocated}
+
+
+def measure(module: str, recipe: str, hidden: int, repeats: int = REPEATS) -> Row:
+    """One row of the table."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with contextlib.nullcontext(Counter()) if device == "cuda" else without_device() as launched:
+        subject = Subject(module, recipe, hidden, device)
+        for _ in range(5):
+            subject.step()
+        return {"module": module, "recipe": recipe, **microseconds(subject, repeats), **counts(subject, launched)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modules", default=",".join(MODULES))
+    parser.add_argument("--recipes", default="bf16,current,delayed,block,rowwise,mxfp8,nvfp4")
+    parser.add_argument("--hidden", type=int, default=2048 if torch.cuda.is_available() else 256)
+    asked = parser.parse_args()
+    heads: list[str] = []
+    for module in asked.modules.split(","):
+        for recipe in asked.recipes.split(","):
+            row = measure(module, recipe, asked.hidden)
+            if not heads:
+                heads = list(row)
+                print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+            print(f"| {' | '.join(str(row[name]) for name in heads)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
