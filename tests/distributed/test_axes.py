@@ -172,15 +172,13 @@ def load(folder: str, target: str, source: str, recipe: str, option: str) -> lis
     return [*wrong, different(held(model, optimizer), later)]
 
 
-@pytest.mark.parametrize(
-    "turns", [(0, 2, 5), pytest.param(range(7), marks=pytest.mark.exhaustive)], ids=["some", "all"]
-)
+@pytest.mark.parametrize("turns", [(0, 5), pytest.param(range(7), marks=pytest.mark.exhaustive)], ids=["some", "all"])
 def test_saved_on_any_mesh_and_loaded_on_any_other(
     turns: Sequence[int], tmp_path: Path, show: Callable[[str], None]
 ) -> None:
     """Each recipe, with states of its kind, is saved and loaded on every mesh, and every mesh loads every other's.
 
-    Some: each mesh loads those of three others, and of each recipe there are checkpoints of three meshes at least."""
+    Some: each mesh loads those of two others, and of each recipe there are checkpoints of two meshes at least."""
     names, recipes = list(MESHES), list(RECIPES)
     saves, loads = [], []
     for (i, source), (j, target) in itertools.permutations(enumerate(names), 2):
@@ -193,7 +191,7 @@ def test_saved_on_any_mesh_and_loaded_on_any_other(
         loads.append((target, *job))
     if len(turns) == len(recipes):
         assert {(target, recipe) for target, _, recipe, _ in loads} == {(a, b) for a in names for b in recipes}
-    assert min(Counter(recipe for _, _, recipe, _ in loads).values()) >= 3
+    assert min(Counter(recipe for _, _, recipe, _ in loads).values()) >= 2
     saved, loaded = runs(save, saves, str(tmp_path)), runs(load, loads, str(tmp_path))
     wrong = {job: keys for job in loads for ways in (*saved[job[1:]], *loaded[job]) for keys in ways if keys}
     bad, tried = {job[:2] for job in wrong}, {job[:2] for job in loads}
@@ -333,13 +331,15 @@ def gathered(axes: Axes, name: str, layer: Any, expected: QuantizedStorage) -> l
     return wrong
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_born_and_gathered_as_on_one_process(half: int, show: Callable[[str], None]) -> None:
-    """Every recipe on half of the meshes with tensor parallelism, then on the others; they take turns in being born on
-    meta."""
+@pytest.mark.parametrize(
+    "quarters", [(0,), pytest.param((1, 2, 3), marks=pytest.mark.exhaustive)], ids=["some", "rest"]
+)
+def test_born_and_gathered_as_on_one_process(quarters: Sequence[int], show: Callable[[str], None]) -> None:
+    """Every recipe on a quarter of the meshes with tensor parallelism, then on the others; they take turns in being
+    born on meta."""
     names = [name for name, axes in EVERY.items() if axes.tp]
     turns = itertools.product(enumerate(names), enumerate(RECIPES))
-    jobs = [(name, recipe, (i + j) // 2 % 2 == 0) for (i, name), (j, recipe) in turns if (i + j) % 2 == half]
+    jobs = [(name, recipe, (i + j) // 4 % 2 == 0) for (i, name), (j, recipe) in turns if (i + j) % 4 in quarters]
     found = runs(born, jobs)
     rows = {name: dict.fromkeys(RECIPES, "-") for name in names}
     for (name, recipe, _), results in found.items():
@@ -372,8 +372,8 @@ def other_optimizer(name: str, recipe: str, masters: bool, foreach: bool) -> lis
     return different(found[1], {key: tensor for key, (tensor, _) in found[0].items()})
 
 
-OF_STOCK = {"dp 2, tp 2": (0, 1, 2, 3), "tp 4": (1, 2), "dp_shard 1, tp 2": (0, 3)}
-"""Mesh -> which of the ways of `test_stock_optimizers_and_masters`; another mesh takes longer than another way."""
+OF_STOCK = {"dp 2, tp 2": (2,), "tp 4": (1,), "dp_shard 1, tp 2": (0, 3)}
+"""Mesh -> which of the ways of `test_stock_optimizers_and_masters`, each once."""
 
 
 @pytest.mark.parametrize("chosen", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["some", "rest"])

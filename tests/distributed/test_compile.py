@@ -72,6 +72,7 @@ def run(
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "linear layers": {},
+    "a linear layer, gathered once": {"reshard": False, "shapes": ((33, 2),)},  # of 3 ranks, the last holds nothing
     "linear layers, gathered once": {"reshard": False},
     "autocast inside": {"inside": True},
     "with an MLP": {"blocks": True},
@@ -90,15 +91,13 @@ Cells = dict[tuple[str, int], list[str]]
 
 
 def cells(backend: str) -> Cells:
-    """In turns: linear layers meet five recipes, those that keep something on 2 ranks or 3; other settings meet one of
-    these, on 2 ranks."""
+    """In turns: a recipe of blocks on 1 rank, and those that keep something each in one setting, on 2 ranks or 3."""
     first = next(iter(SETTINGS))
     if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 1): ["delayed"]}
     return {
-        (first, 1): ["current", "block"],
-        (first, 3): ["delayed"],
-        ("linear layers, gathered once", 2): ["mxfp8 two copies"],
+        (first, 1): ["block"],
+        ("a linear layer, gathered once", 3): ["mxfp8 two copies"],
         ("autocast inside", 2): ["delayed"],
         ("an MLP on kernels", 2): ["nvfp4"],
     }
@@ -109,7 +108,7 @@ def rest() -> Cells:
     1, 2 and 3 ranks."""
     chosen, first = cells("aot_eager"), next(iter(SETTINGS))
     every = {(first, ranks): list(RECIPES) for ranks in (1, 2, 3)}
-    labels = SETTINGS.keys() - {first, "an MLP on kernels"}
+    labels = SETTINGS.keys() - {first, "a linear layer, gathered once", "an MLP on kernels"}
     every |= {(label, ranks): [*KEEPING, "mxfp8"] for label in sorted(labels) for ranks in (1, 2, 3)}
     return {at: [name for name in recipes if name not in chosen.get(at, ())] for at, recipes in every.items()}
 

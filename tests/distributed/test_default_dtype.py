@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, Case, bits, build, set_gradients, sha
 from tests.distributed.pool import run_ranks
 
@@ -81,8 +83,11 @@ def trained(dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "ranks"),
+    exhaustive(product((torch.bfloat16, torch.float64), (1, 2, 3)), [(torch.bfloat16, 3), (torch.float64, 2)]),
+    ids=str,
+)
 def test_bits_do_not_depend_on_the_default_dtype(dtype: torch.dtype, ranks: int) -> None:
     for rank, (found, expected) in enumerate(
         zip(run_ranks(ranks, trained, dtype), run_ranks(ranks, trained, torch.float32), strict=True)

@@ -41,22 +41,23 @@ pytestmark = pytest.mark.distributed
 ORDER_OF_SUMS = 1e-6
 EVERY = ["bf16", *RECIPES]
 MESHES: dict[str, list[Case]] = {
-    "1 rank, FSDP2": [Case(recipe, 1, 1, sharded=True) for recipe in ("delayed", "nvfp4")],
+    "1 rank, FSDP2": [Case("delayed", 1, 1, sharded=True)],
     "ep 2": [Case(recipe, 1, 2) for recipe in EVERY],
     "ep 2, FSDP2 from meta": [
         Case(recipe, 1, 2, sharded=True, meta=True) for recipe in ("delayed", "mxfp8 two copies")
     ],
     "ep 2, recomputed": [Case(recipe, 1, 2, sharded=True, recompute=True) for recipe in ("delayed", "nvfp4")],
-    "ep 4": [Case(recipe, 1, 4) for recipe in ("delayed", "nvfp4")],
+    "ep 4": [Case("nvfp4", 1, 4)],
     "dp 2, FSDP2": [Case("nvfp4", 2, 1, sharded=True)],
     "dp 2, ep 2": [Case("nvfp4", 2, 2)],
-    "dp 2, ep 2, FSDP2": [Case(recipe, 2, 2, sharded=True, meta=True) for recipe in ("delayed", "block")],
+    "dp 2, ep 2, FSDP2": [Case("delayed", 2, 2, sharded=True, meta=True)],
 }
 MORE = {
-    "ep 4": [Case("current", 1, 4)],
+    "1 rank, FSDP2": [Case("nvfp4", 1, 1, sharded=True)],
+    "ep 4": [Case(recipe, 1, 4) for recipe in ("current", "delayed")],
     "dp 2, FSDP2": [Case("block", 2, 1, sharded=True)],
     "dp 2, ep 2": [Case("delayed", 2, 2)],
-    "dp 2, ep 2, FSDP2": [Case("nvfp4", 2, 2, sharded=True, meta=True)],
+    "dp 2, ep 2, FSDP2": [Case(recipe, 2, 2, sharded=True, meta=True) for recipe in ("nvfp4", "block")],
 }
 """Recipes that meet these meshes in other forms above."""
 
@@ -112,14 +113,14 @@ EVERY_MODE = [(mode, recipe) for mode in ("column", "row") for recipe in EVERY]
 TENSOR_PARALLEL: dict[tuple[int, int], list[tuple[str, str]]] = {
     (1, 1): [(mode, recipe) for mode, recipe in EVERY_MODE if recipe in ("delayed", "nvfp4")]
     + [("column", "bf16"), ("row", "current")],
-    (1, 2): [("column", "delayed"), ("row", "delayed")],
-    (2, 1): [("column", "mxfp8"), ("row", "block")],
+    (1, 2): [("column", "delayed")],
+    (2, 1): [("row", "block")],
 }
 """(dp, ep) -> modes and recipes, each with tp 2."""
 REST = {
     (1, 1): [each for each in EVERY_MODE if each not in TENSOR_PARALLEL[1, 1]],
-    (1, 2): [each for each in EVERY_MODE if each[1] in ("bf16", "nvfp4")],
-    (2, 1): [("column", "block"), ("row", "mxfp8")],
+    (1, 2): [("row", "delayed"), *(each for each in EVERY_MODE if each[1] in ("bf16", "nvfp4"))],
+    (2, 1): [("column", "block"), ("column", "mxfp8"), ("row", "mxfp8")],
 }
 
 
@@ -127,7 +128,7 @@ REST = {
     "tried", [TENSOR_PARALLEL, pytest.param(REST, marks=pytest.mark.exhaustive)], ids=["some", "rest"]
 )
 def test_tensor_parallelism(tried: dict[tuple[int, int], list[tuple[str, str]]]) -> None:
-    """2 and 4 ranks, tp 2 alone, with ep 2, and with FSDP2 over dp 2: every recipe, by columns and rows."""
+    """2 and 4 ranks, tp 2 alone, with ep 2, and with FSDP2 over dp 2: recipes, by columns and rows."""
     for (dp, ep), ways in tried.items():
         cases = [(mode, recipe, dp, ep, recipe != "bf16") for mode, recipe in ways]
         for results in run_ranks(2 * dp * ep, cuts, cases):
@@ -137,7 +138,7 @@ def test_tensor_parallelism(tried: dict[tuple[int, int], list[tuple[str, str]]])
 
 SAVED = {(1, 1): "delayed", (1, 2): "nvfp4", (2, 2): "mxfp8", (1, 4): "block"}
 """Mesh (dp, ep) that saves -> recipe; all have FP8 moments."""
-LOADED = {(1, 1): list(SAVED), (1, 2): [(1, 2), (1, 4)], (2, 2): [(2, 2)], (1, 4): [(1, 1)]}
+LOADED = {(1, 1): [(1, 1), (2, 2)], (1, 2): [(1, 4)], (2, 2): [(2, 2)], (1, 4): [(1, 2)]}
 """Mesh that loads -> meshes that saved; one that loads its own trains on. Four ranks take longest."""
 
 
@@ -166,7 +167,7 @@ def test_checkpoints_load_on_any_mesh_and_resume_on_the_same(
 
 def test_the_example_learns_as_in_one_process() -> None:
     """1, 2 and 4 ranks."""
-    for recipe, dp, ep, steps in (("bf16", 1, 2, 7), ("mxfp8", 2, 2, 3)):
+    for recipe, dp, ep, steps in (("bf16", 1, 2, 4), ("mxfp8", 2, 2, 2)):
         losses, gradients = run_ranks(1, losses_and_gradients, recipe, 1, 1, 7)[0]
         assert losses[-1] < losses[0] - 1
         found = run_ranks(dp * ep, losses_and_gradients, recipe, dp, ep, steps)[0]
@@ -174,7 +175,7 @@ def test_the_example_learns_as_in_one_process() -> None:
         assert max(off(found[1][name], gradients[name]) for name in gradients) <= ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_a_step_is_skipped_by_all_ranks_if_one_experts_gradient_is_infinite(ranks: int) -> None:
     """2 and 4 ranks; FP8 moments, whose rounding has one seed although ranks have other weights. Sharded or plain."""
     wanted = {name: (True, 1) for name in OPTIMIZERS}

@@ -31,6 +31,7 @@ from tests.distributed.models import Case, build, set_gradients, sha
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
+EXHAUSTIVE = pytest.mark.exhaustive
 
 SHAPES = ((96, 150), (150, 67), (67, 1))
 """(in, out) of each layer: blocks are cut, and some ranks hold nothing of the last."""
@@ -125,7 +126,7 @@ def with_accelerate(mixed_precision: str) -> dict[str, tuple[int, torch.dtype]]:
             GradientState._reset_state()
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("mixed_precision", [pytest.param("no", marks=EXHAUSTIVE), "bf16"])
 def test_every_weight_trains_that_accelerate_has_sharded(mixed_precision: str) -> None:
     """2 ranks. It pairs the parameters of an optimizer with the sharded ones by address; and raises their precision by
     `.data`, if it is to be mixed. Of the last weight, the second rank has nothing."""
@@ -246,14 +247,21 @@ WAYS: dict[str, Way] = {
 }
 
 
-def undone(case: Case, folder: str) -> list[str]:
-    """The ways after which an optimizer with masters steps from the weights of before."""
+MAKERS: tuple[Callable[..., Any], ...] = (
+    FusedAdam,
+    lambda params, **options: MasterWeights(torch.optim.AdamW, params, **options),
+)
+
+
+def undone(case: Case, folder: str, turns: tuple[int, ...]) -> list[str]:
+    """The ways after which an optimizer with masters steps from the weights of before; one of two with each way where
+    there is one turn."""
     path, wrong = Path(folder), []
     other = build(replace(case, seed=8))
     dcp.save({"model": get_model_state_dict(other)}, checkpoint_id=path / "dcp")
     checkpoints.save(path / "ours", other, None)
-    for name, way in WAYS.items():
-        for make in (FusedAdam, lambda params, **options: MasterWeights(torch.optim.AdamW, params, **options)):
+    for i, (name, way) in enumerate(WAYS.items()):
+        for make in (make for j, make in enumerate(MAKERS) if (i + j) % 2 in turns):
             model = build(case)
             optimizer = make(model.named_parameters(), lr=1e-2)
             for step in range(2):
@@ -280,11 +288,20 @@ def undone(case: Case, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("mesh", [None, (1,), (3,)], ids=["whole", "1 rank", "3 ranks"])
-def test_masters_notice_new_weights(mesh: tuple[int, ...] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "turns"),
+    [
+        (None, (0,)),
+        ((1,), (0, 1)),
+        ((3,), (0,)),
+        *(pytest.param(mesh, (1,), marks=EXHAUSTIVE) for mesh in (None, (3,))),
+    ],
+    ids=["whole", "1 rank", "3 ranks", "whole, in turn", "3 ranks, in turn"],
+)
+def test_masters_notice_new_weights(mesh: tuple[int, ...] | None, turns: tuple[int, ...], tmp_path: Path) -> None:
     """1 and 3 ranks: whichever way a model alone is given weights, the next step does not undo it."""
     case = Case("mxfp8", mesh, init="cpu", shapes=SHAPES)
-    assert run_ranks(case.ranks, undone, case, str(tmp_path)) == [[]] * case.ranks
+    assert run_ranks(case.ranks, undone, case, str(tmp_path), turns) == [[]] * case.ranks
 
 
 def broadcast() -> None:

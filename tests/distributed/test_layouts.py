@@ -99,7 +99,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, out
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=3", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp_shard=3", marks=pytest.mark.exhaustive), "dp_shard=2,tp=2"])
 def test_imported_bits_are_those_exported(written: tuple[Path, Path], tmp_path: Path, mesh: str) -> None:
     """3 and 4 ranks."""
     path, folder = written

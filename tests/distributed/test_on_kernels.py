@@ -105,9 +105,13 @@ def experts(cases: list[experts_case.Case]) -> tuple[list[dict[str, str]], int]:
     return found, calls
 
 
-@pytest.mark.parametrize("parallel", ["experts", pytest.param("data", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("parallel", ["experts", "data"])
 def test_experts_at_once_have_the_bits_of_one_process(parallel: str) -> None:
-    """Spread over ranks; sharded and recomputed; and data parallel: scales, histories, outputs and gradients."""
+    """Spread over ranks; sharded and recomputed; and data parallel: scales, histories, outputs and gradients.
+
+    `make test` has experts at once on kernels in one process, in tests/kernels/test_experts.py, and experts spread over
+    ranks without kernels in test_experts.py."""
     spread = [
         experts_case.Case("block", 1, 2),
         experts_case.Case("delayed", 1, 2, sharded=True, recompute=True),

@@ -58,8 +58,9 @@ def covering(mesh: str) -> list[Case]:
     return cases
 
 
-LEFT = ("dp 2, tp 2", "shard 1, cp 2, tp 2")
-"""To `make test-all`: tests/distributed/test_axes.py cuts, saves and loads on such meshes."""
+LEFT = ("tp 4", "dp 2, tp 2", "shard 1, cp 2, tp 2")
+"""To `make test-all`: tests/distributed/test_axes.py cuts, saves and loads on such meshes, and test_parity.py trains on
+4 tensor-parallel ranks."""
 
 
 @pytest.mark.parametrize(

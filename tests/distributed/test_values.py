@@ -35,8 +35,8 @@ from tests.distributed.saving import SHAPES, new_run, on_rank_0
 pytestmark = pytest.mark.distributed
 
 MESHES = {1: (1,), 3: (3,), 4: (2, 2)}
-HSDP = ["delayed", "current"]
-"""Recipes that 4 ranks have; 3 have the others."""
+ON_RANKS = {1: ["delayed", "current", "rowwise", "mxfp8"], 3: ["block", "nvfp4", "mxfp8 two copies"], 4: ["delayed"]}
+LEFT = {3: ["delayed", "current", "rowwise", "mxfp8"], 4: ["current", "mxfp8"]}
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -103,13 +103,7 @@ def round_trip(model: nn.Module, optimizer: FusedAdam, case: Case, folder: str) 
 
 @pytest.mark.parametrize(
     ("ranks", "recipes"),
-    [
-        (1, ["delayed"]),
-        (3, [name for name in RECIPES if name not in HSDP]),
-        (4, HSDP),
-        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((1, ["mxfp8"]), (4, ["mxfp8"]))),
-        pytest.param(3, HSDP, marks=pytest.mark.exhaustive),
-    ],
+    [*ON_RANKS.items(), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in LEFT.items())],
 )
 def test_values_are_those_of_one_process(ranks: int, recipes: list[str], tmp_path: Path) -> None:
     """1, 3 and 4 ranks, FSDP2 and HSDP, uneven shards; loaded again they give the codes."""
@@ -117,11 +111,11 @@ def test_values_are_those_of_one_process(ranks: int, recipes: list[str], tmp_pat
     assert run_ranks(ranks, on_a_mesh, case, str(tmp_path), recipes) == [[]] * ranks
 
 
-def tensor_parallel(folder: str) -> list[str]:
+def tensor_parallel(recipes: list[str]) -> list[str]:
     """What differs between tensor parallelism, alone and under FSDP2, and one process."""
     found = []
     sizes = {"hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "layers": 1, "seq_length": 8}
-    for name in ("delayed", "mxfp8", "nvfp4"):
+    for name in recipes:
         for mesh in ("dp_shard=4", "dp_shard=2,tp=2"):
             settings = TrainSettings(**sizes, mesh=mesh, global_batch=4).resolved()  # type: ignore[arg-type]
             torch.manual_seed(3)
@@ -136,9 +130,12 @@ def tensor_parallel(folder: str) -> list[str]:
     ]
 
 
-def test_values_under_tensor_parallelism(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipes", [["delayed", "nvfp4"], pytest.param(["mxfp8"], marks=pytest.mark.exhaustive)], ids=["some", "rest"]
+)
+def test_values_under_tensor_parallelism(recipes: list[str]) -> None:
     """4 ranks: FSDP2 over 4, and over 2 with tensor parallelism over 2."""
-    assert run_ranks(4, tensor_parallel, str(tmp_path)) == [[]] * 4
+    assert run_ranks(4, tensor_parallel, recipes) == [[]] * 4
 
 
 def mixed_model(seed: int = 0) -> nn.Sequential:
