@@ -162,7 +162,8 @@ def cells() -> list[Any]:
         ("mlp", "current", False, True),
         ("norm and three linears", "nvfp4", False, False),
     ]
-    left = {("layer", "delayed"), ("layer with fused projections", "current"), ("norm and three linears", "nvfp4")}
+    left = {("layer", "delayed"), ("layer with fused projections", "current")}
+    left |= {("norm and three linears", recipe) for recipe in ("delayed", "nvfp4")}  # whose biases are tried below
     left |= {("gated mlp", recipe) for recipe in RECIPES if recipe != "nvfp4"} | {("mlp", "current")}
     every = [(*cell, evaluate) for cell in sorted(set(found)) for evaluate in (False, True)]
     return exhaustive(every, {(*cell, cell[:2] in EVALUATED) for cell in found if cell[:2] not in left})
