@@ -28,6 +28,7 @@ from quantshard.numerics import decode, unpack
 from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
 from quantshard.sharding import ceil_div
 from quantshard.tensor.storage import QuantizedStorage
+from tests.covering import exhaustive
 
 TYPES = F.ScalingType
 ON_GPU = torch.cuda.is_available()
@@ -322,9 +323,22 @@ def orientations(
             yield made(k, m, left, 0), made(k, n, right, 2), True, False
 
 
-@pytest.mark.parametrize("name", PAIRS)
+EVERY_PAIR = list(itertools.product(PAIRS, [HOPPER, BLACKWELL]))
+ONCE = [
+    (name, (having or [HOPPER])[turn % len(having or [HOPPER])])
+    for turn, (name, (_, _, *having)) in enumerate(PAIRS.items())
+]
+"""Each pair on one GPU, where its product is native."""
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    exhaustive(EVERY_PAIR, EVERY_PAIR if ON_GPU else ONCE),
+    indirect=["capability"],
+    ids=lambda part: part if isinstance(part, str) else f"{part[0]}.{part[1]}",
+)
 def test_small_products(name: str, capability: tuple[int, int]) -> None:
-    """Of every combination of sizes (on a GPU; else of every two), in both dtypes, with a bias and without.
+    """Of every combination of sizes, in both dtypes, with a bias and without, on a GPU; else of every two, in turns.
 
     Operands come from the oracle, whose shapes are compiled by nothing.
     """
@@ -332,12 +346,13 @@ def test_small_products(name: str, capability: tuple[int, int]) -> None:
     made, right_ones = lru_cache(None)(quantized), []
     sums = (2.0**-8 if capability in having else 2.0**-7) if ON_GPU else 2.0**-20
     with kernel_dispatch.kernels_only_on():
-        for m, n, k in SMALL:
+        for turn, (m, n, k) in enumerate(SMALL):
             bias = torch.randn(n, generator=torch.Generator().manual_seed(4)).bfloat16().to(DEVICE)
             for a, b, turned_a, turned_b in orientations(left, right, m, n, k, made):
                 x, y = in_double(a).t() if turned_a else in_double(a), in_double(b).t() if turned_b else in_double(b)
                 exact, room = x @ y, sums * (x.abs() @ y.abs()) + 1e-30
-                for dtype, added in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
+                every = list(itertools.product((torch.bfloat16, torch.float32), (None, bias)))
+                for dtype, added in every if ON_GPU else (every[turn % 2], every[3 - turn % 2]):
                     swapped = (
                         (gemms.with_column_scales(a), b) if dtype is torch.float32 else (a, gemms.with_column_scales(b))
                     )

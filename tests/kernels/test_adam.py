@@ -29,6 +29,7 @@ from quantshard.recipe import Cell
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
+from tests.covering import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
 
@@ -293,7 +294,10 @@ def test_tiles_of_several_blocks(weight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight", ["delayed", "current", "block", "mxfp8_both", "nvfp4"])
+@pytest.mark.parametrize(
+    "weight",
+    exhaustive([(w,) for w in ("delayed", "current", "block", "mxfp8_both", "nvfp4")], [("current",), ("mxfp8_both",)]),
+)
 def test_many_tiles(weight):
     check(case(weight, shape=(5, 34)), case(weight, shape=(131, 257), grad_dtype=torch.float16), steps=2)
 
@@ -318,11 +322,14 @@ def test_a_first_moment_that_is_kept_within_what_the_second_allows(moments, seco
 
 
 EVERY_STATE_AND_MASTER = [("current", *both) for both in itertools.product(STATES, ("bfloat16", "fp16", None))]
+SOME = [cell for number, cell in enumerate(EVERY_STATE_AND_MASTER) if number % 2 == 0]
 EVERY_STATE_AND_MASTER += [("block", "fp8", "bfloat16"), ("block", "bfloat16", "fp16"), ("block", "float32", None)]
+SOME += [("block", "fp8", "bfloat16")]
+"""Each state with one or two masters, each master with two states."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight, moments, master", EVERY_STATE_AND_MASTER)
+@pytest.mark.parametrize("weight, moments, master", exhaustive(EVERY_STATE_AND_MASTER, SOME))
 def test_every_state_and_master(weight, moments, master):
     check(case(weight, moments, master, (5, 132)), steps=2)
 

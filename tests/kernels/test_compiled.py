@@ -148,14 +148,13 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-EVALUATED = [("mlp", "delayed"), ("norm and linear", "delayed")]
+EVALUATED = [("norm and linear", "delayed")]
 
 
 def cells() -> list[Any]:
     """(Module, recipe, weights stored quantized, autocast inside, evaluated too): every module with delayed scaling,
     which keeps most between steps, the gated MLP with every recipe, and a layer with two; without `make test-all`, of
-    layers the one that has most parts, of recipes those that keep or draw something, and of evaluations one for each
-    operator."""
+    layers the one that has most parts, of recipes those that keep or draw something, and one evaluation."""
     found = [(name, "delayed", turn % 3 != 2, turn % 2 == 0) for turn, name in enumerate(MODULES)]
     found += [("gated mlp", recipe, turn % 3 != 1, turn % 2 == 1) for turn, recipe in enumerate(RECIPES)]
     found += [
@@ -163,7 +162,8 @@ def cells() -> list[Any]:
         ("mlp", "current", False, True),
         ("norm and three linears", "nvfp4", False, False),
     ]
-    left = {("layer", "delayed"), ("layer with fused projections", "current"), ("norm and three linears", "nvfp4")}
+    left = {("layer", "delayed"), ("layer with fused projections", "current")}
+    left |= {("norm and three linears", recipe) for recipe in ("delayed", "nvfp4")}  # whose biases are tried below
     left |= {("gated mlp", recipe) for recipe in RECIPES if recipe != "nvfp4"} | {("mlp", "current")}
     every = [(*cell, evaluate) for cell in sorted(set(found)) for evaluate in (False, True)]
     return exhaustive(every, {(*cell, cell[:2] in EVALUATED) for cell in found if cell[:2] not in left})
@@ -195,16 +195,21 @@ def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["current", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("delayed", "nvfp4"))]
-)
-def test_of_what_gradients_are_needed(recipe: str, used: list[str]) -> None:
+    ("recipe", "which"),
+    exhaustive(
+        [("current", ("fc2",)), ("current", ("weight",)), ("nvfp4", ("fc2", "weight")),
+         ("delayed", ("fc1", "fc2", "layer_norm", "weight"))],
+        [("current", ("weight",))],
+    ),
+)  # fmt: skip
+def test_of_what_gradients_are_needed(recipe: str, which: tuple[str, ...], used: list[str]) -> None:
     """Frozen weights, frozen parameters of the normalization, and an input without a gradient; in float32 too."""
-    for frozen in ("fc1", "fc2", "layer_norm", "weight") if recipe == "delayed" else ("fc2", "weight"):
+    for frozen in which:
         found = []
         for compiler in (None, aot_eager):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            module = build("mlp", RECIPES[recipe], dtype=torch.float32 if frozen == "fc2" else torch.bfloat16)
+            module = build("mlp", RECIPES[recipe], dtype=torch.float32 if frozen == which[-1] else torch.bfloat16)
             for key, param in module.named_parameters():
                 param.requires_grad_(frozen not in key)
             found.append(trained(module, RECIPES[recipe], compiler, steps=1))
@@ -219,14 +224,15 @@ def test_of_what_gradients_are_needed(recipe: str, used: list[str]) -> None:
     assert not differing(*of_weights)
 
 
-def test_one_graph_for_many_numbers_of_tokens(used: list[str]) -> None:
-    module = build("gated mlp", "nvfp4")
+@pytest.mark.parametrize("recipe", ["current", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
+def test_one_graph_for_many_numbers_of_tokens(recipe: str, used: list[str]) -> None:
+    module = build("gated mlp", recipe)
     again, results = copy.deepcopy(module), []
     function = aot_eager(module, dynamic=True)
     for tokens in (21, 9):
         for call in (function, again):
             x = data(tokens, tokens=tokens)
-            with qs.autocast(recipe="nvfp4"):
+            with qs.autocast(recipe=recipe):
                 y = call(x)
             y.float().sum().backward()
             results.append((y, x.grad))
@@ -268,7 +274,7 @@ def test_layers_that_differ_in_a_number_are_compiled_one_by_one(
     assert used == [forward] * 6
 
 
-@pytest.mark.parametrize("how", ["quantized", "float32"])
+@pytest.mark.parametrize("how", ["quantized", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_weights_that_differ(how: str, used: list[str]) -> None:
     """An operator takes components or plain weights, of one dtype; so the steps run one by one."""
     found = []
@@ -281,7 +287,7 @@ def test_weights_that_differ(how: str, used: list[str]) -> None:
     assert used == ["_run_mlp"], "the eager one"
 
 
-@pytest.mark.parametrize("name", ["mlp", "norm and three linears"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.exhaustive), "norm and three linears"])
 def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
     """Each has a gradient of its own dtype, which is not rounded to that of another."""
     found = []
@@ -297,7 +303,7 @@ def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "recomputes"),
-    exhaustive(product(["delayed", "block"], [False, True]), [("delayed", False), ("block", True)]),
+    exhaustive(product(["delayed", "block"], [False, True]), [("delayed", False)]),
 )
 def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
     """A compiled MLP keeps the bytes of an eager one, but for scalars and alignment."""
@@ -326,7 +332,7 @@ def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "reentrant"),
-    [pytest.param("delayed", False, marks=pytest.mark.exhaustive), ("delayed", True), ("nvfp4", False)],
+    exhaustive([("delayed", False), ("delayed", True), ("nvfp4", False)], [("delayed", True)]),
 )
 def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool, used: list[str]) -> None:
     def run(recompute: bool) -> dict[str, Tensor]:
@@ -373,7 +379,7 @@ def test_checkpointing_inside_a_compiled_function(recipe: str) -> None:
 @pytest.mark.parametrize("compiler", [aot_eager, pytest.param(inductor, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("tensor_format", "interleaved"),
-    [("sbhd", False), pytest.param("bshd", False, marks=pytest.mark.exhaustive), ("bshd", True)],
+    exhaustive([("sbhd", False), ("bshd", False), ("bshd", True)], [("bshd", True)]),
 )
 def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel, forward and backward, of queries alone or of a projection, whose gradient is joined in place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from quantshard.modules import layernorm_mlp, norm, rotary
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 from quantshard.modules.norm import Normalization
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from tests.covering import exhaustive, in_turns
 from tests.kernels import test_activation as of_activation
 from tests.kernels import test_norm as of_norm
 
@@ -164,9 +166,13 @@ def test_activations_of_other_layouts_and_dtypes(used, on_oracle):
 # Rotary embedding
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize(
+    ("interleaved", "dtype", "tensor_format"),
+    exhaustive(
+        product([False, True], [torch.bfloat16, torch.float32], ["sbhd", "bshd"]),
+        in_turns([False, True], [torch.bfloat16, torch.float32], ["sbhd", "bshd"]),
+    ),
+)
 def test_rotations_have_the_oracles_bits(interleaved, dtype, tensor_format, used, on_oracle):
     freqs = RotaryPositionEmbedding(12, 0.7, interleaved=interleaved)(7, device=DEVICE)
     t, dy = data(5, 3, 4, 12, dtype=dtype).requires_grad_(), data(5, 3, 4, 12, dtype=dtype, seed=1)
@@ -180,8 +186,13 @@ def test_rotations_have_the_oracles_bits(interleaved, dtype, tensor_format, used
     assert all(map(torch.equal, found, on_oracle(run)))
 
 
-@pytest.mark.parametrize("fused, interleaved", [(True, False), (True, True), (False, False)])
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "interleaved", "separate"),
+    exhaustive(
+        [(*order, separate) for order in ((True, False), (True, True), (False, False)) for separate in (False, True)],
+        [(True, False, False), (True, False, True), (True, True, False), (False, False, True)],
+    ),
+)
 def test_attention_rotates_as_the_oracle_does(fused, interleaved, separate, used, on_oracle):
     """Queries, keys and values from one GEMM in either order or from three, with one table of angles or two."""
     module = qs.MultiheadAttention(

@@ -26,6 +26,7 @@ from quantshard.kernels.quantize import amax, dequantize, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
 from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
 from quantshard.numerics import RandomBits
+from tests.covering import exhaustive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]
@@ -37,7 +38,18 @@ ORIGINS = [(5, 6), (100, 254)]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 KEY, DRAW = -123456789012345, 7
 
-every_format = pytest.mark.parametrize("fmt", CODES, ids=lambda fmt: fmt.name)
+
+def encodings(fmt: Format) -> tuple[object, ...]:
+    copy = fmt.copies[Copy.ROWWISE]
+    return copy.codes.encoding, copy.scale.encoding, ALL in copy.block
+
+
+FEWER = list({encodings(fmt): fmt for fmt in reversed(CODES)}.values())
+"""One format of each pair of encodings, of codes and of scales, whether a tile sees whole blocks or not."""
+
+a_format_of_each_encoding = pytest.mark.parametrize(
+    "fmt", exhaustive([(fmt,) for fmt in CODES], [(fmt,) for fmt in FEWER]), ids=lambda fmt: fmt.name
+)
 
 
 def values(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -67,8 +79,14 @@ def words_of(shape: tuple[int, int], stream: int, stochastic: bool) -> RandomBit
     return RandomBits(KEY, DRAW, stream, shape) if stochastic else None
 
 
-@every_format
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "stochastic"),
+    exhaustive(
+        itertools.product(CODES, [False, True]),
+        [(fmt, drawn) for fmt in CODES for drawn in (False, True)[: 1 + (fmt in FEWER)]],
+    ),
+    ids=lambda part: getattr(part, "name", part),
+)
 def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
     """From the values alone, where a tile sees whole blocks, and with multipliers given."""
     kinds = ((torch.bfloat16, False), (torch.float32, True), (torch.float16, False))
@@ -92,10 +110,17 @@ def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
                 assert (found.scale.t() if by_columns else found.scale).is_contiguous()
 
 
-@every_format
-def test_pieces_are_those_of_the_whole(fmt: Format) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "origins"),
+    exhaustive(
+        itertools.product(CODES, [(origin,) for origin in ORIGINS]),
+        [(fmt, (ORIGINS[turn % 2],)) for turn, fmt in enumerate(CODES)],
+    ),
+    ids=lambda part: getattr(part, "name", str(part)),
+)
+def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, int], ...]) -> None:
     """Of a rectangle anywhere in the global matrix: grids, codes with random words, and values."""
-    for origin in ORIGINS:
+    for origin in origins:
         x = values((30, 6))
         scaling, whole = Scaling(stochastic_rounding=True), (origin[0] + 31, origin[1] + 8)
         grids = numerics.amaxes(x, fmt, origin)
@@ -226,7 +251,7 @@ def edges() -> Tensor:
     return torch.cat([grid, ulp, -ulp, odd, nan]).reshape(1, -1)
 
 
-@pytest.mark.parametrize("fmt", CODES, ids=lambda fmt: fmt.name)
+@a_format_of_each_encoding
 def test_edge_values(fmt: Format) -> None:
     """Rounding alone (all multipliers are 1, then the largest float32), and scales of amaxes that are no numbers."""
     copy, x = fmt.copies[Copy.ROWWISE], edges()
@@ -247,7 +272,7 @@ def test_edge_values(fmt: Format) -> None:
         assert same(dequantize.dequantize(copy, there, (1, x.shape[1])), back)
 
 
-@pytest.mark.parametrize("fmt", CODES, ids=lambda fmt: fmt.name)
+@a_format_of_each_encoding
 def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
     """Scales that would overflow become the largest of float32, or of the dtype of the values."""
     copy = fmt.copies[Copy.ROWWISE]
@@ -284,6 +309,9 @@ def test_nothing_is_transposed(shape: tuple[int, int]) -> None:
     assert transpose.transpose(torch.empty(shape, dtype=torch.uint8, device=DEVICE)).shape == shape[::-1]
 
 
+TRANSPOSABLE = ["fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16"]
+
+
 def test_amax_of_transformed_rows() -> None:
     x = values((33, 50))
     found = amax.block_amax(x.to(DEVICE), (ALL, ALL), hadamard=True)
@@ -292,8 +320,13 @@ def test_amax_of_transformed_rows() -> None:
     assert torch.isnan(amax.block_amax(x.to(DEVICE), (1, ALL))).flatten().tolist() == [row == 20 for row in range(33)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    exhaustive(
+        itertools.product(TRANSPOSABLE, [torch.bfloat16, torch.float32]),
+        [(name, (torch.bfloat16, torch.float32)[turn % 2]) for turn, name in enumerate(TRANSPOSABLE)],
+    ),
+)
 def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
     """Whole tiles, which a GPU reads and writes by 16 bytes: there an assembler has lost bytes."""
     fmt = FORMATS[name]

@@ -98,7 +98,7 @@ KEEPING = ("delayed", "nvfp4", "mxfp8 two copies")
 SEVERAL_LAYERS = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 
 
-EVALUATED = [("Linear", "delayed"), ("Linear", "nvfp4"), ("LayerNormMLP", "delayed")]
+EVALUATED = [("Linear", "delayed"), ("Linear", "nvfp4")]
 
 
 def cells() -> list[Any]:
@@ -107,10 +107,11 @@ def cells() -> list[Any]:
 
     Modules differ in what is between their linear layers, which is the same to all recipes; but those with several
     of them are also tried with delayed scaling, which keeps a history for each; by `make test-all` alone with others.
-    So are evaluations of most, and a linear layer with autocast both inside and outside, but for delayed scaling.
+    So are evaluations of most, a linear layer with autocast both inside and outside, and attention, which is in a
+    layer.
     """
     found = {("Linear", recipe, turn % 2 == 0) for turn, recipe in enumerate(RECIPES)}
-    chosen = found | {("Linear", "delayed", False)}
+    chosen = {(*cell[:2], cell[1] != "delayed" and cell[2]) for cell in found}
     found |= {("Linear", recipe, inside) for recipe in KEEPING for inside in (True, False)}
     for turn, name in enumerate(MODULES):
         cell = (name, list(RECIPES)[(turn + 3) % len(RECIPES)], turn % 2 == 0)
@@ -118,7 +119,8 @@ def cells() -> list[Any]:
         if name in SEVERAL_LAYERS:
             cell = (name, "delayed", turn % 2 == 0)
             found.add(cell)
-        chosen.add(cell)
+        if name != "MultiheadAttention":
+            chosen.add(cell)
     every = [(*cell, evaluate) for cell in sorted(found) for evaluate in (False, True)]
     return exhaustive(every, {(*cell, cell[:2] in EVALUATED) for cell in chosen})
 
@@ -202,9 +204,7 @@ def test_bits_of_every_module(name: str, recipe: str, inside: bool, evaluate: bo
     assert_equal(compiled, steps(build(name, asked), asked, inside, None, evaluate))
 
 
-@pytest.mark.parametrize(
-    "recipe", [name if name in KEEPING else pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES]
-)
+@pytest.mark.parametrize("recipe", exhaustive([(name,) for name in RECIPES], [("delayed",), ("nvfp4",)]))
 def test_bits_with_high_precision_weights(recipe: str) -> None:
     in_turns = list(RECIPES).index(recipe) % 2
     name, dtype = (("LayerNormMLP", torch.bfloat16), ("Linear", torch.float32))[in_turns]
@@ -270,7 +270,7 @@ def test_one_graph_for_many_shapes(compiler: Callable[..., Any], dynamic: bool |
     again = copy.deepcopy(layer)
     torch._dynamo.utils.counters.clear()
     function = compiler(layer, dynamic=dynamic)
-    for tokens in (21, 16, 9, 34, 12):  # the first: more than one block of tokens, and no size of the layer's own
+    for tokens in (21, 16, 9):  # the first: more than one block of tokens, and no size of the layer's own
         results = []
         for call in (function, again):
             x = data(tokens, tokens)
@@ -283,7 +283,7 @@ def test_one_graph_for_many_shapes(compiler: Callable[..., Any], dynamic: bool |
     assert graphs == (1 if dynamic else 2)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.exhaustive), "nvfp4"])
 def test_layers_compiled_one_by_one_share_a_graph(recipe: str) -> None:
     asked = RECIPES[recipe]
     with qs.quantized_model_init(recipe=asked):
@@ -326,7 +326,7 @@ def test_inductor_of_a_whole_module() -> None:
 @pytest.mark.parametrize(
     ("compiler", "how", "recipes"),
     [
-        (aot_eager, checkpoint, ["delayed", "block", "mxfp8 two copies"]),
+        (aot_eager, checkpoint, ["mxfp8 two copies"]),
         pytest.param(aot_eager, checkpoint, list(RECIPES), marks=pytest.mark.exhaustive),
         (aot_eager, qs.checkpoint, ["delayed", "nvfp4"]),
         pytest.param(inductor, qs.checkpoint, ["nvfp4"], marks=pytest.mark.exhaustive),
@@ -363,7 +363,8 @@ def test_checkpointing_inside_a_compiled_function(
 @pytest.mark.parametrize(
     ("recipe", "reentrant"),
     [
-        *[("delayed", False), ("delayed", True), ("nvfp4", True)],
+        *[("delayed", False), ("nvfp4", True)],
+        pytest.param("delayed", True, marks=pytest.mark.exhaustive),  # on kernels: tests/kernels/test_compiled.py
         *[pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in (("mxfp8 two copies", False), ("block", True))],
     ],
 )
@@ -387,7 +388,7 @@ def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool) -> None
     assert_equal(run(True), run(False))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_checkpointing_a_compiled_function_without_its_autocast_is_refused(reentrant: bool) -> None:
     module = build("Linear", "current")
     with qs.autocast(recipe="current"):

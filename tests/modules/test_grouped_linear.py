@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts import context
+from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 
 IN, OUT = 33, 40  # divide by nothing
@@ -48,9 +50,10 @@ def key_of(expert: int, key: str) -> str:
     return key.replace("weight", f"weight{expert}").replace("bias", f"bias{expert}")
 
 
-@pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
-@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(
+    ("splits", "recipe", "quantized"),
+    exhaustive(product(SPLITS, ALL_RECIPES, [True, False]), in_turns(SPLITS, ALL_RECIPES, [True, False])),
+)
 def test_each_expert_is_a_linear_of_its_own(splits: str, recipe: str, quantized: bool) -> None:
     """Outputs, gradients (zeros for an expert without tokens), scales, amax histories and counts of random draws."""
     rule, rows = ALL_RECIPES[recipe], SPLITS[splits]
@@ -117,7 +120,7 @@ def is_equal_when_recomputed(
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_compiled_in_one_graph_for_changing_splits(recipe: str) -> None:
     """Splits are numbers of the graph: those of 0, 1 and more differ; what is more shares one."""
     rule = ALL_RECIPES[recipe]

@@ -196,6 +196,10 @@ def test_masks_reach_the_core():
 
 DTYPES = [torch.float32, torch.bfloat16]
 CELLS = exhaustive(itertools.product(NAMES, STYLES, DTYPES), in_turns(NAMES, STYLES, DTYPES))
+FEWER = exhaustive(
+    itertools.product(NAMES, STYLES, DTYPES),
+    [(name, list(STYLES)[turn % len(STYLES)], DTYPES[turn // 2 % 2]) for turn, name in enumerate(NAMES)],
+)
 
 
 @pytest.mark.parametrize(("recipe", "style", "dtype"), CELLS)
@@ -241,7 +245,7 @@ def same(a, b):
     return True
 
 
-@pytest.mark.parametrize(("recipe", "style", "dtype"), CELLS)
+@pytest.mark.parametrize(("recipe", "style", "dtype"), FEWER)
 def test_births(recipe, style, dtype):
     """Same seed, same model, whole or by way of the meta device; resetting changes nothing; another seed does."""
     first = layer(recipe, params_dtype=dtype, **STYLES[style])

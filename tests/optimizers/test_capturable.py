@@ -58,7 +58,11 @@ def plain(params):
     ("recipe", "masters", "dtypes"),
     [
         pytest.param(
-            recipe, masters, ({}, FP8)[(i + j) % 2], id=f"{recipe}-{masters}-{('fp32', 'fp8-bf16')[(i + j) % 2]}"
+            recipe,
+            masters,
+            ({}, FP8)[(i + j) % 2],
+            id=f"{recipe}-{masters}-{('fp32', 'fp8-bf16')[(i + j) % 2]}",
+            marks=pytest.mark.exhaustive if (i + j // 2) % 2 else (),
         )
         for i, recipe in enumerate(["delayed", "current", "mxfp8", "nvfp4"])
         for j, masters in enumerate(MASTERS)
