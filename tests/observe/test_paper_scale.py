@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import resource
+import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -101,15 +102,18 @@ def quantized(report: Report) -> list[Row]:
 
 @dataclass(frozen=True)
 class Made:
-    """One rank's model: CPU seconds of `fully_shard` and of `explain`, and the peak memory of the process."""
+    """One rank's model: CPU seconds of `fully_shard` and of `explain`, and the peak memory of the process, and by how
+    much that grew meanwhile."""
 
     report: Report
     shard_seconds: float
     explain_seconds: float
     peak_mib: float
+    grown_mib: float
 
 
 def make(recipe: str, mesh: str, rank: int, layers: int = LAYERS) -> Made:
+    before = peak_mib()
     model = Model(RECIPES[recipe], layers)
     with fake_rank(MESHES[mesh], rank) as devices:
         start = time.process_time()
@@ -117,7 +121,8 @@ def make(recipe: str, mesh: str, rank: int, layers: int = LAYERS) -> Made:
         sharded = time.process_time()
         report = qs.explain(model)
         explained = time.process_time()
-    return Made(report, sharded - start, explained - sharded, peak_mib())
+    peak = peak_mib()
+    return Made(report, sharded - start, explained - sharded, peak, peak - before)
 
 
 def peak_mib() -> float:
@@ -129,9 +134,9 @@ def peak_mib() -> float:
     return int(peak.split()[1]) / 1024
 
 
-def make_alone(recipe: str, mesh: str, rank: int, layers: int = LAYERS) -> Made:
-    """In a process of its own, so that the peak memory is of this alone."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+def make_alone(recipe: str, mesh: str, rank: int, layers: int = LAYERS, *, start: str = "spawn") -> Made:
+    """In a process of its own, so that the peak memory is of this alone; a fork begins with what this process has."""
+    with ProcessPoolExecutor(1, mp_context=get_context(start)) as pool:
         return pool.submit(make, recipe, mesh, rank, layers).result()
 
 
@@ -149,12 +154,14 @@ def test_first_middle_and_last_rank_are_sharded_as_planned(mesh, recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, pytest.param(LAYERS, marks=pytest.mark.exhaustive)])
 def test_all_layers_are_sharded_as_planned(layers):
-    """On two axes. Nothing of the 141 GB is allocated, nor of a tenth of the layers' 18 GB: the process stays below
-    1 GiB, of which PyTorch itself is a quarter."""
+    """On two axes. Nothing of the 141 GB is allocated, nor of a tenth of the layers' 18 GB: the process grows by
+    less than 0.75 GiB, and to less than 1 GiB where it is a new one, of which PyTorch itself is a quarter."""
     mesh, rank = "FSDP 128 x TP 8", RANKS // 2 + 5
-    made = make_alone("mxfp8", mesh, rank, layers)
+    start = "fork" if layers < LAYERS and sys.platform == "linux" else "spawn"  # a new one imports longer than it cuts
+    made = make_alone("mxfp8", mesh, rank, layers, start=start)
     assert without_optimizer(plan_of("mxfp8", MESHES[mesh], rank, layers).rows) == list(made.report.rows)
-    assert made.peak_mib < 1024
+    assert made.grown_mib < 768
+    assert start == "fork" or made.peak_mib < 1024
     seconds = f"fully_shard {made.shard_seconds:.1f} s, explain {made.explain_seconds:.3f} s"
     print(f"\n{mesh}: {seconds}, {made.peak_mib:.0f} MiB")
 
