@@ -203,9 +203,7 @@ def imports_are_not_lazy(tree: Tree) -> list[str]:
 
 def raised_names_exist(tree: Tree) -> list[str]:
     """What docstrings say of exceptions: classes of the package, or Python's own."""
-    classes = {
-        node.name for source in tree.values() for node in walk(parse(source)) if isinstance(node, ast.ClassDef)
-    }
+    classes = {node.name for source in tree.values() for node in walk(parse(source)) if isinstance(node, ast.ClassDef)}
     found = []
     for path, source in tree.items():
         for node in walk(parse(source)):
