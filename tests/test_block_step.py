@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's and Dynamo's
 SMALL = Shape(layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, batch=2, tokens=24, device="cpu")
 FLAGS = [f"--{name}={value}" for name, value in vars(SMALL).items() if name != "kv_heads"]
 FLAGS += ["--kv-heads=2", "--repeats=3", "--compiler=aot_eager"]
-ONE_LAYER = "--layers=1"  # the last flag counts
+SHORT = ("--layers=1", "--repeats=1")  # the last flag counts
 
 
 def run(*flags: str) -> int:
@@ -25,7 +25,7 @@ def run(*flags: str) -> int:
 
 def test_ours_compute_what_a_plain_model_does(tmp_path, capsys) -> None:
     file = tmp_path / "results.json"
-    assert run("--only=bf16-eager,ours-*", f"--json={file}", "--same-attention=none") == 0
+    assert run("--only=bf16-eager,ours-*", f"--json={file}", "--same-attention=none", "--layers=1") == 0
     (found,) = json.loads(file.read_text())["tables"].values()
     names = ["bf16-eager", *(f"ours-{recipe}" for recipe in bench.RECIPES)]
     assert list(found) == names
@@ -37,7 +37,7 @@ def test_ours_compute_what_a_plain_model_does(tmp_path, capsys) -> None:
 
 def test_the_second_table_has_one_attention(tmp_path) -> None:
     file = tmp_path / "results.json"
-    assert run("--only=bf16-eager,ours-bf16", "--same-attention=flash", f"--json={file}", ONE_LAYER) == 0
+    assert run("--only=bf16-eager,ours-bf16", "--same-attention=flash", f"--json={file}", *SHORT) == 0
     tables = json.loads(file.read_text())["tables"]
     assert [(title, list(found)) for title, found in tables.items()] == [
         (title, ["bf16-eager", "ours-bf16"]) for title in ("as shipped", "flash")
@@ -50,7 +50,7 @@ def test_peers_and_compiled_variants_run(capsys) -> None:
     """torchao under emulation."""
     pytest.importorskip("torchao")
     only = "bf16-compiled,torchao-*,ours-delayed*"
-    assert run(f"--only={only}", "--compile-ours", "--same-attention=none", ONE_LAYER) == 0
+    assert run(f"--only={only}", "--compile-ours", "--same-attention=none", *SHORT) == 0
     out = capsys.readouterr().out
     assert "speed / bf16-compiled | speed / torchao-tensorwise" in out
     for name in ("bf16-compiled", "torchao-tensorwise", "torchao-rowwise", "ours-delayed", "ours-delayed-compiled"):
@@ -62,7 +62,7 @@ def test_without_torchao_its_variants_are_skipped(monkeypatch, capsys) -> None:
         raise ImportError("no torchao")
 
     monkeypatch.setattr(bench, "to_float8", absent)
-    assert run("--only=torchao-tensorwise,bf16-eager", "--same-attention=none", ONE_LAYER) == 0
+    assert run("--only=torchao-tensorwise,bf16-eager", "--same-attention=none", *SHORT) == 0
     out = capsys.readouterr().out
     assert "torchao-tensorwise: skipped, no torchao" in out and "| torchao" not in out
 
@@ -76,7 +76,7 @@ def test_wrong_numbers_are_told(lost: str, monkeypatch, capsys) -> None:
         monkeypatch.setattr(bench, "gradient", lambda model, *a: real(model, *a) * (1 - isinstance(model, bench.Ours)))
     else:
         monkeypatch.setattr(bench, "rotated", lambda t, cos, sin: t)
-    assert run("--only=ours-bf16", "--same-attention=none", ONE_LAYER) == 1
+    assert run("--only=ours-bf16", "--same-attention=none", *SHORT) == 1
     assert "WRONG" in capsys.readouterr().out
 
 

@@ -20,7 +20,8 @@ from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import DRAWS, KEY
 from tests.observe.fake import fake_rank
-from tests.tensor.test_tensor import NVFP4, RECIPES, differing, every_cell, random
+from tests.tensor.test_tensor import CELLS, NVFP4, RECIPES, differing, every_cell, random
+from tests.turns import by_turns
 
 SHAPE = (140, 152)
 """Blocks of all sizes straddle the pieces that 2 and 4 ranks make of either dim."""
@@ -42,9 +43,7 @@ def is_alone(tensor, others):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("dim", [0, 1])
-@every_cell
+@by_turns(2, cell=CELLS, dim=[0, 1], ranks=[1, 2, 4])
 def test_a_quantized_piece_is_that_of_the_whole(cell, dim, ranks):
     for rank in range(ranks):
         with fake_rank({"dp": 1, "tp": ranks}, rank) as mesh:
@@ -201,7 +200,7 @@ def is_refused(weight):
     return False
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (4, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), pytest.param((4, 3), marks=pytest.mark.exhaustive)], ids=str)
 def test_what_is_refused_is_what_pytorch_misplaces(sizes):
     """Size by size, and alike on all ranks: where DTensor's offsets are not those of the values that FSDP2 left."""
     sizes = dict(zip(("dp", "tp"), sizes, strict=True))

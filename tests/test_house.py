@@ -95,6 +95,11 @@ def module(path: str) -> str:
     return f"{PACKAGE}/{path}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+@cache
+def modules(paths: tuple[str, ...]) -> set[str]:
+    return {module(path) for path in paths} | {f"{PACKAGE}.{unit}" for unit in HEIGHT}
+
+
 def at(path: str, node: ast.AST) -> str:
     return f"{PACKAGE}/{path}:{getattr(node, 'lineno', 1)}"
 
@@ -105,9 +110,15 @@ def parse(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def walk(root: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes below, found once for all rules."""
+    return tuple(ast.walk(root))
+
+
 def nodes(tree: Tree) -> Iterator[tuple[str, ast.AST]]:
     for path, source in tree.items():
-        for node in ast.walk(parse(source)):
+        for node in walk(parse(source)):
             yield path, node
 
 
@@ -124,7 +135,7 @@ def own_imports(tree: Tree, path: str, node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
-        known = {module(p) for p in tree} | {f"{PACKAGE}.{u}" for u in HEIGHT}
+        known = modules(tuple(tree))
         base = absolute(path, node)
         names = [full if (full := f"{base}.{alias.name}") in known else base for alias in node.names]
     elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
@@ -136,12 +147,12 @@ def own_imports(tree: Tree, path: str, node: ast.AST) -> Iterator[str]:
 
 
 def functions(parsed: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (n for n in walk(parsed) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def docstrings(parsed: ast.Module) -> set[ast.AST]:
     """String statements: docstrings, and the strings below a constant that describe it."""
-    return {n.value for n in ast.walk(parsed) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    return {n.value for n in walk(parsed) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
 
 
 def identifiers(node: ast.AST) -> Iterator[str]:
@@ -185,19 +196,17 @@ def imports_are_not_lazy(tree: Tree) -> list[str]:
         f"{at(path, node)}: {function.name}() imports {target}; import it at the top of the file"
         for path, source in tree.items()
         for function in functions(parse(source))
-        for node in ast.walk(function)
+        for node in walk(function)
         for target in own_imports(tree, path, node)
     ]
 
 
 def raised_names_exist(tree: Tree) -> list[str]:
     """What docstrings say of exceptions: classes of the package, or Python's own."""
-    classes = {
-        node.name for source in tree.values() for node in ast.walk(parse(source)) if isinstance(node, ast.ClassDef)
-    }
+    classes = {node.name for source in tree.values() for node in walk(parse(source)) if isinstance(node, ast.ClassDef)}
     found = []
     for path, source in tree.items():
-        for node in ast.walk(parse(source)):
+        for node in walk(parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 said = (ast.get_docstring(node) or "").partition("Raises:\n")[2].partition("\n\n")[0]
                 names = re.findall(r"^    (\w[\w., ]*):", said, re.MULTILINE)
@@ -215,7 +224,7 @@ def formats_are_not_named(tree: Tree, names: Iterable[str] = ()) -> list[str]:
         if unit(path) in MAY_NAME_FORMATS:
             continue
         skipped = docstrings(parsed := parse(source))
-        for node in ast.walk(parsed):
+        for node in walk(parsed):
             hits = {hit for text in identifiers(node) for hit in pattern.findall(text)} if node not in skipped else ()
             found += [
                 f"{at(path, node)}: names the format {hit}; ask its row, or take it from a recipe" for hit in hits
@@ -266,10 +275,10 @@ def private_torch_is_kept_apart(tree: Tree) -> list[str]:
         if path.startswith("private_torch/"):
             continue
         aliases: dict[str, str] = {}
-        for node in ast.walk(parsed := parse(source)):
+        for node in walk(parsed := parse(source)):
             aliases.update(torch_aliases(path, node, aliases))
         methods = {function.name for function in functions(parsed)}
-        for node in ast.walk(parsed):
+        for node in walk(parsed):
             if isinstance(node, ast.Attribute) and node.attr in methods and is_own_object(node.value):
                 continue
             for name in private_uses(path, node, aliases, own):
@@ -295,7 +304,7 @@ def is_private(name: str) -> bool:
 def defined(parsed: ast.AST) -> set[str]:
     """Names of functions and classes, and of the variables, fields and attributes that are assigned to."""
     own = set()
-    for node in ast.walk(parsed):
+    for node in walk(parsed):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -334,10 +343,10 @@ def operations_name_their_overload(tree: Tree) -> list[str]:
     for path, source in tree.items():
         aliases: dict[str, str] = {}
         parsed = parse(source)
-        parents = {child: node for node in ast.walk(parsed) for child in ast.iter_child_nodes(node)}
-        for node in ast.walk(parsed):
+        parents = {child: node for node in walk(parsed) for child in ast.iter_child_nodes(node)}
+        for node in walk(parsed):
             aliases |= torch_aliases(path, node, aliases)
-        for node in ast.walk(parsed):
+        for node in walk(parsed):
             name = full_name(node, aliases) if isinstance(node, ast.Attribute) else ""
             if not name.startswith("torch.ops.aten.") or name.count(".") > 3:
                 continue
@@ -357,7 +366,7 @@ def floats_have_a_named_dtype(tree: Tree) -> list[str]:
     for path, source in tree.items():
         aliases: dict[str, str] = {}
         calls = []
-        for node in ast.walk(parse(source)):
+        for node in walk(parse(source)):
             aliases |= torch_aliases(path, node, aliases)
             calls += [node] if isinstance(node, ast.Call) else []
         for call in calls:
@@ -603,7 +612,7 @@ def public_names(source: str) -> set[str]:
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             bound.add(node.name)
         else:
-            bound |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            bound |= {n.id for n in walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return {name for name in bound if not name.startswith("_")} - {"annotations"}
 
 

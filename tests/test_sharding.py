@@ -15,7 +15,7 @@ from quantshard.sharding import ceil_div, whole
 from quantshard.tensor import storage as storages
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])  # of each format
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])  # of each format
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([64, 96, 127, 128, 129, 160, 256, 300, 384, 385, 512]))
 shapes = st.tuples(sizes, sizes)
 worlds = st.integers(1, 5)

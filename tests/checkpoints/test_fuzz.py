@@ -31,7 +31,7 @@ from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES
 
-MUTANTS, MORE_MUTANTS = 20, 40
+MUTANTS, MORE_MUTANTS = 12, 40
 """Of each recipe."""
 
 SECONDS, HEADROOM = 10.0, 1 << 30
@@ -182,7 +182,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=2000, derandomize=True, database=None)
+@settings(max_examples=30, deadline=2000, derandomize=True, database=None)
 @given(VALUES, st.sampled_from((2, 3, 4, 5)))
 def test_plain_values_are_what_pickle_gives(value: Any, protocol: int) -> None:
     names = {"_codecs.encode", "builtins.bytes", "__builtin__.bytes"}

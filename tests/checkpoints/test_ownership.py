@@ -5,53 +5,65 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from quantshard.checkpoints import Manager
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import CheckpointError
+from tests.distributed.pool import IMPORTED
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no flock, no fork")
 
-WORKER = """
-import os, sys, time
-from torch.utils.data import DataLoader, Dataset
-from quantshard.checkpoints import Manager
-from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import LocalStore
 
-class Slow(Dataset):
-    def __len__(self):
+class Slow(Dataset[None]):
+    """Busy for ten minutes with its one item, in a worker whose number it tells."""
+
+    def __init__(self, told: Connection) -> None:
+        self.told = told
+
+    def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index):
-        print(os.getpid(), flush=True)
+    def __getitem__(self, index: int) -> None:
+        self.told.send(os.getpid())
         time.sleep(600)
 
-if __name__ == "__main__":
-    manager = Manager(sys.argv[1])
-    with ownership.being_read(LocalStore(), sys.argv[2]):
-        next(iter(DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")))
-"""
+
+def own_with_a_worker(told: Connection, run: Path, file: Path) -> None:
+    manager = Manager(run)
+    with ownership.being_read(LocalStore(), str(file)):
+        next(iter(DataLoader(Slow(told), num_workers=1, multiprocessing_context="fork")))
+    manager.close()
+
+
+def started(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """A process that is forked from one that has imported what it needs, as ranks are."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args))
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 @contextmanager
-def owner_with_a_worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def owner_with_a_worker(tmp_path: Path) -> Iterator[Any]:
     """A run that owns `run` and reads `file`, while a worker of its DataLoader is busy."""
-    program = tmp_path / "program.py"
-    program.write_text(WORKER)
     (tmp_path / "file").touch()
-    arguments = [sys.executable, str(program), str(tmp_path / "run"), str(tmp_path / "file")]
-    owner = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    worker = int(owner.stdout.readline())
+    owner, told = started(own_with_a_worker, tmp_path / "run", tmp_path / "file")
+    worker = told.recv()
     try:
         yield owner
         os.kill(worker, 0)  # it lives, or nothing was shown
@@ -59,7 +71,7 @@ def owner_with_a_worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         owner.kill()
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-        owner.communicate()
+        owner.join()
 
 
 def test_a_killed_run_is_resumed_while_its_data_workers_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,35 +81,34 @@ def test_a_killed_run_is_resumed_while_its_data_workers_live(tmp_path: Path, mon
             Manager(tmp_path / "run")
         assert ownership.is_being_read(LocalStore(), str(tmp_path / "file"))
         owner.kill()
-        owner.wait()
+        owner.join()
         monkeypatch.setattr(ownership, "LOCK_SECONDS", 60)
         Manager(tmp_path / "run").close()
         assert not ownership.is_being_read(LocalStore(), str(tmp_path / "file"))
 
 
-CHILD = """
-import os, sys
-from quantshard.checkpoints import Manager
-
-manager = Manager(sys.argv[1])
-child = os.fork()
-if child == 0:
-    taken = os.open(os.devnull, os.O_RDONLY)  # under the number that the lock had
-    manager.close()
-    del manager
-    os.fstat(taken)
-    os._exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-input()
-"""
+def let_go_in_a_child(told: Connection, run: Path) -> None:
+    manager = Manager(run)
+    child = os.fork()
+    if child == 0:
+        taken = os.open(os.devnull, os.O_RDONLY)  # under the number that the lock had
+        manager.close()
+        del manager
+        os.fstat(taken)
+        os._exit(0)
+    told.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    told.recv()
 
 
 def test_a_child_that_lets_go_leaves_the_run_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "LOCK_SECONDS", 0.2)
-    arguments = [sys.executable, "-c", CHILD, str(tmp_path)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "0\n"
+    owner, told = started(let_go_in_a_child, tmp_path)
+    try:
+        assert told.recv() == 0
         with pytest.raises(CheckpointError, match="in use by another run"):
             Manager(tmp_path)
+        told.send("end")
+        owner.join()
+    finally:
+        owner.kill()
     Manager(tmp_path).close()

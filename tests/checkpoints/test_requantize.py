@@ -200,7 +200,7 @@ CROSSINGS = [("bf16", "nvfp4"), ("nvfp4", "block"), ("block", "delayed"), ("mxfp
 @pytest.mark.distributed
 def test_any_mesh_to_any_mesh(tmp_path: Path) -> None:
     """Saved on 2 ranks, loaded on 1 and 3: all bits are those of one rank, which are those of the masters."""
-    shapes = ((40, 150), (150, 34), (34, 1))
+    shapes = ((40, 150), (150, 1))
     run_ranks(2, save_on_ranks, [Case(old, (2,), shapes=shapes) for old, _ in CROSSINGS], str(tmp_path))
     on = {}
     for ranks in (1, 3):

@@ -327,7 +327,7 @@ WORDS = {"recipe": st.sampled_from(["mxfp8", "nvfp4"]), "mesh": st.sampled_from(
 VALID = st.builds(TrainSettings, **{name: WORDS.get(name, values(kind)) for name, kind in KINDS.items()})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(VALID)
 def test_valid_settings_come_back(given_: TrainSettings) -> None:
     text = to_toml(given_, {"launch": {}, "corpus": {}})
@@ -363,7 +363,7 @@ def fits(place: str, value: Any) -> bool:
         return False
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.sampled_from(PLACES), value=ANY)
 def test_a_changed_value_is_refused_or_fits(run: Path, sound: dict[str, Any], place: str, value: Any) -> None:
     table, _, name = place.rpartition(".")
@@ -375,7 +375,7 @@ def test_a_changed_value_is_refused_or_fits(run: Path, sound: dict[str, Any], pl
         refused((answer[0], answer[1] if not fits(place, value) else [], answer[2]))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1), length=st.integers(0, 40), new=st.binary(max_size=20))
 def test_changed_bytes_are_refused_or_fit(run: Path, sound: dict[str, Any], at: float, length: int, new: bytes) -> None:
     whole = tomli_w.dumps(sound).encode()

@@ -19,7 +19,7 @@ from tests.fuzz.judge import READ, REFUSED, judge
 from tests.fuzz.kinds import Kind, built
 from tests.fuzz.mutations import at, deep, pickled, places, put, replaced, without
 
-MUTANTS = 3
+MUTANTS = 2
 """Of each kind."""
 
 SEED = 20

@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 
 from quantshard import convert
 from tests.distributed.pool import run_ranks
-from tests.distributed.test_snippets import snippets
 from tests.integrations.accelerators import LINEAR_LAYERS, accelerator, codes, plain, quantized
 
 # TRL and PEFT ask transformers for what that has renamed
@@ -60,6 +59,7 @@ def test_examples_are_a_screen_and_a_half() -> None:
 def test_the_snippets_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import PeftModel  # here, since the ranks of the test above import this file
 
+    from tests.distributed.test_snippets import snippets
     from tests.integrations import test_peft, test_trl
 
     monkeypatch.chdir(tmp_path)

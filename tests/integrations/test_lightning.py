@@ -42,6 +42,7 @@ from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_snippets import snippets
 from tests.integrations import perceptron
+from tests.integrations.alone import run_alone
 from tests.integrations.perceptron import MORE, QUANTIZED, STEPS, Perceptron, batches, loss_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -199,7 +200,7 @@ def test_fabric(names: Sequence[str], tmp_path: Path) -> None:
     for rank in ranks:
         for name, found in rank.items():
             check(found, name)
-    (one,) = run_ranks(1, loaded_by_one, tmp_path, names)
+    one = run_alone(loaded_by_one, tmp_path, names)
     assert one == {name: found["saved"] for name, found in ranks[0].items()}
 
 

@@ -27,6 +27,7 @@ from quantshard.tensor import components
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.integrations.accelerators import LINEAR_LAYERS, accelerator, batches, build, plain, quantized
+from tests.integrations.alone import run_alone
 
 # PEFT asks transformers for what that has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -235,7 +236,8 @@ def sharded(options: dict[str, Any], folder: Path) -> list[Any]:
 def test_under_fsdp2(options: dict[str, Any], tmp_path: Path) -> None:
     """1 and 2 ranks; the adapters that 2 wrote are loaded by one process, and merged."""
     for ranks in (1, 2):
-        found = run_ranks(ranks, sharded, options, tmp_path / str(ranks))
+        start = run_ranks if ranks > 1 else lambda _, *given: [run_alone(*given)]
+        found = start(ranks, sharded, options, tmp_path / str(ranks))
         for losses, untouched, merging, late, _ in found:
             assert losses[-1] < losses[0] and untouched
             assert "is sharded (Shard(dim=0))" in merging or "is sharded (S(0))" in merging

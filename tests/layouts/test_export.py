@@ -74,11 +74,12 @@ CASES = [
 def some(cases):
     """Every recipe and every layout, each as often as the other's number asks for."""
     chosen, recipes, layouts = [], set(), set()
-    for recipe, layout in cases:
-        if recipe not in recipes or layout.name not in layouts:
-            chosen.append((recipe, layout))
-            recipes.add(recipe)
-            layouts.add(layout.name)
+    for wanted in (2, 1):  # first those that are new in both
+        for recipe, layout in cases:
+            if (recipe not in recipes) + (layout.name not in layouts) >= wanted:
+                chosen.append((recipe, layout))
+                recipes.add(recipe)
+                layouts.add(layout.name)
     return chosen
 
 

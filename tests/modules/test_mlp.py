@@ -19,6 +19,7 @@ from quantshard.modules import (
     quantized_model_init,
 )
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
+from tests.turns import by_turns
 
 U = 2.0**-24
 RECIPES = {
@@ -175,9 +176,7 @@ def assert_same(a, b):
         assert torch.equal(left, right), f"result {i}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@by_turns(2, recipe=RECIPES, normalization=["LayerNorm", "RMSNorm"], dtype=[torch.float32, torch.bfloat16])
 def test_layernorm_linear_is_its_parts(recipe, normalization, dtype):
     def make():
         return LayerNormLinear(96, 57, 1e-3, normalization=normalization, zero_centered_gamma=True, params_dtype=dtype)
@@ -191,9 +190,7 @@ def test_layernorm_linear_is_its_parts(recipe, normalization, dtype):
     assert whole[0].shape == (5, 2, 57)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@by_turns(2, recipe=RECIPES, activation=["gelu", "swiglu"], dtype=[torch.float32, torch.bfloat16])
 def test_layernorm_mlp_is_its_parts(recipe, activation, dtype):
     def make():
         return LayerNormMLP(96, 200, bias=activation == "gelu", activation=activation, params_dtype=dtype)
@@ -219,8 +216,7 @@ def test_layernorm_mlp_is_its_parts(recipe, activation, dtype):
             assert not torch.equal(mine[0], mine[1])
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@by_turns(2, recipe=RECIPES, activation=["gelu", "swiglu"])
 def test_a_recomputed_activation(recipe, activation):
     """The same bits, also in a region that is checkpointed as a whole; and no form of the activation is kept."""
     tokens, ffn = 64, 128

@@ -18,6 +18,7 @@ from quantshard.observe.table import Row
 from quantshard.recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from quantshard.sharding import ceil_div
 from tests.observe.fake import fake_rank, wrap
+from tests.turns import by_turns
 
 RECIPES: dict[str, str | Recipe] = {
     **{name: name for name in ("delayed", "current", "block", "mxfp8", "nvfp4", "bf16")},
@@ -69,7 +70,7 @@ axes = st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 3), st.sam
 
 
 @every_recipe
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(rows=sizes, cols=sizes, axes=axes)
 def test_bytes_are_those_of_storages_that_are_cut(recipe, rows, cols, axes):
     replicas, shards, tp, dim = axes
@@ -123,7 +124,7 @@ def test_no_rank_holds_or_sends_more_than_the_first(recipe, rows, cols, axes):
 
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4", "mxfp8 two copies"])
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(rows=sizes, cols=sizes, axes=axes)
 def test_straddling_blocks_are_those_that_several_ranks_hold_elements_of(recipe, rows, cols, axes):
     """By definition: each rank's elements are marked with the blocks that they lie in."""
@@ -157,8 +158,7 @@ def test_straddling_blocks_are_those_that_several_ranks_hold_elements_of(recipe,
 # --------------------------------------------------------------------------------------- beside FSDP2 on a fake rank
 
 
-@every_recipe
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
+@by_turns(2, recipe={name: name for name in RECIPES}, mesh={"x".join(map(str, mesh.values())): mesh for mesh in MESHES})
 def test_plan_is_what_explain_reads_from_the_sharded_model(recipe, mesh):
     cuts = TP_CUTS if "tp" in mesh else None
     world = prod(mesh.values())
@@ -172,8 +172,11 @@ def test_plan_is_what_explain_reads_from_the_sharded_model(recipe, mesh):
         assert planned.warnings == found.warnings
 
 
-@pytest.mark.parametrize("moments", [(torch.float32, torch.float32), (torch.uint8, torch.float32), (torch.uint8,) * 2])
-@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+@by_turns(
+    2,
+    recipe=["nvfp4", "bf16"],
+    moments=[(torch.float32, torch.float32), (torch.uint8, torch.float32), (torch.uint8, torch.uint8)],
+)
 def test_optimizer_state_is_what_fused_adam_allocates(recipe, moments):
     mesh = {"dp_replicate": 2, "dp_shard": 4}
     dtypes = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moments, strict=True))

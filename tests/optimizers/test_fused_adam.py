@@ -15,11 +15,30 @@ from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS
-from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, every_recipe, random, same, weight
+from tests.tensor.test_tensor import (
+    CELLS,
+    MXFP8,
+    RECIPES,
+    contents,
+    differing,
+    every_cell,
+    every_recipe,
+    random,
+    same,
+    weight,
+)
+from tests.turns import by_turns
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP8 = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.uint8)
-state_dtypes = pytest.mark.parametrize("dtypes", [{}, FP8], ids=["fp32", "fp8"])
+STATE_DTYPES = {"fp32": {}, "fp8": FP8}
+state_dtypes = pytest.mark.parametrize("dtypes", STATE_DTYPES.values(), ids=STATE_DTYPES)
+VARIANTS = ("mxfp8 twice", "nvfp4 twice", "delayed newest", "current pow2")
+SOME_RECIPES = [
+    pytest.param(recipe, id=name, marks=pytest.mark.exhaustive if name in VARIANTS else ())
+    for name, recipe in RECIPES.items()
+]
+"""All, the variants of another in `make test-all` only."""
 LR = 1e-2
 
 
@@ -78,9 +97,7 @@ def names(optimizer):
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
 
-@every_cell
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "L2"])
-@pytest.mark.parametrize("bias_correction", [True, False])
+@by_turns(2, cell=CELLS, decoupled={"AdamW": True, "L2": False}, bias_correction=[True, False])
 def test_masters_follow_adam_exactly(cell, decoupled, bias_correction):
     """Given the same gradients, to the last bit; parameters are the masters in their own format."""
     params = parameters(cell)
@@ -266,7 +283,7 @@ def test_the_second_moment_never_underflows_to_zero():
     assert param.abs().max() < 0.1
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", SOME_RECIPES)
 def test_moments_of_8_bits_train_as_well(recipe):
     """Weights after ten steps differ from those with float32 moments by less than the steps made."""
     moved = {}
@@ -442,9 +459,12 @@ def test_a_tensor_as_learning_rate():
 # -------------------------------------------------------------------------------------------------------- bad gradients
 
 
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.parametrize("where", ["quantized", "fp32", "bf16", "vector"])
-@state_dtypes
+@by_turns(
+    2,
+    bad=[float("inf"), -float("inf"), float("nan")],
+    where=["quantized", "fp32", "bf16", "vector"],
+    dtypes=STATE_DTYPES,
+)
 def test_a_bad_gradient_changes_nothing(bad, where, dtypes):
     params = parameters(RECIPES["delayed"].weight)
     optimizer = FusedAdam(params.values(), lr=LR, **dtypes)
@@ -458,8 +478,7 @@ def test_a_bad_gradient_changes_nothing(bad, where, dtypes):
     assert optimizer.skipped_steps == 1
 
 
-@every_cell
-@state_dtypes
+@by_turns(2, cell=CELLS, dtypes=STATE_DTYPES)
 def test_a_skipped_step_leaves_no_trace(cell, dtypes):
     """Steps after it are those of an optimizer that never saw it."""
     one = parameters(cell)  # which seeds torch
@@ -549,8 +568,7 @@ def test_keys_of_the_state_dict(dtypes):
     assert all(type(value) is torch.Tensor for entries in state.values() for value in entries.values())
 
 
-@every_cell
-@state_dtypes
+@by_turns(2, cell=CELLS, dtypes=STATE_DTYPES)
 def test_loading_gives_the_same_bits_and_the_same_future(cell, dtypes):
     saved_params, saved = trained(cell, **dtypes)
     loaded_params, loaded = trained(cell, seed_shift=50, steps=5, **dtypes)

@@ -27,7 +27,7 @@ CENTRAL = [
 
 CHILD = """
 import importlib.util, json, os, sys, warnings
-import torch, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.tensor
+import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.tensor
 
 
 class Without:

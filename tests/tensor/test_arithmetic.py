@@ -15,7 +15,8 @@ from quantshard.tensor import arithmetic
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
-from tests.tensor.test_tensor import MXFP8, RECIPES, contents, cut, differing, every_cell, every_recipe, random, weight
+from tests.tensor.test_tensor import CELLS, MXFP8, RECIPES, contents, cut, differing, every_cell, random, weight
+from tests.turns import by_turns
 
 SHAPE = (48, 40)
 A, B = random(*SHAPE, seed=11) * 1e-2, random(*SHAPE, seed=12).abs() + 0.5
@@ -87,8 +88,7 @@ def rounded(tensor, values):
 # ------------------------------------------------------------------------------------------------------ what it does
 
 
-@every_cell
-@pytest.mark.parametrize("name", SINGLE)
+@by_turns(3, cell=CELLS, name=list(SINGLE))
 def test_is_the_rounded_float32_result(cell, name):
     operation, formula = SINGLE[name]
     tensor = weight(cell, dtype=torch.bfloat16)
@@ -100,8 +100,7 @@ def test_is_the_rounded_float32_result(cell, name):
     assert tensor.quantized_storage.version != written, "and so must optimizers with masters"
 
 
-@every_cell
-@pytest.mark.parametrize("name", LISTS)
+@by_turns(3, cell=CELLS, name=list(LISTS))
 def test_lists_are_one_by_one(cell, name):
     lists, single = LISTS[name]
     weights = [weight(cell, seed=seed, dtype=torch.bfloat16) for seed in (0, 1)]
@@ -111,8 +110,7 @@ def test_lists_are_one_by_one(cell, name):
         assert not differing(contents(found), contents(alone))
 
 
-@every_cell
-@pytest.mark.parametrize("name", NOTHING)
+@by_turns(2, cell=CELLS, name=list(NOTHING))
 def test_an_equal_result_changes_nothing(cell, name):
     tensor = weight(cell, dtype=torch.bfloat16)
     before, written = contents(tensor), tensor.quantized_storage.version
@@ -395,9 +393,7 @@ def test_fused_is_refused(name, lr):
     assert not differing(everything(model), before)
 
 
-@every_recipe
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("foreach", [False, True])
+@by_turns(2, recipe=RECIPES, make=[torch.optim.AdamW, torch.optim.Adam], foreach=[False, True])
 def test_the_hidden_step_of_get_state_dict_changes_no_bit(recipe, make, foreach):
     model = model_of(recipe)
     optimizer = make(model.parameters(), weight_decay=0.1, foreach=foreach)

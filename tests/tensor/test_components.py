@@ -16,6 +16,7 @@ from quantshard.sharding import whole
 from quantshard.tensor import components
 from tests.tensor.test_tensor import RECIPES, contents, differing, every_recipe, random, same
 from tests.test_sharding import pieces_of
+from tests.turns import by_turns
 
 KEYS = {  # of a [48, 40] weight, by hand from the specification: X and X_scale_inv, then what else the recipe needs
     "current": {"": (48, 40), "_scale_inv": (1, 1)},
@@ -94,8 +95,7 @@ def test_keys_of_a_high_precision_weight(name):
     assert state[""].dtype == torch.float32 and state[""].shape == (48, 40)
 
 
-@every_recipe
-@pytest.mark.parametrize("keep_vars", [False, True])
+@by_turns(2, recipe=RECIPES, keep_vars=[False, True])
 def test_state_dict_holds_plain_tensors_that_alias_the_live_ones(recipe, keep_vars):
     layer = linear(recipe)
     state = layer.state_dict(keep_vars=keep_vars)
@@ -191,8 +191,7 @@ def test_loaded_values_are_copies(recipe):
     assert not differing(before, bits(loaded))
 
 
-@every_recipe
-@pytest.mark.parametrize("mmap", [False, True])
+@by_turns(2, recipe=RECIPES, mmap=[False, True])
 def test_torch_save_and_weights_only_load(recipe, mmap, tmp_path):
     saved, loaded = linear(recipe, seed=1), linear(recipe, seed=2)
     torch.save(saved.state_dict(), tmp_path / "model.pt")
@@ -279,9 +278,7 @@ def refused(layer, state, *parts, **options):
     assert not differing(before, of_weight(bits(layer)))
 
 
-@pytest.mark.parametrize("source", RECIPES)
-@pytest.mark.parametrize("target", RECIPES)
-@pytest.mark.parametrize("strict", [True, False])
+@by_turns(4, source=list(RECIPES), target=list(RECIPES), strict=[True, False])
 def test_another_format_names_both(source, target, strict):
     saved, loaded = linear(RECIPES[source], seed=1), linear(RECIPES[target], seed=2)
     tags = [module.weight.quantized_storage.cell.tag for module in (saved, loaded)]
@@ -294,16 +291,13 @@ def test_another_history_length_is_refused():
     refused(linear(RECIPES["delayed newest"], seed=2), state, "weight_amax_history", "1024", "(2,)")
 
 
-@every_recipe
-@pytest.mark.parametrize("make", [plain_linear, lambda seed: nn.Linear(40, 48)])
-@pytest.mark.parametrize("strict", [True, False])
+@by_turns(2, recipe=RECIPES, make=[plain_linear, lambda seed: nn.Linear(40, 48)], strict=[True, False])
 def test_high_precision_into_quantized_names_the_call(recipe, make, strict):
     state = make(seed=1).state_dict()
     refused(linear(recipe), state, "weight", "float32", "checkpoints.load_high_precision(", strict=strict)
 
 
-@every_recipe
-@pytest.mark.parametrize("strict", [True, False])
+@by_turns(2, recipe=RECIPES, strict=[True, False])
 def test_quantized_into_high_precision_names_the_context(recipe, strict):
     state = linear(recipe, seed=1).state_dict()
     refused(plain_linear(), state, "weight", "uint8", "quantized_model_init", strict=strict)

@@ -14,6 +14,7 @@ from quantshard.sharding import ceil_div
 from quantshard.tensor.aten_rules import rule
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.tensor.test_tensor import (
+    CELLS,
     MXFP8,
     NVFP4,
     RECIPES,
@@ -25,6 +26,7 @@ from tests.tensor.test_tensor import (
     random,
     weight,
 )
+from tests.turns import by_turns
 
 
 def raises(message):
@@ -39,10 +41,10 @@ def is_handle(a, b):
 # ------------------------------------------------------------------------------------------------------------ handles
 
 
-@every_cell
-@pytest.mark.parametrize(
-    "look",
-    [
+@by_turns(
+    3,
+    cell=CELLS,
+    look=[
         lambda t: t.detach(),
         lambda t: t.data,
         lambda t: torch.ops.aten.alias(t),
@@ -115,9 +117,9 @@ def test_split_along_columns_names_fsdps_argument(dim):
         torch.chunk(weight(MXFP8), 2, dim=dim)
 
 
-@every_cell
-@pytest.mark.parametrize(("rows", "size"), [(48, 24), (48, 32), (5, 2), (1, 1), (5, 9)])
-def test_split(cell, rows, size):
+@by_turns(2, cell=CELLS, sizes=[(48, 24), (48, 32), (5, 2), (1, 1), (5, 9)])
+def test_split(cell, sizes):
+    rows, size = sizes
     tensor = weight(cell, rows, dtype=torch.bfloat16)
     values = tensor.dequantize()
     parts = tensor.split(size)
@@ -158,9 +160,7 @@ def fsdp_reset(local, padded_size):
     return padded.narrow(dim=0, start=0, length=length), flat
 
 
-@every_cell
-@pytest.mark.parametrize("rows", [1, 5, 33, 48])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@by_turns(4, cell=CELLS, rows=[1, 5, 33, 48], world=[1, 2, 3, 4])
 def test_fully_shard(cell, rows, world):
     """Even, padded and empty chunks: each rank ends with its piece of the weight, in memory of its own."""
     tensor = weight(cell, rows, dtype=torch.bfloat16)
@@ -177,8 +177,7 @@ def test_fully_shard(cell, rows, world):
         assert not before & after
 
 
-@every_cell
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@by_turns(2, cell=CELLS, world=[1, 2, 3, 4])
 def test_resetting_the_sharded_parameter_keeps_the_components(cell, world):
     """FSDP2 pads again at the first forward (and after each load): optimizers and checkpoints hold the live tensors."""
     tensor = weight(cell, 5)
@@ -194,8 +193,7 @@ def test_resetting_the_sharded_parameter_keeps_the_components(cell, world):
         assert not differing(before, contents(local))
 
 
-@every_cell
-@pytest.mark.parametrize("world", [2, 4])
+@by_turns(2, cell=CELLS, world=[2, 4])
 def test_fully_shard_on_meta_then_to_empty(cell, world):
     tensor = weight(cell, 5)
     described = tensor.to("meta")
@@ -314,10 +312,19 @@ def test_copy_into_a_plain_tensor_names_dequantize():
     assert not plain.any()
 
 
-PAIRS = [(a, b) for a in RECIPES for b in RECIPES if RECIPES[a].weight != RECIPES[b].weight]
+PAIRS = [
+    (a, b, (i + j) % 3 == 0 or CELLS[a].format == CELLS[b].format)
+    for i, a in enumerate(CELLS)
+    for j, b in enumerate(CELLS)
+    if CELLS[a] != CELLS[b]
+]
+"""And whether `make test` has them, too."""
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pytest.param(a, b, marks=() if stays else pytest.mark.exhaustive) for a, b, stays in PAIRS],
+)
 def test_copy_between_formats_names_both(source, target):
     """Other scaling is another format, too: amax histories of two lengths, or scales of powers of two."""
     one, two = (weight(RECIPES[name].weight) for name in (source, target))
@@ -356,9 +363,7 @@ COPIES = {
 }
 
 
-@every_cell
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+@by_turns(2, cell=CELLS, world=[1, 3], make=COPIES)
 def test_copies_are_equal_and_independent(cell, world, make):
     """Of whole weights and shards: components, key, draws and history."""
     for tensor in cut(weight(cell, keep_high_precision=True), [(0, world)]):

@@ -23,6 +23,7 @@ from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.covering import exhaustive, in_turns
+from tests.turns import by_turns
 
 RECIPES = {
     **{kind().name: kind() for kind in NAMES.values() if kind().weight is not None},
@@ -34,7 +35,8 @@ RECIPES = {
 """Every recipe that quantizes weights, and variants that store or scale them differently."""
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-every_cell = pytest.mark.parametrize("cell", [r.weight for r in RECIPES.values()], ids=RECIPES)
+CELLS = {name: r.weight for name, r in RECIPES.items()}
+every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 ROWS = {r.weight: name for name, r in RECIPES.items()} | {Cell(fmt): fmt.name for fmt in FORMATS.values()}
 every_row = pytest.mark.parametrize("cell", ROWS, ids=ROWS.values())
 
@@ -83,9 +85,12 @@ def oracle(values, cell):
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-@every_row
-@pytest.mark.parametrize("shape", [(1, 1), (33, 47), (48, 40), (130, 257)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@by_turns(
+    2,
+    cell={name: cell for cell, name in ROWS.items()},
+    shape=[(1, 1), (33, 47), (48, 40), (130, 257)],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_quantize_and_dequantize_are_the_oracle(cell, shape, dtype):
     values = random(*shape, dtype=dtype)
     tensor = quantize_weight(values, cell)
@@ -149,8 +154,7 @@ def test_quantize_in_place(cell):
     assert all(tensor.quantized_storage.components[name] is part for name, part in held.items())
 
 
-@every_cell
-@pytest.mark.parametrize("flag", [torch.ones(1), torch.tensor(2), torch.tensor([True])], ids=repr)
+@by_turns(3, cell=CELLS, flag=[torch.ones(1), torch.tensor(2), torch.tensor([True])])
 def test_noop_flag_changes_nothing(cell, flag):
     tensor = weight(cell)
     before = contents(tensor)
@@ -160,8 +164,7 @@ def test_noop_flag_changes_nothing(cell, flag):
     assert differing(before, contents(tensor))
 
 
-@every_cell
-@pytest.mark.parametrize("shape", [(40, 48), (48, 39), (1, 40), (1,), (48 * 40,)], ids=str)
+@by_turns(2, cell=CELLS, shape=[(40, 48), (48, 39), (1, 40), (1,), (48 * 40,)])
 def test_quantize_in_place_of_another_shape(cell, shape):
     tensor = weight(cell)
     before = contents(tensor)
@@ -323,7 +326,7 @@ def problems(draw):
 
 
 @every_row
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=problems())
 @example(problem=(torch.full((1, 40), 3.0), [(0, 3)]))  # fewer rows than ranks
 @example(problem=(torch.full((33, 64), float("nan")).neg(), [(0, 2)]))
@@ -551,7 +554,7 @@ def test_a_given_state_is_used():
 # ------------------------------------------------------------------------------------------------------ torch.compile
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "delayed"])
+@pytest.mark.parametrize("name", [pytest.param("mxfp8", marks=pytest.mark.exhaustive), "nvfp4", "delayed"])
 def test_compiled_dequantize(name):
     parameter = torch.nn.Parameter(weight(RECIPES[name].weight))
     before = contents(parameter)

@@ -39,6 +39,7 @@ from tests.checkpoints.test_untrusted import Call, change_object
 from tests.distributed.pool import run_ranks
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE, RECIPES, SETTINGS, states, weight
 from tests.tensor.test_tensor import differing, same
+from tests.turns import by_turns
 
 STORED: dict[str, Any] = {name: name for name in RECIPES} | {
     "mxfp8": recipe.MXFP8BlockScaling(enable_2d_quantization=False)
@@ -125,7 +126,10 @@ def test_one_step_is_that_of_the_oracle(stored: Path, tmp_path: Path) -> None:
     assert torch.allclose(optimizer.get_unscaled_state(param, "master_param").double(), wanted, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "chosen"), [("mxfp8", "mxfp8"), ("current", "nvfp4"), ("nvfp4", "block")])
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("mxfp8", "mxfp8"), ("current", "nvfp4"), pytest.param("nvfp4", "block", marks=pytest.mark.exhaustive)],
+)
 def test_another_recipe_is_quantized_from_the_masters(stored: Path, tmp_path: Path, name: str, chosen: str) -> None:
     size = size_of(name)
     new = like(tmp_path / "new", chosen, size)
@@ -343,8 +347,7 @@ def group(*params: object, **changed: Any) -> dict[str, Any]:
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("named", [True, False])
+@by_turns(2, split=[True, False], named=[True, False])
 def test_states_by_name_and_by_number(tmp_path: Path, named: bool, split: bool) -> None:
     source = plain(tmp_path / "te", groups=[group(*(NAMES if named else range(4)))], named=named, split=split)
     new = like(tmp_path / "new", None, 24, layers=2)
