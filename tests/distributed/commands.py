@@ -28,14 +28,16 @@ from quantshard.trainer.loop import ProcessInfo
 from quantshard.trainer.run_dir import RunDir
 from tests.distributed.pool import run_ranks
 
+WIDTH = "10000"
+"""Columns of what is printed: sentences that hold long paths are not wrapped."""
+
 
 def quantshard(*arguments: Any) -> subprocess.CompletedProcess[str]:
     """A command line: what it prints and its exit code."""
     out, err = io.StringIO(), io.StringIO()
     line = ["quantshard", *map(str, arguments)]
-    columns = os.environ.get("COLUMNS", "10000")  # sentences that hold long paths are not wrapped
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, COLUMNS=columns))
+        stack.enter_context(patch.dict(os.environ, COLUMNS=WIDTH))
         stack.enter_context(patch.object(sys, "argv", line))
         stack.enter_context(patch.object(launch, "launch", in_the_pool))
         stack.enter_context(redirect_stdout(out))
@@ -51,14 +53,14 @@ def in_the_pool(processes: int, arguments: list[str]) -> None:
     """Stands for `launch.launch`."""
     command, run, order = arguments[-3:]
     assert command == "worker"
-    told = run_ranks(processes, _work, run, order, os.environ["COLUMNS"])
+    told = run_ranks(processes, _work, run, order)
     print(told[0][0], end="")
     errors = [error for _, error in told if error]
     if errors:
         raise launch.LaunchError(errors[0], crashed=False)
 
 
-def _work(run: str, order: str, columns: str) -> tuple[str, str]:
+def _work(run: str, order: str) -> tuple[str, str]:
     """What a started process does: what it prints, and the error that it ends with."""
     out, place = io.StringIO(), ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     handlers = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
@@ -67,7 +69,7 @@ def _work(run: str, order: str, columns: str) -> tuple[str, str]:
         stack.enter_context(patch.object(worker, "_join", lambda wanted: place))
         stack.enter_context(patch.object(RunDir, "lock", lambda folder: None))  # it is held until the process ends
         stack.enter_context(redirect_stdout(out))
-        stack.enter_context(patch.dict(os.environ, COLUMNS=columns))
+        stack.enter_context(patch.dict(os.environ, COLUMNS=WIDTH))
         try:
             worker.train_run(RunDir(Path(run)), ordered)
         except QuantshardError as error:
