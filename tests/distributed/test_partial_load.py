@@ -93,6 +93,11 @@ def refused(run: Run, path: Path) -> list[str]:
     return wrong + ([f"{path} is there"] if path.exists() else [])
 
 
+def is_marked(run: Run) -> bool:
+    """Whether a failed load left hooks on it; a model of another case in this process may have some."""
+    return any(each in partial_load._hooks for each in (*run.model.modules(), run.optimizer))
+
+
 def held(run: Run) -> dict[str, str]:
     return {name: value for name, value in run.held().items() if name != "torch's generator"}
 
@@ -122,7 +127,7 @@ def damaged(case: Case, folder: str, kinds: Sequence[str]) -> list[str]:
                 f"{kind}: {line}" for line in [said, *refused(target, root / "not saved")] if "damaged" not in line
             ]
         checkpoints.load(root / "good", target.model, target.optimizer)
-        if held(target) != saved or partial_load._hooks:
+        if held(target) != saved or is_marked(target):
             wrong.append(f"{kind}: not healed")
         target.train(1)
     return wrong
@@ -247,7 +252,7 @@ def half_way(case: Case, folder: str, turns: Sequence[int]) -> list[str]:
                 with pytest.raises(Exception, match="was given new values after"):
                     run.optimizer.step()
             load(run)
-        if partial_load._hooks or (whole_case and held(run) != saved):
+        if is_marked(run) or (whole_case and held(run) != saved):
             wrong.append(f"{name}: not healed")
     return wrong
 
