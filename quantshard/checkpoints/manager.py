@@ -43,6 +43,10 @@ _NAME = re.compile(r"step-(\d{6,})")
 MODES = (None, "thread", "process")
 CLOSE_SECONDS = 60.0
 """For how long the end of a run waits for the save that is under way: ranks that are gone may keep it from ending."""
+POLL_SECONDS = 10.0
+"""After how long a rank whose writing goes on asks the others about theirs."""
+POLLS_AFTER_FAILURE = 3
+"""How often it does so once one has failed, before it counts its own as lost."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,23 @@ class _PendingSave:
     def end(self, _: object) -> None:
         """What its future calls when it is done."""
         self.ended, self.owner = time.perf_counter(), None
+
+    def failures(self) -> list[str | None]:
+        """What failed on each rank, once all have written, or soon after one has failed. A collective call.
+
+        The ranks ask each other every `POLL_SECONDS`. To wait for its own writing first, a rank could wait for one that
+        has failed: a process that saves looks half an hour for the others of its group.
+        """
+        asked_again = 0
+        while True:
+            done = bool(wait_for([self.future], POLL_SECONDS).done)
+            error = self.future.exception() if done else None
+            said = None if error is None else commit.said_of(self.report.path, error)
+            ranks = agreement.gathered((done, said))
+            found = [of_rank for _, of_rank in ranks]
+            asked_again += any(found)
+            if all(ended for ended, _ in ranks) or asked_again > POLLS_AFTER_FAILURE:
+                return found
 
 
 class Manager:
@@ -267,11 +288,11 @@ class Manager:
         pending = self._pending
         if pending is None:
             return None
-        error = pending.future.exception()
+        failures = pending.failures()
         self._pending = None  # only now: whoever interrupts the waiting closes what is still being written
-        path, step = pending.report.path, pending.report.step
+        step = pending.report.step
         with commit.abandoned_if_it_fails(pending.target):
-            agreement.raise_alike(None if error is None else commit.said_of(path, error))
+            agreement.raise_first(failures)
         agreement.from_rank0(lambda: self._retire(step))
         ended = pending.ended or time.perf_counter()  # it is done just now, and is yet to say so
         return replace(pending.report, background_seconds=ended - pending.began)

@@ -251,13 +251,30 @@ def two_at_once(folder: str) -> list[str]:
     return [str(done), str(first.steps()), str(second.steps())]
 
 
+def one_cannot_begin(folder: str) -> list[str]:
+    """What is said when the writing of one rank fails while that of the other waits for it and does not end."""
+    run, ended = Run("nvfp4", "dp_shard=2"), threading.Event()
+
+    def write(*_: Any) -> None:
+        if dist.get_rank() == 0:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        ended.wait()
+
+    with Manager(folder, async_="thread") as manager, mock.patch.object(managers.saving, "write_checkpoint", write):
+        manager.save(1, run.model, run.optimizer)
+        with mock.patch.object(managers, "POLL_SECONDS", 0.1), pytest.raises(CheckpointError) as raised:
+            manager.wait()
+        ended.set()
+        return [str(raised.value), str(manager.steps())]
+
+
 def all_of_them(folder: str, turn: int, server: dict[str, Any]) -> tuple[list[str], ...]:
     """In one set of processes. The first two functions share those that save, in the second turn spawned as users have
     it."""
     with nullcontext() if turn == 1 else forked_savers(server):
         said = [plain_saves(f"{folder}/plain_saves", turn), failed_in_a_process(f"{folder}/failed_in_a_process")]
     with forked_savers(server):
-        for function in (on_a_disk, behind_urls, left_by_an_error, two_at_once):
+        for function in (on_a_disk, behind_urls, left_by_an_error, two_at_once, one_cannot_begin):
             said.append(function(f"{folder}/{function.__name__}"))
     return tuple(said)
 
@@ -297,7 +314,7 @@ def test_saved_by_a_thread_and_by_a_process(tmp_path: Path, turn: int) -> None:
     """2 ranks: by stock PyTorch, recipes by both, on FSDP2 or tensor-parallel; a process fails, and a run."""
     by_rank = on_two(all_of_them, str(tmp_path), turn, fork_server())
     assert by_rank[0] == by_rank[1]
-    plain, failed, disk, urls, left, two = by_rank[0]
+    plain, failed, disk, urls, left, two, begun = by_rank[0]
     assert plain == []
     assert failed[0].startswith("/proc/none/step-000002 could not be written: "), failed
     assert failed[1].startswith("extra['folder'], a PosixPath, cannot be saved as plain data"), failed
@@ -311,3 +328,5 @@ def test_saved_by_a_thread_and_by_a_process(tmp_path: Path, turn: int) -> None:
     assert urls == ["[2]", "saves: True, then: None"]
     assert (left[0], *left[2:]) == ("[1]", "[1, 2]", "[1, 2, 3]") and "in use by another run" in left[1], left
     assert two == ["True", "[1]", "[2]"]
+    assert begun[0].startswith(f"{tmp_path}/one_cannot_begin/step-000001 could not be written: Address already in use")
+    assert begun[1] == "[]"

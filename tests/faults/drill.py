@@ -29,6 +29,9 @@ from tests.faults.job import IN_SAVER, ON_ANY_RANK, POINTS, TAKES, Fault, Job, r
 BOUND_SECONDS = 90
 """Within which a job ends of which one process was killed: gloo's timeout, and some time to end on a busy machine."""
 
+LONGEST_SECONDS = 400
+"""Within which any job ends, on a machine however busy."""
+
 ANY_TIME = "at any time"
 RECIPES = ("mxfp8", "nvfp4", "delayed", "block")
 MODES = (None, "thread", "process")
@@ -75,8 +78,15 @@ def attempt(job: Job, fault: Fault | None = None, after: float | None = None, al
 
 
 def _watch(processes: list[BaseProcess], began: float, after: float | None) -> bool:
-    """Wait until all have ended or one was killed, if need be by us; whether one was."""
+    """Wait until all have ended or one was killed, if need be by us; whether one was.
+
+    Raises:
+        TimeoutError: they go on for longer than any job does; they are killed.
+    """
     while any(process.is_alive() for process in processes):
+        if time.monotonic() - began > LONGEST_SECONDS:
+            _kill(processes)
+            raise TimeoutError(f"the job had not ended after {LONGEST_SECONDS} s")
         if after is not None and time.monotonic() - began >= after:
             alive = [process for process in processes if process.is_alive()]
             os.kill(alive[-1].pid or 0, signal.SIGKILL)

@@ -10,7 +10,9 @@ import json
 import os
 import random
 import signal
+import socket
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor
 
 from quantshard import private_torch
 from quantshard.checkpoints import loading, manager, rank_state, saving
@@ -217,6 +220,16 @@ def train(job: Job) -> None:
                 keeper.save(step, model, optimizer, {"step": step})
 
 
+def _port() -> int:
+    """A free port that no connection takes by chance before the process that saves, which first imports PyTorch, has it
+    (PyTorch's own choice is of those that the system gives to connections)."""
+    for port in random.Random(os.getpid()).sample(range(10000, 32000), 100):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("", port))
+            return port
+    raise OSError("none of 100 ports is free")
+
+
 def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None, server: dict[str, Any]) -> None:
     """One process of the job; ends with 0 or 1, or by SIGKILL."""
     code = 1
@@ -227,6 +240,7 @@ def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None, server:
             (arm_in_saver if job.mode == "process" and fault.point in IN_SAVER else arm)(fault, job.folder)
         if rank in job.forked_on:
             forked_savers(server).start()
+        mock.patch.object(_async_process_executor, "get_free_port", _port).start()
         made = dist.FileStore(rendezvous, job.ranks)
         dist.init_process_group("gloo", store=made, rank=rank, world_size=job.ranks, timeout=TIMEOUT)
         train(job)

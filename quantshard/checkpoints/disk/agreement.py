@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -89,7 +89,12 @@ def from_rank0(find: Callable[[], T]) -> T:
 
 def raise_alike(error: str | None, prefix: str = "") -> None:
     """Raise the error of the first rank that has one, on every rank, behind a prefix. A collective call."""
-    for number, message in enumerate(gathered(error)):
+    raise_first(gathered(error), prefix)
+
+
+def raise_first(errors: Sequence[str | None], prefix: str = "") -> None:
+    """Raise the first of the errors of all ranks, by rank, behind a prefix."""
+    for number, message in enumerate(errors):
         if message is not None:
             raise CheckpointError(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}")
 
