@@ -5,8 +5,8 @@
 
 A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head). An arm is a name of `ARMS`
 and a seed, which gives the initial weights and the order of the windows: arms of one seed read the same tokens in the
-same order. Each finished arm is one line of RESULTS.jsonl, and is not run again. An arm that the minutes end is saved
-under --work and goes on from there, bit for bit.
+same order. Each finished arm is one line of RESULTS.jsonl with the hash of its corpus, and is not run again. An arm
+that the minutes end is saved under --work and goes on from there, bit for bit.
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[s
     return {
         "arm": name,
         "seed": seed,
+        "corpus": corpus_hash(asked.corpus),
         "heldout": round(training.evaluate(), 5),
         "bytes": round(bytes_kept(training), 3),
         "tokens": training.step * asked.settings.global_batch * asked.settings.seq_length,
@@ -223,10 +224,15 @@ def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[s
     }
 
 
-def finished(results: Path) -> set[tuple[str, int]]:
-    """Arms and seeds that have a line."""
+def corpus_hash(corpus: Path) -> str:
+    """The beginning of the SHA-256 of its training tokens: losses are compared on equal ones alone."""
+    return str(json.loads((corpus / "corpus.json").read_text())["train"]["sha256"])[:8]
+
+
+def finished(results: Path, corpus: str) -> set[tuple[str, int]]:
+    """Arms and seeds that have a line on this corpus."""
     lines = results.read_text().splitlines() if results.exists() else []
-    return {(each["arm"], each["seed"]) for each in map(json.loads, lines)}
+    return {(each["arm"], each["seed"]) for each in map(json.loads, lines) if each["corpus"] == corpus}
 
 
 def main() -> None:
@@ -241,7 +247,7 @@ def main() -> None:
     until = time.monotonic() + 60 * asked.minutes
     for each in asked.arms.split(","):
         name, _, seed = each.rpartition(":")
-        if (name, int(seed)) in finished(asked.results) or time.monotonic() > until:
+        if (name, int(seed)) in finished(asked.results, corpus_hash(asked.corpus)) or time.monotonic() > until:
             continue
         result = run(name, int(seed), asked, until)
         if result is not None:

@@ -5,8 +5,9 @@
 Takes `.py`, `.pyi`, `.md`, `.rst` and `.txt` files of the standard library and of every installed distribution whose
 metadata name a permissive licence. Trains a byte-level BPE on a sample and writes `train.bin` and `heldout.bin` (uint16
 tokens, documents ended by token 0), `tokenizer.json` and `corpus.json`: distributions with versions, bytes and hashes.
-Files are ordered by the hash of their contents, and equal ones kept once; every 200th is held out. So the same packages
-give the same tokens, whatever machine they lie on.
+Files are ordered by the hash of their contents, and equal ones kept once; the hash also says which are held out, one of
+200. So the same packages give the same tokens, whatever machine they lie on, and another version of one changes little.
+Of packages, those are taken that the interpreter has of its own, and none that PYTHONPATH adds.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def files() -> Iterator[tuple[Path, str]]:
     for path in Path(sysconfig.get_path("stdlib")).rglob("*"):
         if "site-packages" not in path.parts and "dist-packages" not in path.parts:
             yield path, f"Python {sysconfig.get_python_version()}"
-    for distribution in distributions():
+    for distribution in distributions(path=sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})):
         if any(word in licence(distribution) for word in PERMISSIVE):
             name = f"{distribution.metadata['Name']} {distribution.version}"
             for path in distribution.files or ():
@@ -81,6 +82,11 @@ def documents(limit: int) -> list[Document]:
             break
         kept.append(document)
     return kept
+
+
+def is_held_out(document: Document) -> bool:
+    """Whether nothing is trained on it."""
+    return int(document.digest, 16) % HELD_OUT == 0
 
 
 def tokenizer_of(texts: list[Document], vocabulary: int) -> Tokenizer:
@@ -128,14 +134,14 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     texts = documents(asked.megabytes * 1_000_000)
-    train = [each for number, each in enumerate(texts) if number % HELD_OUT]
+    train, heldout = ([each for each in texts if is_held_out(each) is held] for held in (False, True))
     tokenizer = tokenizer_of(train, asked.vocabulary)
     tokenizer.save(str(asked.out / "tokenizer.json"))
     said = {
         "vocabulary": tokenizer.get_vocab_size(),
         "documents": len(texts),
         "bytes": sum(len(each.text.encode()) for each in texts),
-        "heldout": write(asked.out / "heldout.bin", texts[::HELD_OUT], tokenizer),
+        "heldout": write(asked.out / "heldout.bin", heldout, tokenizer),
         "train": write(asked.out / "train.bin", train, tokenizer),
         "sources": sorted({each.source for each in texts}),
     }

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import convergence
 from benchmarks.convergence import ARMS, Training
+from benchmarks.convergence_corpus import Document, is_held_out
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
 TINY = replace(convergence.SMALL, **SIZES, steps=6, warmup=2, global_batch=4, eval_sequences=32)
@@ -22,7 +23,7 @@ def corpus(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 100, 4000).astype(np.uint16)
     for name in ("train.bin", "heldout.bin"):
         (tmp_path / name).write_bytes(tokens.tobytes())
-    (tmp_path / "corpus.json").write_text(json.dumps({"vocabulary": 100}))
+    (tmp_path / "corpus.json").write_text(json.dumps({"vocabulary": 100, "train": {"sha256": "0123456789"}}))
     return tmp_path
 
 
@@ -37,3 +38,17 @@ def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name):
     resumed = convergence.run(name, 0, asked, math.inf)
     assert resumed is not None and resumed["heldout"] == whole["heldout"]
     assert BYTES[name] <= resumed["bytes"] < BYTES[name] + 0.5  # scales of lines of 32
+
+
+def test_an_arm_of_another_corpus_is_run_again(corpus, tmp_path):
+    record = {"arm": "bf16", "seed": 1, "corpus": "01234567"}
+    results = tmp_path / "results.jsonl"
+    results.write_text(json.dumps(record) + "\n" + json.dumps(record | {"seed": 2, "corpus": "76543210"}) + "\n")
+    assert convergence.finished(results, convergence.corpus_hash(corpus)) == {("bf16", 1)}
+    assert convergence.finished(tmp_path / "none", "01234567") == set()
+
+
+def test_what_is_held_out_is_told_by_the_contents_alone():
+    documents = [Document(f"{number:064x}", "", "") for number in range(1000)]
+    held = [document for document in documents if is_held_out(document)]
+    assert len(held) == 5 and [each for each in documents[100:] if is_held_out(each)] == held[1:]
