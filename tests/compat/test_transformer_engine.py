@@ -117,8 +117,8 @@ def test_scripts_run(script: str) -> None:
 def test_fp8_autocast_is_autocast() -> None:
     """The same bits as by the new names; and high precision where it is off."""
     torch.manual_seed(0)
-    layer, x = te.Linear(48, 32), torch.randn(7, 48)
-    found = {}
+    layer = te.Linear(48, 32)
+    x, found = torch.randn(7, 48, device=layer.weight.device), {}
     for name in ("mxfp8", "current"):
         with te.fp8_autocast(enabled=True, fp8_recipe=name):
             old = layer(x)

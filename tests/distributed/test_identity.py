@@ -16,9 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -177,7 +179,7 @@ def moved() -> list[str]:
         for key, param in model.named_parameters():
             param.noted = key  # type: ignore[attr-defined]
         for module in (model.quantized, model.plain, model):
-            fully_shard(module)
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         if not noted(model)["quantized.weight"]:
             wrong.append(f"sharding: {noted(model)}")
         for key, param in model.named_parameters():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import quantshard
 from quantshard import cli, optimizers
+from quantshard.modules.base.devices import default_device
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case, batch, bits, build
 from tests.distributed.pool import run_ranks
@@ -117,7 +118,7 @@ def test_a_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_transformer_engines_names() -> None:
     (snippet,) = snippets("docs/transformer-engine.md")
-    names: dict[str, Any] = {"x": torch.randn(6, 2, 1024, requires_grad=True)}
+    names: dict[str, Any] = {"x": torch.randn(6, 2, 1024, device=default_device(), requires_grad=True)}
     with pytest.warns(UserWarning, match="an amax history was made in this forward"):  # as the page says
         exec(snippet, names)
     names["out"].sum().backward()
@@ -132,7 +133,7 @@ def test_an_optimizer_of_ones_own() -> None:
     before = model.weight.detach().dequantize()
     names: dict[str, Any] = vars(optimizers) | {"torch": torch, "model": model}
     exec(snippet_with("docs/optimizers.md", "class Lion"), names)
-    model(torch.ones(3, 150, dtype=torch.bfloat16)).float().square().mean().backward()
+    model(torch.ones(3, 150, dtype=torch.bfloat16, device=default_device())).float().square().mean().backward()
     names["optimizer"].step()
     assert not torch.equal(before, model.weight.detach().dequantize())
 
@@ -142,9 +143,11 @@ def test_going_on_with_adamw() -> None:
     with quantshard.quantized_model_init(recipe="mxfp8"):
         model = quantshard.Linear(64, 64, params_dtype=torch.bfloat16)
     optimizer = FusedAdam(model.parameters(), lr=1e-3, exp_avg_dtype=torch.uint8)
-    float32_model = torch.nn.Linear(64, 64)
+    float32_model = torch.nn.Linear(64, 64, device=default_device())
     for number in range(3):
-        model(torch.ones(2, 64, dtype=torch.bfloat16) * number).float().square().sum().backward()
+        model(
+            torch.ones(2, 64, dtype=torch.bfloat16, device=default_device()) * number
+        ).float().square().sum().backward()
         if number == 2:
             exec(snippet_with("docs/optimizers.md", "plain.state[own]"), names := vars() | {"torch": torch})
             with pytest.raises(KeyError, match="step"):
@@ -205,7 +208,7 @@ def data_parallel(_: object) -> list[Tensor]:
     names["DistributedDataParallel"] = nn.parallel.DistributedDataParallel
     exec(snippet, names)
     optimizer = FusedAdam(model.parameters())
-    x, y = batch(0, Case("block"))
+    x, y = (each.to(default_device()) for each in batch(0, Case("block")))
     with quantshard.autocast(recipe="block"):
         out = names["model"](x.float())
     (out - y).square().mean().backward()
