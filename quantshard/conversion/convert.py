@@ -65,8 +65,7 @@ def convert(
             nothing; a recipe is not known; values are infinite or NaN. The model is then as it was.
     """
     context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
-    if modules not in WHERE:
-        raise ConfigurationError(f"convert(modules={modules!r}): choose one of: {', '.join(WHERE)}")
+    check_modules("convert", modules)
     checks.check_model(model, "convert")
     chosen = choices(model, recipe, filter)
     if not any(choice.recipe for choice in chosen):
@@ -104,6 +103,12 @@ def convert(
     if modules == "linear":
         return ConversionReport(tuple(converted), left, experts)
     return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps))
+
+
+def check_modules(function: str, modules: object) -> None:
+    """Raise unless `modules` is one of `WHERE`."""
+    if modules not in WHERE:
+        raise ConfigurationError(f"{function}(modules={modules!r}): choose one of: {', '.join(WHERE)}")
 
 
 def revert(model: nn.Module) -> int:

@@ -83,6 +83,13 @@ def fuse(model: nn.Module, mlps: Sequence[GatedMLPChoice]) -> tuple[tuple[FusedL
     return tuple(done), tuple(left)
 
 
+def is_fused(model: nn.Module) -> bool:
+    """True if any of its layers are computed as one, or share what they read."""
+    layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
+    fused = any(isinstance(module, gated_mlp.FusedGatedMLP) for module in model.modules())
+    return fused or any(layer.shared_input is not None for layer in layers)
+
+
 def _readers(module: nn.Module) -> list[list[str]]:
     """The names of converted layers of a module that read the same tensor in all families."""
     groups = [[name for name in group if isinstance(getattr(module, name, None), ConvertedLinear)] for group in READERS]

@@ -19,7 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantshard.conversion import forward, packing
-from quantshard.conversion.convert import convert
+from quantshard.conversion.convert import check_modules, convert
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import ConversionReport
 from quantshard.conversion.selection import ADAPTERS, Filter, Recipes
@@ -52,13 +52,14 @@ class QuantshardConfig(QuantizationConfigMixin):
     Args:
         recipe: a recipe, its name, or a mapping from patterns of layers' names to recipes.
         filter: which layers to convert: a function of module and name, or patterns of names.
+        modules: "linear" or "fused".
         autocast: make the model's forward enter the recipe.
         preserve_high_precision_init_val: keep the file's values on the CPU, for the masters of an optimizer.
         layout: what `save_pretrained` writes unless it is told otherwise: "native", or a row or family of
             `quantshard.layouts.LAYOUTS`.
 
     Raises:
-        ConfigurationError: there is no such recipe or layout.
+        ConfigurationError: there is no such recipe or layout, or `modules` is neither.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class QuantshardConfig(QuantizationConfigMixin):
         recipe: Recipes,
         *,
         filter: Filter | None = None,
+        modules: str = "linear",
         autocast: bool = True,
         preserve_high_precision_init_val: bool = False,
         layout: str = NATIVE,
@@ -73,7 +75,8 @@ class QuantshardConfig(QuantizationConfigMixin):
         self.quant_method = METHOD  # type: ignore[assignment]
         for each in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
             resolve(each)
-        self.recipe, self.filter, self.autocast = recipe, filter, autocast
+        check_modules("QuantshardConfig", modules)
+        self.recipe, self.filter, self.modules, self.autocast = recipe, filter, modules, autocast
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
         self.layout = _checked_layout(layout)
         self.stored: dict[str, Any] | None = None
@@ -90,7 +93,7 @@ class QuantshardConfig(QuantizationConfigMixin):
         return {
             "quant_method": METHOD, "recipe": {pattern: str(each) for pattern, each in recipe.items()},
             "filter": self.filter if isinstance(self.filter, str | list | None) else repr(self.filter),
-            "autocast": self.autocast, "layout": self.layout,
+            "modules": self.modules, "autocast": self.autocast, "layout": self.layout,
         }  # fmt: skip
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -119,7 +122,12 @@ def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> Quantshard
             "quantshard.integrations.transformers.training_config(DIR, recipe) with it"
         )
     recipes: Any = {**own, "*": recipe} if own else recipe
-    found = cls(recipes, filter=_NameFilter(layers), autocast=saved.get("autocast", True))
+    found = cls(
+        recipes,
+        filter=_NameFilter(layers),
+        modules=saved.get("modules", "linear"),
+        autocast=saved.get("autocast", True),
+    )
     found.stored = dict(saved)
     return found
 
@@ -247,9 +255,10 @@ class QuantshardQuantizer(HfQuantizer):
             # transformers ties them after loading, and convert is to know which they are
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
+        given = self.given
         self.report = convert(
-            model, self.given.recipe, filter=self.given.filter, autocast=self.given.autocast,
-            preserve_high_precision_init_val=self.given.preserve_high_precision_init_val,
+            model, given.recipe, filter=given.filter, modules=given.modules, autocast=given.autocast,
+            preserve_high_precision_init_val=given.preserve_high_precision_init_val,
         )  # fmt: skip
         self.layers = {each.name: model.get_submodule(each.name) for each in self.report.converted}  # type: ignore[misc]
         for layer in self.layers.values():

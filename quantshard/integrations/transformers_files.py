@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import numerics
 from quantshard.conversion import packing
 from quantshard.conversion.forward import ENTERS, RECIPE
+from quantshard.conversion.fusion import is_fused
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import Copy, Role
@@ -134,6 +135,7 @@ def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
         "recipe": stock_name(around),
         "layers": layers,
         "layer_recipes": {name: stock_name(recipe) for name, recipe in own.items() if recipe != around},
+        "modules": "fused" if is_fused(model) else "linear",
         "autocast": enters.pop(),
     }
 

@@ -26,6 +26,7 @@ from transformers.quantizers import auto
 
 import quantshard as qs
 from quantshard.conversion import forward
+from quantshard.conversion.fusion import is_fused
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
@@ -168,6 +169,19 @@ def test_options_of_convert_are_those_of_the_configuration(folder: Path) -> None
     assert not torch.equal(load(folder, "current", filter="lm_head")(tokens()).logits, found(tokens()).logits)
     kept = load(folder, "nvfp4", preserve_high_precision_init_val=True).model.layers[0].mlp.up_proj.weight
     assert torch.equal(kept.get_high_precision_init_val(), load(folder).model.layers[0].mlp.up_proj.weight)
+
+
+def test_fused_steps_are_loaded_saved_and_loaded_again(folder: Path, tmp_path: Path) -> None:
+    model, later = load(folder, "block", modules="fused"), load(folder)
+    qs.convert(later, "block", modules="fused")
+    assert is_fused(model) and differing(model, later) == []
+    assert train(model, adam_of(model)) == train(later, adam_of(later))
+    assert not torch.equal(model(tokens()).logits, load(folder, "block")(tokens()).logits)
+    model.save_pretrained(tmp_path)
+    found = load(tmp_path)
+    assert is_fused(found) and torch.equal(found(tokens()).logits, model(tokens()).logits)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, config=qt.training_config(tmp_path, "block"))
+    assert not is_fused(plain) and differing(plain, model) == []
 
 
 # Saving
@@ -376,6 +390,7 @@ def test_wrong_arguments_are_named(folder: Path) -> None:
         (lambda: qt.QuantshardConfig("fp7"), "unknown recipe 'fp7'; choose one of: delayed, current"),
         (lambda: qt.QuantshardConfig({"*": "fp7"}), "unknown recipe 'fp7'"),
         (lambda: qt.QuantshardConfig("mxfp8", layout="gguf"), "unknown layout 'gguf'; choose one of: compressed"),
+        (lambda: qt.QuantshardConfig("mxfp8", modules="mlp"), "QuantshardConfig(modules='mlp'): choose one of: linear"),
         (lambda: load(folder, "mxfp8", filter="*.qproj"), "(filter='*.qproj') matches none of the 15 linear layers"),
         (lambda: load(folder, "mxfp8", filter=lambda module, name: False), "(15: not chosen by the filter)"),
         (lambda: load(folder, {"q_porj": "block", "*": "mxfp8"}), "(recipe='q_porj') matches none of the 15"),
