@@ -7,14 +7,16 @@ any model that `quantshard.convert` changed works, not only of those loaded here
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -238,6 +240,14 @@ class QuantshardQuantizer(HfQuantizer):
         """What fills them with quantized ones."""
         return {"deserialize": StoredWeightFill}
 
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """The same with the names in the files, for which transformers before 5.21 asks; "weight" is in the others."""
+        return [
+            WeightConverter(sorted(names, key=len, reverse=True), target, [StoredWeightFill(self)])
+            for target, names in self.serialized_names.items()
+            if self.pre_quantized
+        ]
+
     # While it loads
 
     def _process_model_before_weight_loading(
@@ -263,7 +273,17 @@ class QuantshardQuantizer(HfQuantizer):
         self.layers = {each.name: model.get_submodule(each.name) for each in self.report.converted}  # type: ignore[misc]
         for layer in self.layers.values():
             setattr(layer.weight, "_is_hf_initialized", True)  # noqa: B010 (else transformers would draw values)
+        plan = model._get_dtype_plan
+        setattr(model, "_get_dtype_plan", lambda dtype: {**self._dtypes_read(dtype), **plan(dtype)})  # noqa: B010
         return model
+
+    def _dtypes_read(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """By patterns of names, the dtype that weights have when they are read: that of the model, or of a layout.
+
+        Before 5.23 transformers casts what it reads to the dtype of the parameter's entry, here of codes, unless told.
+        """
+        read = dtype if self.layout is None else torch.float8_e4m3fn
+        return {re.escape(f"{name}.weight"): read for name in self.layers}
 
     def _read_layout(self, paths: Iterable[str]) -> None:
         """Find the layout of the files, and the amaxes that our exports have in the headers."""
@@ -278,6 +298,7 @@ class QuantshardQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self.remove_quantization_config(model)  # from here on it is a converted model, as any other
+        del model._get_dtype_plan
         # transformers keeps how it loaded, to undo that in a save; there is nothing to undo of what is filled here
         loaded: Any = model
         loaded._weight_conversions = [each for each in loaded._weight_conversions if not _fills(each)]
