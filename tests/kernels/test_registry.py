@@ -224,7 +224,8 @@ def test_a_wrong_kernel_is_told(monkeypatch):
     (row,) = (row for row in registry.ROWS if "transpose_kernel" in row.kernels)
     monkeypatch.setattr(registry, "ROWS", (row,))
     (result,) = (result for result in checks.run_checks(DEVICE) if result.name == "transpose of bytes")
-    assert result.state == "WRONG" and "other bits than the oracle's, of shape 5 x 34 and 16 x 64" in result.reason
+    assert result.state == "WRONG" and result.reason.count(" x ") == 2
+    assert result.reason.startswith("other bits than the oracle's, of shape ")
 
 
 def test_no_bound_holds_for_what_is_no_number():

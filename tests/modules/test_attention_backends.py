@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
 
@@ -48,7 +49,7 @@ def test_cudnn_is_first_where_it_was_measured(hopper: None) -> None:
 
 @pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((10, 0), None), ((9, 0), "6.4")])
 def test_elsewhere_pytorch_chooses(capability, hip, hopper, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert order(AUTO, GPU, BF16, 128, True) == ()
     assert order(AUTO, torch.device("cpu"), BF16, 128, True) == ()
@@ -132,7 +133,7 @@ def test_layers_hand_it_down_and_other_names_are_refused() -> None:
 
 def test_the_order_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's settings, which it is made from, are not traced."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     function = torch.compile(lambda x: x + len(order(AUTO, GPU, BF16, 128, True)), fullgraph=True, backend="eager")
     assert function(torch.zeros(())) == 4
 
@@ -179,7 +180,11 @@ def test_explain_tells_the_backend(hopper: None, monkeypatch: pytest.MonkeyPatch
 def test_on_hopper_cudnn_runs_and_agrees() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("not Hopper")
-    found = {name: attended(name, heads(BF16, "cuda")) for name in BACKENDS}
+    found = {}
+    for name in BACKENDS:
+        # PyTorch 2.11 has "efficient" for as many heads of keys as of queries alone, and these have a third
+        with suppress(ConfigurationError) if name == "efficient" else nullcontext():
+            found[name] = attended(name, heads(BF16, "cuda"))
     exact = attended("math", [x.detach().double().requires_grad_() for x in heads(BF16, "cuda")])
     for name, tensors in found.items():
         for a, b in zip(tensors, exact, strict=True):
