@@ -13,7 +13,8 @@ sequence parallelism the ranks divide the sequences of the batch, between the em
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -179,10 +180,21 @@ def build(settings: TrainSettings, recipe: Recipe, mesh: DeviceMesh) -> Language
     for layer in model.layers:
         fully_shard(layer, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
     fully_shard(model, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+    _prefetch(model.layers)
     for module in model.modules():
         if isinstance(module, QuantizedModule):
             module.reset_parameters()
     return model
+
+
+def _prefetch(layers: Iterable[nn.Module]) -> None:
+    """Each layer begins to gather the weights of the next when it has its own, and not when the host comes to it.
+
+    FSDP2 does so by itself in backward alone.
+    """
+    for layer, following in pairwise(layers):
+        assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
+        layer.set_modules_to_forward_prefetch([following])
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
-"""The language model: its parameters, its birth, its causality, and what it generates. No process groups."""
+"""The language model: its parameters, its birth, its causality, what it generates, and when it gathers weights."""
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from quantshard import QuantizedTensor, recipe
+from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import VOCABULARY
 from quantshard.trainer.loop import learning_rate, make_optimizer
 from quantshard.trainer.model import LanguageModel, generate
+from tests.distributed.pool import run_ranks
 
 SMALL = replace(TrainSettings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
 
@@ -96,3 +99,35 @@ def test_learning_rate_is_of_the_step():
     assert rates[7] == pytest.approx(0.55) and rates[11:] == pytest.approx([0.1] * 9)
     assert learning_rate(replace(settings, schedule="constant"), 9) == 1.0
     assert learning_rate(replace(settings, warmup=0), 12) == pytest.approx(0.1)
+
+
+def order_of_gathers() -> list[str]:
+    """What a forward of three layers begins, in order: to gather a layer's weights, and to compute a layer."""
+    seen: list[str] = []
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    settings = replace(SMALL, layers=3)
+    model = models.build(settings, recipe.resolve(settings.recipe), mesh)
+    layer_of = {
+        id(private_torch.local_tensor(param).quantized_storage): f"gather {number}"
+        for number, layer in enumerate(model.layers)
+        for param in layer.parameters()
+        if isinstance(private_torch.local_tensor(param), QuantizedTensor)
+    }
+    for number, layer in enumerate(model.layers):
+        layer.self_attention.register_forward_pre_hook(lambda *_, number=number: seen.append(f"compute {number}"))
+    gather = QuantizedTensor.fsdp_pre_all_gather
+
+    def noted(tensor, mesh):
+        seen.append(layer_of[id(tensor.quantized_storage)])
+        return gather(tensor, mesh)
+
+    with mock.patch.object(QuantizedTensor, "fsdp_pre_all_gather", noted), torch.no_grad():
+        model(torch.zeros((1, settings.seq_length), dtype=torch.int64))
+    return list(dict.fromkeys(seen))
+
+
+@pytest.mark.distributed
+def test_the_next_layer_is_gathered_before_a_layer_computes():
+    """2 ranks."""
+    in_order = ["gather 0", "gather 1", "compute 0", "gather 2", "compute 1", "compute 2"]
+    assert run_ranks(2, order_of_gathers) == [in_order] * 2
