@@ -6,8 +6,7 @@ format. Divisions are `tl.div_rn`, since Triton's own `/` is an approximation.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -37,11 +36,6 @@ CAST_TO_E5M2 = tl.constexpr(CAST_TO_E4M3.value.replace("e4m3", "e5m2"))
 
 CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
 """Encodings that a GPU converts to in one instruction, by the number under which `encode` knows them."""
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch kernels on this device, if it is a GPU: Triton takes the current one, wherever the tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class KernelEncoding(NamedTuple):

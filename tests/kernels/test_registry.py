@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from functools import cache, partial
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-
-from triton.runtime.jit import KernelInterface
 
 import quantshard
 from benchmarks import kernels as benchmark
@@ -120,21 +117,21 @@ parsed = cache(ast.parse)
 
 
 def launched_from_python(sources: dict[str, str]) -> set[str]:
-    """Names of functions that are decorated with `triton.jit` and whose names end in `_kernel`, or stand before a
-    subscript that is called: kernel[grid](...)."""
+    """Names of functions that are decorated with `triton.jit` and whose names end in `_kernel`, or are what
+    `launch_kernel` launches."""
     trees = [parsed(source) for source in sources.values()]
     every = [node for tree in trees for node in ast.walk(tree)]
-    subscripts = {
-        ast.unparse(node.func.value).split(".")[-1]
+    launched = {
+        ast.unparse(node.args[0]).split(".")[-1]
         for node in every
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch_kernel"
     }
     compiled = [
         node.name
         for node in every
         if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
     ]
-    found = [name for name in compiled if name.endswith("_kernel") or name in subscripts]
+    found = [name for name in compiled if name.endswith("_kernel") or name in launched]
     assert len(set(found)) == len(found), "two kernels have one name"
     return set(found)
 
@@ -147,25 +144,10 @@ def test_every_kernel_has_a_row():
     sources = {str(path): path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")}
     assert len(launched_from_python(sources)) == len({name for row in registry.ROWS for name in row.kernels}) >= 30
     assert without_rows(sources) == set()
-    new = "@triton.jit\ndef {}(x):\n    pass\n\n\ndef launch(x):\n    module.{}[(1,)](x)\n"
+    new = "@triton.jit\ndef {}(x):\n    pass\n\n\ndef run(x):\n    launch_kernel(module.{}, (1,), x.device, x)\n"
     assert without_rows(sources | {"new.py": new.format("new_kernel", "new_kernel")}) == {"new_kernel"}
     assert without_rows(sources | {"new.py": new.format("other", "other")}) == {"other"}
     assert without_rows(sources | {"new.py": new.format("called_by_kernels", "sum_kernel")}) == set()
-
-
-@pytest.fixture
-def launches(monkeypatch) -> Counter[str]:
-    """The most programs of each kernel that runs."""
-    programs: Counter[str] = Counter()
-    real = KernelInterface.__getitem__
-
-    def launched(self, grid):
-        count = prod(grid) if isinstance(grid, tuple) else grid
-        programs[self.fn.__name__] = max(programs[self.fn.__name__], count)
-        return real(self, grid)
-
-    monkeypatch.setattr(KernelInterface, "__getitem__", launched)
-    return programs
 
 
 @pytest.mark.parametrize("row", registry.ROWS, ids=lambda row: next(iter(row.cases)))
@@ -176,8 +158,8 @@ def test_a_row_launches_its_kernels_in_several_programs(row, launches):
         case = case_of(row, name, row.uneven)
         launches.clear()
         case.launch()
-        assert set(launches) <= {kernel for other in registry.ROWS for kernel in other.kernels}
-        seen |= {kernel for kernel, programs in launches.items() if programs > (kernel not in ONE_PROGRAM)}
+        assert {kernel for kernel, _ in launches} <= {kernel for other in registry.ROWS for kernel in other.kernels}
+        seen |= {kernel for kernel, programs in launches if programs > (kernel not in ONE_PROGRAM)}
         if seen >= set(row.kernels):
             return
     raise AssertionError(f"no case launches {set(row.kernels) - seen}, or none in several programs")

@@ -23,6 +23,7 @@ from torch import Tensor
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused.epilogue import by_rows, largest_bits, load_tile
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import device_table
 from quantshard.kernels.quantize.matrix import emit
 from quantshard.kernels.quantize.matrix import tile_of as quantize_tile_of
@@ -146,11 +147,11 @@ def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
     """
     found, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
     if x.numel() > 0:
-        with ql.on(x.device):
-            expert_amax_kernel[_programs(x, segments)](
-                x, x.stride(0), x.shape[1], segments.tiles, found.view(torch.int32), segments.rows, COLS,
-                num_warps=WARPS,
-            )  # fmt: skip
+        launch_kernel(
+            expert_amax_kernel, _programs(x, segments), x.device,
+            x, x.stride(0), x.shape[1], segments.tiles, found.view(torch.int32), segments.rows, COLS,
+            num_warps=WARPS,
+        )  # fmt: skip
     return found
 
 
@@ -171,12 +172,12 @@ def quantize_expert_rows(
     """
     codes, x = torch.empty(x.shape, dtype=torch.uint8, device=x.device), by_rows(x)
     if x.numel() > 0:
-        with ql.on(x.device):
-            expert_quantize_kernel[_programs(x, segments)](
-                x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes,
-                None if next_amaxes is None else next_amaxes.view(torch.int32), poisoned,
-                ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            expert_quantize_kernel, _programs(x, segments), x.device,
+            x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes,
+            None if next_amaxes is None else next_amaxes.view(torch.int32), poisoned,
+            ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
     return codes
 
 
@@ -198,12 +199,12 @@ def quantize_expert_blocks(
     one = target((rows, cols), x.dtype, x.device, request, shared)
     two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
     if x.numel() > 0:
-        with ql.on(x.device):
-            quantize_blocks_kernel[programs(one, two)](
-                x, x.stride(0), segments.tiles, one.where, one.out, two and two.where, two and two.out, poisoned,
-                H=one.how, T=two and two.how, ROWS=MANY_ROWS,
-                **quantize_launch_options(shared, two is not None, x.dtype),
-            )  # fmt: skip
+        launch_kernel(
+            quantize_blocks_kernel, programs(one, two), x.device,
+            x, x.stride(0), segments.tiles, one.where, one.out, two and two.where, two and two.out, poisoned,
+            H=one.how, T=two and two.how, ROWS=MANY_ROWS,
+            **quantize_launch_options(shared, two is not None, x.dtype),
+        )  # fmt: skip
     return one, two
 
 
@@ -211,10 +212,10 @@ def expert_sums(x: Tensor, segments: ExpertSegments) -> Tensor:
     """Sums over each expert's rows of x [R, C], float32 [experts, C]."""
     found, x = torch.empty((len(segments), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
     if found.numel() > 0:
-        with ql.on(x.device):
-            sums_kernel[len(segments), triton.cdiv(x.shape[1], COLS)](
-                x, x.stride(0), x.shape[1], segments.spans, found, segments.rows, COLS, num_warps=WARPS
-            )
+        launch_kernel(
+            sums_kernel, (len(segments), triton.cdiv(x.shape[1], COLS)), x.device,
+            x, x.stride(0), x.shape[1], segments.spans, found, segments.rows, COLS, num_warps=WARPS,
+        )  # fmt: skip
     return found
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
 from quantshard.kernels.experts.grouped import FEW_ROWS, MANY_ROWS, ExpertSegments
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import TYPES, device_table
 
 
@@ -228,13 +229,13 @@ def rows_times_weights(
     pointers, aligned = _table(weights)
     bias = TYPES[weights.biases[0].dtype] if weights.biases else None
     launch = _launch(segments, a.block)
-    with ql.on(out.device):
-        rows_kernel[triton.cdiv(cols, launch.cols), segments.tiles.shape[0]](
-            a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
-            TURNED=transposed, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
-            A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
-            SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
-        )  # fmt: skip
+    launch_kernel(
+        rows_kernel, (triton.cdiv(cols, launch.cols), segments.tiles.shape[0]), out.device,
+        a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
+        TURNED=transposed, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
+        A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
+        SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
     return out
 
 
@@ -267,11 +268,11 @@ def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, d
         "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,
         "num_warps": launch.warps, "num_stages": launch.stages,
     }  # fmt: skip
-    with ql.on(out.device):
-        if a.block:
-            weights_by_blocks_kernel[grid](
-                *operands, a.poison, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared
-            )
-        else:
-            weights_kernel[grid](*operands, segments.spans, out, rows, cols, **shared)
+    if a.block:
+        launch_kernel(
+            weights_by_blocks_kernel, grid, out.device,
+            *operands, a.poison, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared,
+        )  # fmt: skip
+    else:
+        launch_kernel(weights_kernel, grid, out.device, *operands, segments.spans, out, rows, cols, **shared)
     return out

@@ -36,6 +36,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 
 GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
@@ -195,11 +196,11 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     p = epilogue.plan_epilogue(outputs, gate)
     gate, up = epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
-        with ql.on(gate.device):
-            activate_kernel[p.programs](
-                gate, gate.stride(0), up, 0 if up is None else up.stride(0), p.where, p.sink, *p.out, *p.words,
-                KIND=kind, TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            activate_kernel, p.programs, gate.device,
+            gate, gate.stride(0), up, 0 if up is None else up.stride(0), p.where, p.sink, *p.out, *p.words,
+            KIND=kind, TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+        )  # fmt: skip
     return p.finish()
 
 
@@ -225,13 +226,13 @@ def activate_backward_and_quantize(
     assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
     dh, gate, up = epilogue.by_rows(dh), epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
-        with ql.on(gate.device):
-            activate_backward_kernel[p.programs](
-                dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
-                p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
-                GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
-                **p.launch(backward=True), enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            activate_backward_kernel, p.programs, gate.device,
+            dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
+            p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
+            GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
+            **p.launch(backward=True), enable_fp_fusion=False,
+        )  # fmt: skip
     return p.finish(), q.finish()
 
 
@@ -243,9 +244,9 @@ def quantize_gradient(grad: Tensor, outputs: EpilogueRequest) -> Targets:
     p = epilogue.plan_epilogue(outputs, grad)
     grad = epilogue.by_rows(grad)
     if grad.numel() > 0:
-        with ql.on(grad.device):
-            deliver_kernel[p.programs](
-                grad, grad.stride(0), p.where, p.sink, *p.out, *p.words,
-                TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            deliver_kernel, p.programs, grad.device,
+            grad, grad.stride(0), p.where, p.sink, *p.out, *p.words,
+            TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+        )  # fmt: skip
     return p.finish()

@@ -43,6 +43,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.activation import RANDOM
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, largest_bits, load_tile
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 
 LONGEST: Final = 16384
@@ -343,12 +344,12 @@ def norm_statistics(
     r = row_tiling(size)
     # enable_fp_fusion=False: a fused multiply-add in one kernel would make its y another than the other kernel's
     if rows > 0:
-        with ql.on(x.device):
-            statistics_kernel[(-(rows // -r.rows),)](
-                x, x.stride(0), residual, 0 if residual is None else residual.stride(0), total, found.mean, rstd,
-                gamma, beta, None if amax is None else amax.view(torch.int32), rows, size, eps, CENTERED=centered,
-                OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            statistics_kernel, (-(rows // -r.rows),), x.device,
+            x, x.stride(0), residual, 0 if residual is None else residual.stride(0), total, found.mean, rstd,
+            gamma, beta, None if amax is None else amax.view(torch.int32), rows, size, eps, CENTERED=centered,
+            OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
+        )  # fmt: skip
     return found, x if total is None else total
 
 
@@ -368,12 +369,12 @@ def normalize_and_quantize(
     p = epilogue.plan_epilogue(outputs, x)
     x = epilogue.by_rows(x)
     if x.numel() > 0:
-        with ql.on(x.device):
-            normalize_kernel[p.programs](
-                x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
-                p.where, p.sink, *p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
-                TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            normalize_kernel, p.programs, x.device,
+            x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
+            p.where, p.sink, *p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
+            TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+        )  # fmt: skip
     return p.finish()
 
 
@@ -407,11 +408,11 @@ def norm_backward(
         kernel, layout = backward_kernel, {"ROWS": r.rows}
         if r.pieces > 1:
             kernel, layout = backward_pieces_kernel, {"PIECES": r.pieces}
-        with ql.on(x.device):
-            kernel[(grid,)](
-                dy, dy.stride(0), x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma,
-                residual, 0 if residual is None else residual.stride(0), dx, dgamma, dbeta, rows, size,
-                CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=r.piece,
-                num_warps=r.warps, enable_fp_fusion=False, **layout,
-            )  # fmt: skip
+        launch_kernel(
+            kernel, (grid,), x.device,
+            dy, dy.stride(0), x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma,
+            residual, 0 if residual is None else residual.stride(0), dx, dgamma, dbeta, rows, size,
+            CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=r.piece,
+            num_warps=r.warps, enable_fp_fusion=False, **layout,
+        )  # fmt: skip
     return dx, None if dgamma is None else dgamma.sum(0), None if dbeta is None else dbeta.sum(0)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 
 LEAST_HEADS, MOST_HEADS = 8, 32
 """The fewest and the most heads of a token in one program, if the token has so many. The program reads the cosines and
@@ -118,13 +119,13 @@ def rotate(
         together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
     planes = triton.next_power_of_2(max(rotated // 2, 1))
     if t.numel() > 0:
-        with ql.on(t.device):
-            rotate_kernel[(length * batch, -(heads // -together))](
-                t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
-                batch, heads, heads if rotated_heads is None else rotated_heads, rotated // 2, dim - rotated,
-                BACKWARD=backward,
-                INTERLEAVED=interleaved, HEADS=together, PLANES=planes,
-                REST=triton.next_power_of_2(dim - rotated) if dim > rotated else 0,
-                num_warps=min(max(together * planes // 256, 1), 8), enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            rotate_kernel, (length * batch, -(heads // -together)), t.device,
+            t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
+            batch, heads, heads if rotated_heads is None else rotated_heads, rotated // 2, dim - rotated,
+            BACKWARD=backward,
+            INTERLEAVED=interleaved, HEADS=together, PLANES=planes,
+            REST=triton.next_power_of_2(dim - rotated) if dim > rotated else 0,
+            num_warps=min(max(together * planes // 256, 1), 8), enable_fp_fusion=False,
+        )  # fmt: skip
     return out

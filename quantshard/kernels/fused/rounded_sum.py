@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 
 SIZE = 4096
 
@@ -30,8 +31,8 @@ def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     tensors: tuple[Any, ...] = tuple(part.contiguous() for part in parts)
     out = torch.empty(tensors[0].shape, dtype=dtype, device=tensors[0].device)
     if out.numel() > 0:
-        with ql.on(out.device):
-            sum_kernel[(triton.cdiv(out.numel(), SIZE),)](
-                tensors, out, out.numel(), PARTS=len(tensors), SIZE=SIZE, num_warps=8
-            )
+        launch_kernel(
+            sum_kernel, (triton.cdiv(out.numel(), SIZE),), out.device,
+            tensors, out, out.numel(), PARTS=len(tensors), SIZE=SIZE, num_warps=8,
+        )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 
 
 @triton.jit
@@ -68,16 +68,14 @@ def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
 def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
     """Append amaxes [n], float32, to n different histories, float32 and contiguous, on the device of the amaxes."""
     table, longest = _described(histories, amaxes.device)
-    with ql.on(amaxes.device):
-        record_kernel[(len(histories),)](table, amaxes, longest, num_warps=4)
+    launch_kernel(record_kernel, (len(histories),), amaxes.device, table, amaxes, longest, num_warps=4)
 
 
 def pasts(histories: Sequence[Tensor], most_recent: bool) -> Tensor:
     """The amax that each of n histories, as in `record`, stands for: float32 [n]."""
     table, longest = _described(histories, histories[0].device)
     amaxes = torch.empty(len(histories), dtype=torch.float32, device=histories[0].device)
-    with ql.on(amaxes.device):
-        past_kernel[(len(histories),)](table, amaxes, most_recent, longest, num_warps=1)
+    launch_kernel(past_kernel, (len(histories),), amaxes.device, table, amaxes, most_recent, longest, num_warps=1)
     return amaxes
 
 

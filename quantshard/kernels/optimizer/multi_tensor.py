@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.history import past, push_amax
 
 TYPES: Final[dict[torch.dtype, Any]] = {
@@ -124,14 +125,14 @@ class TensorReader:
 
     def _run(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
         out = torch.zeros(self.count, dtype=torch.float32, device=self.device)
-        with ql.on(self.device):
-            for code in sorted(set(codes) - {0} if self._programs else ()):
-                dtype = tuple(TYPES)[code - 1]
-                limit = None if largest is None else _bits_of_limit(largest, dtype)
-                tensor_amax_kernel[(self._programs,)](
-                    self._table, self._entries, addresses, out, limit, self.stride, TYPES[dtype], code, TILE,
-                    TILES_PER_PROGRAM, num_warps=8,
-                )  # fmt: skip
+        for code in sorted(set(codes) - {0} if self._programs else ()):
+            dtype = tuple(TYPES)[code - 1]
+            limit = None if largest is None else _bits_of_limit(largest, dtype)
+            launch_kernel(
+                tensor_amax_kernel, (self._programs,), self.device,
+                self._table, self._entries, addresses, out, limit, self.stride, TYPES[dtype], code, TILE,
+                TILES_PER_PROGRAM, num_warps=8,
+            )  # fmt: skip
         return out
 
 

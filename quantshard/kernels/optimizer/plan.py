@@ -27,6 +27,7 @@ from torch import Tensor
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Component, Copy
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer import adam as ka
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
@@ -293,27 +294,30 @@ class AdamLaunchPlan:
         `skip`: bool scalar on the device; where it is true nothing changes, here and in `finish`.
         """
         self._skip = None if skip is None else skip.view(torch.uint8)
-        with ql.on(self.device):
-            self._workspace.flat.zero_()
-            for most_recent, length, table in self._histories:
-                km.tensor_past_kernel[(len(table),)](table, most_recent, triton.next_power_of_2(length), num_warps=1)
-            for launch in self._first:
-                self._run(launch)
+        self._workspace.flat.zero_()
+        for most_recent, length, table in self._histories:
+            launch_kernel(
+                km.tensor_past_kernel, (len(table),), self.device,
+                table, most_recent, triton.next_power_of_2(length), num_warps=1,
+            )  # fmt: skip
+        for launch in self._first:
+            self._run(launch)
 
     def finish(self) -> None:
         """The second part: what derives from `amaxes`."""
         present, stride = self._parts[0], len(ks.GRADIENT)
-        with ql.on(self.device):
-            for most_recent, length, table in self._histories:
-                km.tensor_record_kernel[(len(table),)](
-                    table, present, self._skip, stride, most_recent, triton.next_power_of_2(length), num_warps=1
-                )
-            for launch in self._last:
-                self._run(launch)
-            for rule, count, table in self._scales:  # last, for a state or weight is read with its old scales before
-                km.tensor_scales_kernel[(count, 4)](
-                    table, present, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False
-                )
+        for most_recent, length, table in self._histories:
+            launch_kernel(
+                km.tensor_record_kernel, (len(table),), self.device,
+                table, present, self._skip, stride, most_recent, triton.next_power_of_2(length), num_warps=1,
+            )  # fmt: skip
+        for launch in self._last:
+            self._run(launch)
+        for rule, count, table in self._scales:  # last, for a state or weight is read with its old scales before
+            launch_kernel(
+                km.tensor_scales_kernel, (count, 4), self.device,
+                table, present, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
         self._held = []
 
     def _gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -342,11 +346,11 @@ class AdamLaunchPlan:
             return
         _, groups, betas, corrected, settings = self._parts
         rates = [torch.as_tensor(h.lr, dtype=torch.float32, device=self.device) for h in hyperparameters]
-        with ql.on(self.device):
-            km.corrections_kernel[(self.groups,)](
-                torch.stack(steps).to(self.device), torch.stack(rates), betas, corrected, groups, settings,
-                len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
-            )  # fmt: skip
+        launch_kernel(
+            km.corrections_kernel, (self.groups,), self.device,
+            torch.stack(steps).to(self.device), torch.stack(rates), betas, corrected, groups, settings,
+            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
 
     def _run(self, launch: _KernelLaunch) -> None:
         if launch.programs == 0:
@@ -355,10 +359,14 @@ class AdamLaunchPlan:
         options = launch_options(launch.how)
         if launch.kernel is ka.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
-            launch.kernel[grid](launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options)
+            launch_kernel(
+                launch.kernel, grid, self.device,
+                launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options,
+            )  # fmt: skip
             return
         for code in sorted({self._present[number] for number in launch.members} - {0}):
-            launch.kernel[(launch.programs,)](
+            launch_kernel(
+                launch.kernel, (launch.programs,), self.device,
                 launch.table, launch.entries, present, groups, settings, self._skip,
                 km.TYPES[GRADIENT_DTYPES[code - 1]], code, launch.how, **options,
             )  # fmt: skip

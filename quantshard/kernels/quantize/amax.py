@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import grid_of_tile, tile_of
 from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, tiles, tiling, touched
 
@@ -50,11 +51,11 @@ def block_amax(
     if x.numel() == 0:
         return grid
     how, where = _tiling(covers, hadamard), Region(rows, cols, x.shape[1], *origin)
-    with ql.on(x.device):
-        amax_kernel[tiles(where, how)](
-            x, x.stride(0), x.stride(1), where, grid.view(torch.int32), grid.stride(0), *grid.shape,
-            H=how, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch_kernel(
+        amax_kernel, tiles(where, how), x.device,
+        x, x.stride(0), x.stride(1), where, grid.view(torch.int32), grid.stride(0), *grid.shape,
+        H=how, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     return grid
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import grid_of_tile, tile_of
 from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, tiles, tiling
 
@@ -65,12 +66,12 @@ def dequantize(
         return out
     how = tiles_of(copy, codes.device)
     where = Region(*shape, shape[1], *origin)
-    with ql.on(codes.device):
-        dequantize_kernel[tiles(where, how)](
-            codes, codes.stride(0), codes.shape[1], scale, parts[copy.amax.name] if copy.amax is not None else None,
-            *scale.stride(), *scale.shape, out, out.stride(0), where,
-            H=how, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch_kernel(
+        dequantize_kernel, tiles(where, how), codes.device,
+        codes, codes.stride(0), codes.shape[1], scale, parts[copy.amax.name] if copy.amax is not None else None,
+        *scale.stride(), *scale.shape, out, out.stride(0), where,
+        H=how, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 

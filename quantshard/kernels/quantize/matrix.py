@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.targets import (
     QuantizedOutput,
@@ -256,11 +257,11 @@ def quantize_matrix(
     two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
     drawn = one.words if two is None or request.words is not None else two.words
     if x.numel() > 0:
-        with ql.on(x.device):
-            quantize_kernel[programs(one, two)](
-                x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
-                *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
-                two and two.words.stream, two and two.words.global_shape[1],
-                H=one.how, T=two and two.how, **quantize_launch_options(shared, two is not None, x.dtype),
-            )  # fmt: skip
+        launch_kernel(
+            quantize_kernel, programs(one, two), x.device,
+            x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
+            *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
+            two and two.words.stream, two and two.words.global_shape[1],
+            H=one.how, T=two and two.how, **quantize_launch_options(shared, two is not None, x.dtype),
+        )  # fmt: skip
     return one, two

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantshard.formats import QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 
 SIZE = 1024
 
@@ -36,8 +37,8 @@ def scales(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, dtype: torch.dty
     multiplier = torch.empty_like(amax)
     if amax.numel() > 0:
         rule = ql.scale_rule(copy, scaling, dtype, amax.device)
-        with ql.on(amax.device):
-            scales_kernel[(triton.cdiv(amax.numel(), SIZE),)](
-                amax, stored, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False
-            )
+        launch_kernel(
+            scales_kernel, (triton.cdiv(amax.numel(), SIZE),), amax.device,
+            amax, stored, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return stored, multiplier

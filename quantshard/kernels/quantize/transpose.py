@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
 
 TILE = (128, 128)
 
@@ -27,8 +27,8 @@ def transpose(x: Tensor) -> Tensor:
     rows, cols = x.shape
     out = torch.empty((cols, rows), dtype=torch.uint8, device=x.device)
     if x.numel() > 0:
-        with ql.on(x.device):
-            transpose_kernel[triton.cdiv(rows, TILE[0]), triton.cdiv(cols, TILE[1])](
-                x, x.stride(0), out, out.stride(0), rows, cols, *TILE, num_warps=8
-            )
+        launch_kernel(
+            transpose_kernel, (triton.cdiv(rows, TILE[0]), triton.cdiv(cols, TILE[1])), x.device,
+            x, x.stride(0), out, out.stride(0), rows, cols, *TILE, num_warps=8,
+        )  # fmt: skip
     return out
