@@ -273,8 +273,9 @@ class QuantshardQuantizer(HfQuantizer):
         self.layers = {each.name: model.get_submodule(each.name) for each in self.report.converted}  # type: ignore[misc]
         for layer in self.layers.values():
             setattr(layer.weight, "_is_hf_initialized", True)  # noqa: B010 (else transformers would draw values)
-        plan = model._get_dtype_plan
-        setattr(model, "_get_dtype_plan", lambda dtype: {**self._dtypes_read(dtype), **plan(dtype)})  # noqa: B010
+        loading: Any = model
+        plan = loading._get_dtype_plan
+        loading._get_dtype_plan = lambda dtype: {**self._dtypes_read(dtype), **plan(dtype)}
         return model
 
     def _dtypes_read(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -298,9 +299,9 @@ class QuantshardQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self.remove_quantization_config(model)  # from here on it is a converted model, as any other
-        del model._get_dtype_plan
         # transformers keeps how it loaded, to undo that in a save; there is nothing to undo of what is filled here
         loaded: Any = model
+        del loaded._get_dtype_plan
         loaded._weight_conversions = [each for each in loaded._weight_conversions if not _fills(each)]
         for name, error in self.failures.items():
             raise type(error)(f"{name}.weight: {error}")
