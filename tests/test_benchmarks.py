@@ -1,12 +1,13 @@
 """The benchmark of optimizers, with a small model and two steps: what it trains, keeps, compares and refuses."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import convert_models as converted
-from benchmarks import host
+from benchmarks import host, train_step
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
 from quantshard.trainer.data import collect
@@ -106,3 +107,31 @@ def test_the_host_does_no_more_for_a_module(module: str, recipe: str) -> None:
     found = tuple(row[name] for name in ("calls", "operations", "launches"))
     assert all(count <= most for count, most in zip(found, HOST_WORK[module], strict=True)), found
     assert found[2] > 5
+
+
+def test_training_steps_are_measured(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    asked = [
+        "--shapes",
+        "tiny",
+        "--batches",
+        "2x16",
+        "--arms",
+        "ours-block,ours-block-lean",
+        "--layers",
+        "1",
+        "--steps",
+        "1",
+    ]
+    train_step.main([*asked, "--device", "cpu", "--jsonl", str(rows), "--picture", str(tmp_path / "arms.svg")])
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["arm"] for row in found] == ["ours-block", "ours-block-lean"]
+    assert all(row["tokens/s/GPU"] > 0 and row["collectives"] == 0 and row["sizes"]["layers"] == 1 for row in found)
+    assert "| tiny | 1 | 2x16 | 1 | ours-block-lean |" in capsys.readouterr().out and (tmp_path / "arms.svg").exists()
+    with pytest.raises(SystemExit, match="'ours-fp7' matches none of bf16, torchao-tensorwise"):
+        train_step.main([*asked, "--arms", "ours-fp7"])
+
+
+def test_what_of_communication_is_exposed():
+    assert train_step.exposed([(0, 4), (6, 8), (3, 5)], [(1, 2), (4, 7)]) == 1 + 2 + 1
+    assert train_step.exposed([], [(0, 1)]) == 0 and train_step.exposed([(0, 2)], []) == 2
