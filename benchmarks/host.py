@@ -29,8 +29,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are then there without a GPU; read when they are imported
 
 import quantshard as qs
-from quantshard import kernel_dispatch
+from quantshard import kernel_dispatch, private_torch
 from quantshard.gemm import backend
+from quantshard.gemm.scaled_products import ScaledProduct
 
 TOKENS = (512, 1)
 """Length and batch."""
@@ -41,6 +42,9 @@ COUNTED = {
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
 }
 """What of the CUDA runtime is counted, by the beginnings of names."""
+
+OUT_DTYPE = 7
+"""Which argument of a scaled product says its dtype, behind the two operands."""
 
 Row = dict[str, Any]
 
@@ -96,18 +100,19 @@ def without_device() -> Iterator[Counter[str]]:
     def launch(*args: Any, **kwargs: Any) -> None:
         counted["launches"] += 1
 
-    def product(a: Tensor, b: Tensor, *args: Any, output_dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    def product(a: Tensor, b: Tensor, *args: Any) -> Tensor:
         counted["launches"] += 1
-        return a.new_empty((a.shape[0], b.shape[1]), dtype=output_dtype)
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=args[OUT_DTYPE])
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(kernel_dispatch.kernels_only_on("cpu"))
         stack.enter_context(
             mock.patch.object(interpreter.InterpretedFunction, "__getitem__", lambda kernel, grid: launch)
         )
-        stack.enter_context(mock.patch.object(nn.functional, "scaled_mm", product))
-        for kind in {type(each) for each in backend.NATIVE.values()}:
-            stack.enter_context(mock.patch.object(kind, "is_on", lambda product, device: True))
+        stack.enter_context(mock.patch.object(private_torch, "scaled_mm", product))
+        stack.enter_context(mock.patch.object(ScaledProduct, "is_of", lambda product, capability: True))
+        backend.product_plan.cache_clear()  # plans say what the hardware has
+        stack.callback(backend.product_plan.cache_clear)
         yield counted
 
 

@@ -114,6 +114,10 @@ class Format:
     name: str
     components: tuple[Component, ...]
 
+    def __hash__(self) -> int:
+        """That of the name, which is the row's alone: each GEMM looks its operands' up."""
+        return hash(self.name)
+
     def __post_init__(self) -> None:
         assert len(self.name) <= FORMAT_NAME_BYTES, self.name
         for part in self.components:  # how codes of other widths are packed is written neither here nor in a kernel

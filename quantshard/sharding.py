@@ -67,6 +67,10 @@ class Shard:
     extents: tuple[Extent, Extent]
     cut: Cut | None = None
 
+    def __hash__(self) -> int:
+        """The hash of what tells most shards apart: each GEMM looks its operands' up."""
+        return hash(self.extents)
+
     @property
     def origin(self) -> tuple[int, int]:
         """Global index of the first element."""
@@ -160,6 +164,7 @@ def chunk_of(extent: Extent, index: int, count: int) -> Extent:
     return (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))
 
 
+@lru_cache(maxsize=4096)
 def whole(shape: tuple[int, int]) -> Shard:
     """The shard that is the global tensor itself."""
     return Shard(shape, ((0, shape[0]), (0, shape[1])))

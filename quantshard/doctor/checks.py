@@ -18,7 +18,7 @@ from quantshard.doctor import gemms, quantize, registry
 from quantshard.doctor.cases import OTHER_BITS, TOO_FAR, KernelRow, Shape
 from quantshard.doctor.results import Result, UnavailableError, Watch, outcome_of, watched
 from quantshard.formats import Format
-from quantshard.gemm.backend import ScaledProduct
+from quantshard.gemm.scaled_products import ScaledProduct
 
 COMPILED: tuple[Shape, ...] = ((131, 257), (2048, 4096))
 """Shapes on which compiled kernels are checked: irregular, and large."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, numerics
 from quantshard.formats import FORMATS, Copy, Format
-from quantshard.gemm import backend, operands
+from quantshard.gemm import backend, operands, scaled_products
+from quantshard.gemm.scaled_products import ScaledProduct
 from quantshard.recipe import Cell
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -39,12 +40,12 @@ def with_column_scales(storage: QuantizedStorage) -> QuantizedStorage:
     return replace(storage, components=storage.components | {name: transposed})
 
 
-def pairs() -> Iterator[tuple[Format, Format, backend.ScaledProduct]]:
+def pairs() -> Iterator[tuple[Format, Format, ScaledProduct]]:
     """Formats of the left and right operand, of one copy each, and their scaled product."""
     once = [fmt for fmt in FORMATS.values() if len(fmt.copies) == 1]
     for left in once:
         for right in once:
-            native = backend.scaled_product(left, right)
+            native = scaled_products.product_of_formats(left, right)
             if native is not None:
                 yield left, right, native
 

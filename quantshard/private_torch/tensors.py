@@ -41,6 +41,10 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed both, and warns of the old names."""
 
+scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized operands")
+"""All that the public `torch.nn.functional.scaled_mm` calls, with the numbers of its enums, of which that makes lists
+anew in every call."""
+
 all_gather_of_dtensor = private_name(
     "torch.ops._c10d_functional.all_gather_into_tensor.default", "telling what to do in place of full_tensor()"
 )

@@ -222,7 +222,6 @@ class QuantizedStorage:
             grids[name] = resident
         return grids
 
-    @torch.no_grad()
     def dequantize(self, which: Copy | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`."""
         which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from benchmarks import hardware
-from quantshard import cli, kernels
+from quantshard import cli, kernels, private_torch
 from quantshard.doctor import cases, checks, gemms, probes, products, quantize
 from quantshard.doctor.results import UnavailableError, first_line, outcome_of
 from quantshard.formats import FORMATS
-from quantshard.gemm import backend
+from quantshard.gemm import scaled_products
 from tests.gemm.test_backend import BLACKWELL, HOPPER, stand_in
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -185,8 +184,8 @@ def test_probes(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 def test_native_products(monkeypatch, capability):
     """By the stand-in of tests/gemm/test_backend.py, right and with one row in sixty wrong by a tenth."""
-    monkeypatch.setattr(backend, "_capability", lambda device: capability)
-    monkeypatch.setattr(F, "scaled_mm", stand_in)
+    monkeypatch.setattr(scaled_products, "capability_of", lambda device: capability)
+    monkeypatch.setattr(private_torch, "scaled_mm", stand_in)
     on = [(left, right) for left, right, native in gemms.pairs() if native.is_of(capability)]
     assert len(on) == (8 if capability == HOPPER else 11)
     for left, right in on:
@@ -197,7 +196,7 @@ def test_native_products(monkeypatch, capability):
         out[7] *= 1.1
         return out
 
-    monkeypatch.setattr(F, "scaled_mm", wrong)
+    monkeypatch.setattr(private_torch, "scaled_mm", wrong)
     assert not gemms.is_right_product((37, 60, 72), CPU, *on[0])
 
 

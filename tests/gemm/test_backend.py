@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import formats, kernel_dispatch, sharding
+from quantshard import formats, kernel_dispatch, private_torch, sharding
 from quantshard.doctor import gemms
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
-from quantshard.gemm import backend, operands
+from quantshard.gemm import backend, operands, scaled_products
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, unpack
 from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
@@ -31,6 +31,9 @@ from quantshard.tensor.storage import QuantizedStorage
 from tests.covering import exhaustive
 
 TYPES = F.ScalingType
+BY_NUMBER, SWIZZLE_BY_NUMBER = (
+    {int(kind.value): kind for kind in kinds.__members__.values()} for kinds in (TYPES, F.SwizzleType)
+)
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -51,28 +54,28 @@ def swizzled_at(row: int, col: int, cols: int) -> int:
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
 
 
-def spread(side: Tensor, scales: list[Tensor], recipes: list[F.ScalingType], is_right: bool) -> Tensor:
+def spread(side: Tensor, scales: Sequence[Tensor], recipes: Sequence[int], is_right: bool) -> Tensor:
     """The scale of each element of an operand [rows, K], from scales in the layout that is demanded."""
     rows, k = side.shape
-    scale, recipe = scales[0], recipes[0]
+    scale, recipe = scales[0], BY_NUMBER[recipes[0]]
     blocks = ceil_div(k, 128)
-    if recipe is TYPES.TensorWise:
+    if recipe == TYPES.TensorWise:
         assert scale.numel() == 1 and scale.dtype is torch.float32
         return scale.double().expand(rows, k)
-    if recipe is TYPES.RowWise:
+    if recipe == TYPES.RowWise:
         assert scale.shape == ((1, rows) if is_right else (rows, 1)) and scale.dtype is torch.float32
         assert scale.stride() == ((rows, 1) if is_right else (1, 1))
         return scale.double().reshape(rows, 1).expand(rows, k)
-    if recipe is TYPES.BlockWise1x128:
+    if recipe == TYPES.BlockWise1x128:
         assert scale.shape == (rows, blocks) and rows % 4 == 0
         assert scale.stride() == (1, rows), scale.stride()
         return scale.double().repeat_interleave(128, 1)[:, :k]
-    if recipe is TYPES.BlockWise128x128:
+    if recipe == TYPES.BlockWise128x128:
         four = ceil_div(blocks, 4) * 4
         assert is_right and scale.shape == (four, ceil_div(rows, 128))
         assert scale.stride() == (1, four), scale.stride()
         return scale.t().double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :k]
-    size = 32 if recipe is TYPES.BlockWise1x32 else 16
+    size = 32 if recipe == TYPES.BlockWise1x32 else 16
     encoding = E8M0 if size == 32 else E4M3
     cols = ceil_div(k, size)
     assert scale.dtype is encoding.native and scale.is_contiguous()
@@ -95,17 +98,18 @@ TAKEN: dict[F.ScalingType, set[tuple[Any, Any]]] = {
 
 
 def stand_in(
-    a: Tensor, b: Tensor, scale_a: list[Tensor], recipe_a: list[F.ScalingType], scale_b: list[Tensor],
-    recipe_b: list[F.ScalingType], swizzle_a: object = None, swizzle_b: object = None, bias: Tensor | None = None,
-    output_dtype: torch.dtype = torch.bfloat16, use_fast_accum: bool = False,
+    a: Tensor, b: Tensor, scale_a: Sequence[Tensor], recipe_a: Sequence[int], swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor], recipe_b: Sequence[int], swizzle_b: Sequence[int], bias: Tensor | None,
+    output_dtype: torch.dtype, contraction_dim: Sequence[int], use_fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    """`torch.nn.functional.scaled_mm`, in float64."""
+    """`torch._scaled_mm_v2`, in float64."""
+    assert len(contraction_dim) == 0
     assert not (use_fast_accum and output_dtype == torch.float32)
     b = b.t()
     assert a.stride() == (a.shape[1], 1) and b.stride() == (b.shape[1], 1), "row-major by column-major"
     assert a.shape[1] == b.shape[1] and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0, (a.shape, b.shape)
     assert bias is None or (bias.dtype == output_dtype != torch.float32 and bias.shape == (b.shape[0],))
-    assert tuple(side.dtype for side in (a, b)) in TAKEN[recipe_a[0]]
+    assert tuple(side.dtype for side in (a, b)) in TAKEN[BY_NUMBER[recipe_a[0]]]
     left, right = values_of(a), values_of(b)
     out = (left * spread(left, scale_a, recipe_a, False)) @ (right * spread(right, scale_b, recipe_b, True)).t()
     return (out if bias is None else out + bias.double()).to(output_dtype)
@@ -118,8 +122,8 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         if torch.cuda.get_device_capability() != request.param:
             pytest.skip(f"the GPU is not of capability {request.param}")
     else:
-        monkeypatch.setattr(backend, "_capability", lambda device: request.param)
-        monkeypatch.setattr(F, "scaled_mm", stand_in)
+        monkeypatch.setattr(scaled_products, "capability_of", lambda device: request.param)
+        monkeypatch.setattr(private_torch, "scaled_mm", stand_in)
     yield request.param
 
 
@@ -168,8 +172,8 @@ def close(found: Tensor, a: Tensor, b: Tensor, native: bool) -> None:
 def test_native_products(name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     left, right, *having = PAIRS[name]
     calls: list[int] = []
-    real = F.scaled_mm
-    monkeypatch.setattr(F, "scaled_mm", lambda *args, **options: calls.append(1) or real(*args, **options))
+    real = private_torch.scaled_mm
+    monkeypatch.setattr(private_torch, "scaled_mm", lambda *args: calls.append(1) or real(*args))
     for (m, n, k), dtype in itertools.product(SHAPES, (torch.bfloat16, torch.float32)):
         a, b = quantized(m, k, left, 0), quantized(n, k, right, 2)
         close(backend.matmul(a, b, dtype, transpose_b=True), in_double(a), in_double(b).t(), capability in having)
@@ -204,7 +208,7 @@ def test_what_has_no_native_product_is_emulated(capability: tuple[int, int], mon
     def refuse(*_: object, **__: object) -> Tensor:
         raise AssertionError("not native")
 
-    monkeypatch.setattr(F, "scaled_mm", refuse)
+    monkeypatch.setattr(private_torch, "scaled_mm", refuse)
     gradient = quantized(32, 64, "fp8_e5m2", 0)
     close(
         backend.matmul(gradient, gradient, torch.float32, transpose_b=True), in_double(gradient),
@@ -225,10 +229,44 @@ def test_what_has_no_native_product_is_emulated(capability: tuple[int, int], mon
     close(backend.matmul(high, weight, torch.float32, transpose_b=True), high.double(), in_double(weight).t(), False)
 
 
+@pytest.mark.parametrize(
+    ("why", "pair", "shapes"),
+    [
+        ("no product of these formats", ("fp8_e5m2", "fp8_e5m2"), ((32, 64), (32, 64))),
+        ("no product of these formats", ("fp16_1x128", "fp16_1x128"), ((4, 256), (8, 256))),
+        ("no elements", ("fp8_e4m3", "fp8_e4m3"), ((0, 256), (8, 256))),
+        ("crosses blocks", ("fp8_1x128", "fp8_128x128"), ((4, 256), (300, 256))),
+    ],
+    ids=lambda part: part if isinstance(part, str) else None,
+)
+def test_reasons(why: str, pair: tuple[str, str], shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """That a product is emulated for."""
+    (left, right), (of_left, of_right) = (FORMATS[name] for name in pair), (sharding.whole(shape) for shape in shapes)
+    if "crosses" in why:
+        of_right = of_right.piece(0, 100, 100)
+    told = backend.product_plan(left, of_left, True, right, of_right, True, HOPPER, torch.bfloat16, None, False)
+    assert isinstance(told, str) and why in told
+    rowwise = FORMATS["fp8_1xrow"]  # has no codes for dgrad
+    for fmt, as_stored, native in ((FORMATS["fp8_e4m3"], False, True), (rowwise, True, True), (rowwise, False, False)):
+        told = backend.product_plan(
+            fmt,
+            sharding.whole((8, 8)),
+            True,
+            fmt,
+            sharding.whole((8, 8)),
+            as_stored,
+            HOPPER,
+            torch.float32,
+            None,
+            False,
+        )
+        assert isinstance(told, str) != native and (native or "no codes" in told)
+
+
 def test_an_aligned_piece_is_native(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = F.scaled_mm
-    monkeypatch.setattr(F, "scaled_mm", lambda *args, **options: calls.append(1) or real(*args, **options))
+    real = private_torch.scaled_mm
+    monkeypatch.setattr(private_torch, "scaled_mm", lambda *args: calls.append(1) or real(*args))
     weight, vector = quantized(300, 256, "fp8_128x128", 0), quantized(4, 256, "fp8_1x128", 1)
     for start, chunk in ((128, 128), (256, 128), (0, 100)):
         piece = weight.piece(0, start, chunk)
@@ -237,6 +275,60 @@ def test_an_aligned_piece_is_native(capability: tuple[int, int], monkeypatch: py
             capability == HOPPER,
         )  # fmt: skip
     assert len(calls) == (3 if capability == HOPPER else 0)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_products_are_called_as_the_public_function_calls_them(
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `torch.nn.functional.scaled_mm`, which takes enums for numbers."""
+    left, right, *having = PAIRS[name]
+    if capability not in having:
+        pytest.skip("emulated")
+    a, b, bias = quantized(20, 256, left, 0), quantized(32, 256, right, 2), torch.randn(32, device=DEVICE).bfloat16()
+    ours: list[Any] = []
+    public: list[Any] = []
+    monkeypatch.setattr(private_torch, "scaled_mm", lambda *given: ours.append(given) or torch.zeros(20, 32))
+    monkeypatch.setattr(torch, "_scaled_mm_v2", lambda *given: public.append(given))
+    for added, fast in ((None, False), (bias, True)):
+        backend.matmul(a, b, torch.bfloat16, transpose_b=True, bias=added, fast=fast)
+        codes_a, codes_b, scales_a, kinds_a, swizzle_a, scales_b, kinds_b, swizzle_b, fused, dtype, _, fast = ours[-1]
+        kinds = ([BY_NUMBER[kind] for kind in of_side] for of_side in (kinds_a, kinds_b))
+        swizzles = ([SWIZZLE_BY_NUMBER[kind] for kind in of_side] or None for of_side in (swizzle_a, swizzle_b))
+        F.scaled_mm(
+            codes_a, codes_b, list(scales_a), next(kinds), list(scales_b), next(kinds), *swizzles, bias=fused,
+            output_dtype=dtype, use_fast_accum=fast,
+        )  # fmt: skip
+    for mine, theirs in zip(ours, public, strict=True):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert one is other or list(one) == list(other)  # of lists, tensors are compared by identity first
+
+
+def test_a_plan_serves_what_it_was_made_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another dtype, bias, GPU or shard of the same extents has another; operands of equal ones share it."""
+    if ON_GPU:
+        pytest.skip("by the stand-in")
+    calls: list[Any] = []
+    monkeypatch.setattr(private_torch, "scaled_mm", lambda *given: calls.append(given) or stand_in(*given))
+    vector, large = quantized(4, 256, "fp8_1x128", 1), quantized(300, 256, "fp8_128x128", 0)
+    whole, piece = quantized(100, 256, "fp8_128x128", 2), large.piece(0, 0, 100)  # whose scales are those of 300 rows
+    other = quantized(100, 256, "fp8_128x128", 3)
+    nothing = torch.zeros(100, dtype=torch.bfloat16)
+    for there in (HOPPER, None, BLACKWELL, HOPPER):
+        monkeypatch.setattr(scaled_products, "capability_of", lambda device, there=there: there)
+        for weight, dtype, bias in itertools.product(
+            (whole, piece, other), (torch.bfloat16, torch.float32), (None, nothing, nothing.float())
+        ):
+            calls.clear()
+            found = backend.matmul(vector, weight, dtype, transpose_b=True, bias=bias)
+            close(found, in_double(vector), in_double(weight).t(), False)
+            assert found.dtype is dtype and len(calls) == (there == HOPPER)
+            if calls:
+                assert (calls[0][8] is None) == (bias is None or bias.dtype != dtype or dtype is torch.float32)
+    before = backend.product_plan.cache_info()
+    backend.matmul(quantized(4, 256, "fp8_1x128", 5), quantized(100, 256, "fp8_128x128", 6), dtype, transpose_b=True)
+    assert backend.product_plan.cache_info()[:2] == (before.hits + 1, before.misses)
 
 
 @pytest.mark.parametrize(
@@ -259,10 +351,10 @@ def test_which_products_may_sum_fast(
     """Those that the recipe names, and none that gives float32, as weight gradients of float32 weights are."""
     if ON_GPU and torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("of Hopper")
-    real, seen = F.scaled_mm if ON_GPU else stand_in, []
-    monkeypatch.setattr(F, "scaled_mm", lambda *a, **o: seen.append(o["use_fast_accum"]) or real(*a, **o))
+    real, seen = private_torch.scaled_mm if ON_GPU else stand_in, []
+    monkeypatch.setattr(private_torch, "scaled_mm", lambda *a: seen.append(a[-1]) or real(*a))
     if not ON_GPU:
-        monkeypatch.setattr(backend, "_capability", lambda device: HOPPER)
+        monkeypatch.setattr(scaled_products, "capability_of", lambda device: HOPPER)
     with quantized_model_init(enabled=False, recipe=recipe):
         layer = Linear(128, 128, bias=False, params_dtype=dtype, device=DEVICE)
     x = torch.randn(16, 128, dtype=dtype, device=DEVICE, requires_grad=True)
@@ -391,10 +483,10 @@ def test_small_layers_on_kernels(sizes: tuple[int, int, int], recipe: str) -> No
 
 
 STRIDES: dict[Any, Callable[[int, int], tuple[int, int]]] = {
-    backend._row: lambda rows, blocks: (1, 1),
-    backend._row_right: lambda rows, blocks: (rows, 1),
-    backend.by_columns: lambda rows, blocks: (1, rows),
-    backend.by_four: lambda rows, blocks: (1, ceil_div(blocks, 4) * 4),
+    scaled_products.by_rows: lambda rows, blocks: (1, 1),
+    scaled_products.by_rows_right: lambda rows, blocks: (rows, 1),
+    scaled_products.by_columns: lambda rows, blocks: (1, rows),
+    scaled_products.by_four: lambda rows, blocks: (1, ceil_div(blocks, 4) * 4),
 }
 """The strides of a layout, by the rows and columns of the grid before."""
 
@@ -417,41 +509,41 @@ def as_found(grid: Tensor) -> Iterator[Tensor]:
 def test_strides_of_scales(layout: Callable[[Tensor], Tensor]) -> None:
     """Exactly those that are promised, also of a dim of one entry, whatever the strides of the grid."""
     for size, k in itertools.product(gemms.SIZES, (*gemms.SIZES, 512, 640)):
-        if layout in (backend._row, backend._row_right):
+        if layout in (scaled_products.by_rows, scaled_products.by_rows_right):
             shape = (size, 1)
         else:
-            shape = (ceil_div(size, 128) if layout is backend.by_four else size, ceil_div(k, 128))
+            shape = (ceil_div(size, 128) if layout is scaled_products.by_four else size, ceil_div(k, 128))
         grid = torch.rand(shape)
         for found in as_found(grid):
             assert torch.equal(found, grid)
             laid = layout(found)
             assert laid.stride() == STRIDES[layout](*shape), (shape, found.stride())
-            turned = laid if layout in (backend._row, backend.by_columns) else laid.t()
+            turned = laid if layout in (scaled_products.by_rows, scaled_products.by_columns) else laid.t()
             assert torch.equal(turned[:, : shape[1]], grid)
 
 
 def test_scales_of_every_native_product_have_a_layout_that_is_tested() -> None:
     """Or none: one scale, and the flat bytes of the swizzle."""
-    layouts = {side.layout for native in backend.NATIVE.values() for side in (native.left, native.right)}
-    assert layouts - {backend._scalar, backend._e8m0, backend._e4m3} == STRIDES.keys()
+    layouts = {side.layout for native in scaled_products.NATIVE.values() for side in (native.left, native.right)}
+    assert layouts - {scaled_products.as_single, scaled_products.as_e8m0, scaled_products.as_e4m3} == STRIDES.keys()
 
 
 def test_the_swizzle() -> None:
     """Of rows and columns that fill no tile: each byte lies where cuBLAS looks for it, zeros elsewhere."""
     for rows, cols in ((1, 1), (128, 4), (129, 5), (300, 9)):
         grid = torch.randint(1, 255, (rows, cols), dtype=torch.uint8)
-        flat = backend.swizzled(grid)
+        flat = scaled_products.swizzled(grid)
         found = torch.tensor([[int(flat[swizzled_at(i, j, cols)]) for j in range(cols)] for i in range(rows)])
         assert torch.equal(found, grid.long()) and flat.count_nonzero() == rows * cols
-        assert torch.equal(backend.swizzled(grid.t().contiguous().t()), flat)
+        assert torch.equal(scaled_products.swizzled(grid.t().contiguous().t()), flat)
 
 
 def test_rows_name_the_formats_that_recipes_use() -> None:
     """Every weight format of a named recipe has a native product on some GPU."""
-    kinds = {kind for pair in backend.NATIVE for kind in pair}
+    kinds = {kind for pair in scaled_products.NATIVE for kind in pair}
     for name in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        kind = backend._stored(cell.format)
-        assert kind in kinds or backend._flat(kind) in kinds, name
+        kind = scaled_products.stored_kind(cell.format)
+        assert kind in kinds or scaled_products.flat(kind) in kinds, name
     assert formats.ALL not in (128, 32, 16)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
-from quantshard.gemm import backend
+from quantshard.gemm import scaled_products
 
 pytest.importorskip("triton")
 
@@ -343,11 +343,13 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
 
 
 def test_scales_lie_as_products_read_them() -> None:
-    """What `producers` has kernels store by columns is what a product of `backend` wants so, and nothing else."""
+    """What `producers` has kernels store by columns is what a scaled product wants so, and nothing else."""
     sides = [
-        (kind, side) for kinds, n in backend.NATIVE.items() for kind, side in zip(kinds, (n.left, n.right), strict=True)
+        (kind, side)
+        for kinds, n in scaled_products.NATIVE.items()
+        for kind, side in zip(kinds, (n.left, n.right), strict=True)
     ]
-    wanted = {kind for kind, side in sides if side.layout is backend.by_columns}
+    wanted = {kind for kind, side in sides if side.layout is scaled_products.by_columns}
     assert wanted
     for copy in (copy for fmt in FORMATS.values() for copy in fmt.copies.values()):
         kind = (copy.codes.encoding.name, copy.scale.encoding.name, *copy.block)

@@ -1,0 +1,200 @@
+"""Hardware support: PyTorch's scaled matrix products, which GPUs have them, and how each wants its scales laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
+from quantshard.recipe import Cell
+from quantshard.sharding import ceil_div
+
+Capability = tuple[int, int]
+NEVER: Capability = (99, 0)
+Kind = tuple[str, str, int, int]
+"""What one side of a scaled product is: the encodings of its codes and of its scales, and the rows and elements of a
+row under one scale."""
+
+
+class ScaleLayout(NamedTuple):
+    """How PyTorch numbers a kind of scales, and how it wants them laid out, from a grid [rows, blocks of a row]."""
+
+    recipes: tuple[int, ...]
+    layout: Callable[[Tensor], Tensor]
+    swizzle: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ScaledProduct:
+    """A scaled product: how scales of the left and right operand are given to it, and the GPUs that have it.
+
+    `since`, `before`: compute capabilities. `seen`: the GPU that it was seen working on, or None. `rows`: what the rows
+    of the left operand are a multiple of. `fast`: it can sum in the tensor cores alone; see `recipe.MMParams`.
+    """
+
+    left: ScaleLayout
+    right: ScaleLayout
+    since: Capability
+    before: Capability = NEVER
+    seen: str | None = None
+    rows: int = 1
+    fast: bool = False
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether the device has it."""
+        return self.is_of(capability_of(device))
+
+    def is_of(self, capability: Capability | None) -> bool:
+        """Whether devices of a compute capability have it."""
+        return capability is not None and self.since <= capability < self.before
+
+    @property
+    def needs(self) -> str:
+        """The compute capabilities that have it, in words."""
+        return dotted(self.since) + (f" up to {dotted(self.before)}" if self.before < NEVER else " and newer")
+
+
+@cache
+def capability_of(device: torch.device) -> Capability | None:
+    """The compute capability of an NVIDIA GPU; None of any other device, and of a GPU that this machine lacks."""
+    has_one = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None  # AMD's are "cuda" too
+    return torch.cuda.get_device_capability(device) if has_one else None
+
+
+def dotted(capability: Capability) -> str:
+    """A compute capability in words."""
+    return ".".join(map(str, capability))
+
+
+# Layouts of scales ---------------------------------------------------------------------------------------------------
+
+
+def as_single(grid: Tensor) -> Tensor:
+    """One scale, of which PyTorch asks no shape."""
+    return grid
+
+
+def strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
+    """A grid whose entries lie in memory as these strides say, with these very strides: `contiguous` leaves a dim of
+    one entry any stride, and PyTorch's scaled products check that one too."""
+    return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
+
+
+def by_rows(grid: Tensor) -> Tensor:
+    """Scales of the left operand's rows, [rows, 1]: strides (1, 1)."""
+    return strided(grid.contiguous(), (1, 1))
+
+
+def by_rows_right(grid: Tensor) -> Tensor:
+    """Scales of the right operand's rows, [1, rows]: strides (rows, 1)."""
+    return strided(grid.contiguous().view(1, -1), (grid.shape[0], 1))
+
+
+def by_columns(grid: Tensor) -> Tensor:
+    """Strides (1, rows): the scales of one block of all rows lie together, as kernels store them (`producers`)."""
+    strides = (1, grid.shape[0])
+    return grid if grid.stride() == strides else strided(grid.t().contiguous().t(), strides)
+
+
+def by_four(grid: Tensor) -> Tensor:
+    """Scales of square blocks, transposed: strides (1, n), n the blocks of a row, filled up to a multiple of 4."""
+    more = -grid.shape[1] % 4
+    padded = F.pad(grid, (0, more)) if more else grid
+    return strided(padded.contiguous().t(), (1, padded.shape[1]))
+
+
+def swizzled(grid: Tensor) -> Tensor:
+    """Bytes [R, C] -> tiles of 128 x 4, in each of which rows i, i + 32, i + 64 and i + 96 lie together, flat.
+
+    The layout of block scales that tensor cores of compute capability 10 read (cuBLAS, "1D block scaling factors
+    layout").
+    """
+    rows, cols = (ceil_div(size, unit) for size, unit in zip(grid.shape, (128, 4), strict=True))
+    more = (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0])
+    padded = F.pad(grid, more) if any(more) else grid  # of any strides
+    return padded.reshape(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def as_e8m0(grid: Tensor) -> Tensor:
+    """`swizzled` bytes as PyTorch's E8M0."""
+    return swizzled(grid).view(torch.float8_e8m0fnu)
+
+
+def as_e4m3(grid: Tensor) -> Tensor:
+    """`swizzled` bytes as PyTorch's E4M3."""
+    return swizzled(grid).view(torch.float8_e4m3fn)
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+def _layout(
+    layout: Callable[[Tensor], Tensor], *recipes: F.ScalingType, swizzle: tuple[F.SwizzleType, ...] = ()
+) -> ScaleLayout:
+    return ScaleLayout(tuple(int(each.value) for each in recipes), layout, tuple(int(each.value) for each in swizzle))
+
+
+_TYPES, _SWIZZLE = F.ScalingType, F.SwizzleType
+_WHOLE = _layout(as_single, _TYPES.TensorWise)
+_ROW, _ROW_RIGHT = _layout(by_rows, _TYPES.RowWise), _layout(by_rows_right, _TYPES.RowWise)
+_VECTOR, _SQUARE = _layout(by_columns, _TYPES.BlockWise1x128), _layout(by_four, _TYPES.BlockWise128x128)
+_MX = _layout(as_e8m0, _TYPES.BlockWise1x32, swizzle=(_SWIZZLE.SWIZZLE_32_4_4,))
+_NV = _layout(as_e4m3, _TYPES.BlockWise1x16, _TYPES.TensorWise, swizzle=(_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE))
+
+_FP8, _FP8_WIDE = (E4M3.name, FP32.name, ALL, ALL), (E5M2.name, FP32.name, ALL, ALL)
+_1XROW, _1X128, _128X128 = ((E4M3.name, FP32.name, *block) for block in ((1, ALL), (1, 128), (128, 128)))
+_MXFP8, _NVFP4 = (E4M3.name, E8M0.name, 1, 32), (E2M1.name, E4M3.name, 1, 16)
+_PER_TENSOR = ScaledProduct(_WHOLE, _WHOLE, (8, 9), seen="H200", fast=True)
+
+# cuBLAS multiplies no E5M2 by E5M2. After Hopper TransformerEngine emulates blocks of 1x128 and 128x128 by MXFP8 (it
+# pads scales of 1x128 to 4 rows, as `rows` does here), and it has MXFP8 in all directions on 10.x alone.
+NATIVE: Final[dict[tuple[Kind, Kind], ScaledProduct]] = {
+    (_FP8, _FP8): _PER_TENSOR,
+    (_FP8_WIDE, _FP8): _PER_TENSOR,
+    (_FP8, _FP8_WIDE): _PER_TENSOR,
+    (_1XROW, _1XROW): ScaledProduct(_ROW, _ROW_RIGHT, (9, 0), (10, 0), seen="H200", fast=True),
+    (_1X128, _128X128): ScaledProduct(_VECTOR, _SQUARE, (9, 0), (10, 0), seen="H200", rows=4),
+    (_1X128, _1X128): ScaledProduct(_VECTOR, _VECTOR, (9, 0), (10, 0), seen="H200", rows=4),
+    (_MXFP8, _MXFP8): ScaledProduct(_MX, _MX, (10, 0), (11, 0)),
+    (_NVFP4, _NVFP4): ScaledProduct(_NV, _NV, (10, 0), (11, 0)),
+}
+"""The scaled products that there are, by the kinds of the left and the right operand."""
+
+
+def kind_of(copy: QuantizedCopy, block: tuple[int, int]) -> Kind:
+    """By which `NATIVE` finds an operand that is read from this copy, in blocks of this shape."""
+    return (copy.codes.encoding.name, copy.scale.encoding.name, *block)
+
+
+def product_of_kinds(left: Kind, right: Kind) -> ScaledProduct | None:
+    """The scaled product of two kinds, or else that of blocks of one row, as which blocks of several can be read."""
+    return NATIVE.get((left, right)) or NATIVE.get((flat(left), flat(right)))
+
+
+def flat(kind: Kind) -> Kind:
+    """The kind of the same operand with a scale for every row."""
+    return kind if ALL in kind else (*kind[:2], 1, kind[3])
+
+
+def stored_kind(fmt: Format) -> Kind:
+    """The kind of an operand that was quantized along its rows."""
+    copy = fmt.copies[Copy.ROWWISE]
+    return kind_of(copy, copy.block)
+
+
+def product_of_formats(left: Format, right: Format) -> ScaledProduct | None:
+    """The scaled product of operands that were quantized along their rows, on any hardware; None if there is none."""
+    return product_of_kinds(stored_kind(left), stored_kind(right))
+
+
+def products_of(cell: Cell) -> list[ScaledProduct]:
+    """The scaled products that a weight can be the right operand of, on any hardware."""
+    kind = stored_kind(cell.format)
+    found = [product for (_, right), product in NATIVE.items() if right in (kind, flat(kind))]
+    return list(dict.fromkeys(found))
