@@ -53,6 +53,10 @@ class CheckpointedRegions:
     unknown: TorchVersionError | None = None
 
 
+NO_REGIONS = CheckpointedRegions()
+"""Outside of all, and of a backward pass."""
+
+
 def checkpointed_regions() -> CheckpointedRegions:
     """Which checkpointed regions the calling code runs in.
 
@@ -63,9 +67,9 @@ def checkpointed_regions() -> CheckpointedRegions:
     """
     backward = current_backward()
     if (error := missing(*_NAMES)) is not None:
-        return CheckpointedRegions(unknown=None if backward is None else error)
+        return NO_REGIONS if backward is None else CheckpointedRegions(unknown=error)
     if _top_hooks(True) is None and torch.is_grad_enabled() and backward is None:
-        return CheckpointedRegions()
+        return NO_REGIONS
     by_hooks = _regions_of_hooks(backward)
     entered, replayed = _reentrant_regions(by_hooks.replayed)
     found = (*by_hooks.entered, *entered)

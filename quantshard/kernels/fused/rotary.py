@@ -98,7 +98,7 @@ def rotate(
     Args:
         t: queries or keys, [s, b, h, d] or, with tensor_format "bshd", [b, s, h, d], of any strides but that the
             features of a head are adjacent; for `backward` the gradient of the result.
-        cos, sin: float32 [at least s, at most d], from `tables`.
+        cos, sin: float32 [at least s, at most d], from `tables`; or with dims of size 1 in between.
         tensor_format: "sbhd" or "bshd".
         interleaved: the layout of the planes.
         backward: rotate by the negative angles.
@@ -107,7 +107,8 @@ def rotate(
     """
     (length, batch), rotated = (t.shape[:2] if tensor_format == "sbhd" else (t.shape[1], t.shape[0])), cos.shape[-1]
     heads, dim = t.shape[2:]
-    assert rotated % 2 == 0 and rotated <= dim and min(cos.shape[0], sin.shape[0]) >= length, (cos.shape, t.shape)
+    assert rotated % 2 == 0 and rotated <= dim and sin.shape == cos.shape, (cos.shape, sin.shape, t.shape)
+    assert cos.numel() >= length * rotated, (cos.shape, t.shape)
     t = t if t.stride(-1) == 1 or dim == 1 else t.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device) if out is None else out

@@ -32,7 +32,6 @@ from quantshard.modules.gemms.linear_operands import (
     LinearState,
     OperandUsage,
     WgradOperand,
-    cells,
     gemm_operands,
     weight_operand,
 )
@@ -166,8 +165,7 @@ def keeps_input(weights: Sequence[Tensor]) -> bool:
 
 def can_reread(recipe: Recipe) -> bool:
     """True if quantizing an input a second time gives the same codes: random words are drawn once."""
-    read = cells(recipe, TensorRole.INPUT)
-    return not any(cell is not None and cell.scaling.stochastic_rounding for cell in read)
+    return not recipe.input_draws
 
 
 def _plain_linears(
@@ -204,7 +202,10 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
-    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*_leading(shape, split), y.shape[-1]])
+    leading = _leading(shape, split)
+    if len(leading) == 1:
+        return y
+    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
     return out
 
 
@@ -329,7 +330,8 @@ def gradient_operands(
     """Gradients of the outputs [..., out_features] as the GEMMs of `needed` read them, one at a time."""
     for part, (grad, bias) in enumerate(zip(grads, bias_dtypes, strict=True)):
         wanted = needed.of_gradient(part, bias)
-        yield gemm_operands(grad.reshape(-1, grad.shape[-1]), TensorRole.GRAD_OUTPUT, call, state, wanted, part)
+        rows = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
+        yield gemm_operands(rows, TensorRole.GRAD_OUTPUT, call, state, wanted, part)
 
 
 def backward_gemms(
@@ -378,7 +380,7 @@ def backward_gemms(
         dbs.append(db)
     if not summands:
         return None, dws, dbs
-    dx = summands[0].view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    dx = _with_leading(summands[0], x_shape, state.split(TensorRole.INPUT))
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 
