@@ -170,23 +170,24 @@ class TensorParallelModule(nn.Module):
         """Under sequence parallelism the rows (dim 0) of all ranks; its gradient is whole on each."""
         return parallel.join_rows(x, self.tensor_parallel_of(None)) if self.sequence_parallel else x
 
-    def whole_on_rows(self, name: str) -> Any:
-        """A parameter that every rank has whole and applies to its rows, or None: a norm's, a row-parallel bias."""
-        param = self._local(name)
-        if param is None or not self.sequence_parallel or self.tp_mesh is None:
-            return param
-        return parallel.all_reduce_gradient(param, self.tensor_parallel_of(None))
+    def whole_on_rows(self, *names: str) -> list[Any]:
+        """Parameters that every rank has whole and applies to its rows, or None: a norm's, row-parallel biases."""
+        params = self._locals(names)
+        if not self.sequence_parallel or self.tp_mesh is None:
+            return params
+        tp = self.tensor_parallel_of(None)
+        return [None if param is None else parallel.all_reduce_gradient(param, tp) for param in params]
 
     def _local(self, name: str) -> Any:
-        """This rank's part of a parameter, or None where the module has none of that name.
-
-        Raises:
-            ConfigurationError: it is sharded by FSDP still, or, shared with another module, cut otherwise than here.
-        """
+        """That of `_locals`, of one parameter."""
         return self._locals((name,))[0]
 
     def _locals(self, names: Sequence[str]) -> list[Any]:
-        """The same of several."""
+        """This rank's parts of parameters, or None where the module has none of a name.
+
+        Raises:
+            ConfigurationError: one is sharded by FSDP still, or, shared with another module, cut otherwise than here.
+        """
         found = private_torch.parameters_or_values(self, names)
         for place, param in enumerate(found):
             if self.tp_mesh is not None or isinstance(param, DTensor):

@@ -65,7 +65,7 @@ def front(
 ) -> NormInput:
     """That of a module with a normalization in front, whose parameters begin with "layer_norm_"."""
     normalization.check(x)
-    weight, bias = module.whole_on_rows("layer_norm_weight"), module.whole_on_rows("layer_norm_bias")
+    weight, bias = module.whole_on_rows("layer_norm_weight", "layer_norm_bias")
     return NormInput(x, residual, weight, bias, normalization)
 
 

@@ -158,7 +158,7 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
 
-class _KeptTable(NamedTuple):
+class _SharedTable(NamedTuple):
     """A table, the angles that it is of, and what it depends on besides."""
 
     angles: weakref.ReferenceType[Tensor]
@@ -166,7 +166,7 @@ class _KeptTable(NamedTuple):
     table: RotaryTable
 
 
-_kept: dict[int, _KeptTable] = {}
+_kept: dict[int, _SharedTable] = {}
 """By the id of the angles, with which a table goes. They are not an attribute of the tensor, with which they would be
 pickled."""
 
@@ -187,7 +187,7 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
     found = _kept.get(at)
     if found is None or found.angles() is not freqs or found.asked != asked:
         angles = weakref.ref(freqs, lambda _: _kept.pop(at, None))
-        found = _kept[at] = _KeptTable(angles, asked, _made(freqs, length, layout, t.device))
+        found = _kept[at] = _SharedTable(angles, asked, _made(freqs, length, layout, t.device))
     return found.table
 
 

@@ -29,10 +29,13 @@ def has_hooks(module: nn.Module) -> bool:
 def runs_forward_alone(module: nn.Module) -> bool:
     """True if a call of a module is one of its class's forward and of nothing else: there is no hook, of its own or of
     all modules, no forward of the object, and no compiled call."""
-    hooks = any(getattr(module, name) for name in HOOKS)
-    everywhere = any(getattr(torch_modules, name) for name in _GLOBAL_HOOKS)
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return not (hooks or everywhere or compiled or "forward" in vars(module))
+    for name in HOOKS:
+        if getattr(module, name):
+            return False
+    for name in _GLOBAL_HOOKS:
+        if getattr(torch_modules, name):
+            return False
+    return getattr(module, "_compiled_call_impl", None) is None and "forward" not in vars(module)
 
 
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))

@@ -11,6 +11,9 @@ copied.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -76,6 +79,27 @@ def rotate_kernel(
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
+class RotaryTiling(NamedTuple):
+    """What a program holds of a token: heads, planes of each, and features that are not rotated, as powers of two; by
+    how many warps."""
+
+    heads: int
+    planes: int
+    rest: int
+    warps: int
+
+
+@lru_cache(maxsize=64)
+def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
+    """For heads of `dim` features, of which the first `rotated` are rotated."""
+    together = min(heads & -heads, MOST_HEADS)  # so many that no program has fewer
+    if together < LEAST_HEADS:
+        together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
+    planes = triton.next_power_of_2(max(rotated // 2, 1))
+    rest = triton.next_power_of_2(dim - rotated) if dim > rotated else 0
+    return RotaryTiling(together, planes, rest, min(max(together * planes // 256, 1), 8))
+
+
 def tables(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [S, rotated], of the angles [S, 1, 1, rotated] of `RotaryPositionEmbedding`."""
     flat = angles.reshape(angles.shape[0], angles.shape[-1]).float()
@@ -114,18 +138,13 @@ def rotate(
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device) if out is None else out
     assert out.shape == t.shape and (out.stride(-1) == 1 or dim == 1), "out needs the shape of t, and adjacent features"
     order = (0, 1, 2) if tensor_format == "sbhd" else (1, 0, 2)
-    together = min(heads & -heads, MOST_HEADS)  # so many that no program has fewer
-    if together < LEAST_HEADS:
-        together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
-    planes = triton.next_power_of_2(max(rotated // 2, 1))
+    r = rotary_tiling(heads, rotated, dim)
     if t.numel() > 0:
         with ql.on(t.device):
-            rotate_kernel[(length * batch, -(heads // -together))](
+            rotate_kernel[(length * batch, -(heads // -r.heads))](
                 t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
                 batch, heads, heads if rotated_heads is None else rotated_heads, rotated // 2, dim - rotated,
-                BACKWARD=backward,
-                INTERLEAVED=interleaved, HEADS=together, PLANES=planes,
-                REST=triton.next_power_of_2(dim - rotated) if dim > rotated else 0,
-                num_warps=min(max(together * planes // 256, 1), 8), enable_fp_fusion=False,
+                BACKWARD=backward, INTERLEAVED=interleaved, HEADS=r.heads, PLANES=r.planes, REST=r.rest,
+                num_warps=r.warps, enable_fp_fusion=False,
             )  # fmt: skip
     return out

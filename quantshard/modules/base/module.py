@@ -367,9 +367,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
-        weight = self.whole_on_rows(prefix + "weight")
+        weight, bias = self.whole_on_rows(prefix + "weight", prefix + "bias")
         self._check_place(prefix + "weight", weight, x.device)
-        return normalize(x, weight, self.whole_on_rows(prefix + "bias"))
+        return normalize(x, weight, bias)
 
     def _check_place(self, name: str, param: Tensor | None, device: torch.device) -> None:
         if param is not None and param.is_meta and device.type != "meta":
@@ -383,8 +383,8 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
         if not self.use_bias:
             return None
-        local = self.whole_on_rows if layer.mode == "row" else self._local
-        return joined([local(bias) for bias in layer.biases]).to(dtype)
+        biases = self.whole_on_rows(*layer.biases) if layer.mode == "row" else self._locals(layer.biases)
+        return joined(biases).to(dtype)
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""

@@ -123,9 +123,10 @@ def counts_calls(name: str) -> bool:
 
 
 def setting(name: str) -> AutocastSetting:
-    """The setting of that name, its group resolved: None only without process groups."""
-    known = _settings[name]
-    group = world() if known.group is None else known.group()
+    """The setting of that name, its group resolved: None where nothing is delayed, and without process groups."""
+    known, group = _settings[name], None
+    if known.recipe.is_delayed:
+        group = world() if known.group is None else known.group()
     return AutocastSetting(known.recipe, group, known.strict)
 
 

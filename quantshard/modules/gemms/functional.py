@@ -154,13 +154,13 @@ def linear(
         return _plain_linears(x, weights, biases, state.tp)
     if again is not None and not can_reread(call.recipe):
         again = None
-    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, layer, keeps_input(weights), again, shared, *layer.tensors)
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps_input(weights), again, shared), *layer.tensors)
     return outputs
 
 
 def keeps_input(weights: Sequence[Tensor]) -> bool:
     """True if a backward to come reads the input that these are multiplied with."""
-    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
 
 
 def can_reread(recipe: Recipe) -> bool:
@@ -226,12 +226,10 @@ class _LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        layer: PreparedLinear,
-        keeps_input: bool,
-        again: RecomputedInput | None,
-        shared: InputReader | None,
+        others: tuple[PreparedLinear, bool, RecomputedInput | None, InputReader | None],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        layer, keeps_input, again, shared = others
         keeps = keeps_input and again is None
         read = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
         outputs, x_wgrad = forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps, read)
@@ -246,12 +244,12 @@ class _LinearFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         layer: LinearBackward = ctx.layer
-        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[5:])
+        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
         tensors = ctx.saved_tensors  # once: a checkpointed region allows no second look
         saved, others = tensors[: ctx.saved], tensors[ctx.saved :]
         x_wgrad = layer.reread(lambda: ctx.again(*others).reshape(-1, layer.x_shape[-1]), needed)
         dx, of_tensors = layer.backward(grads, saved, needed, x_wgrad)
-        return dx, None, None, None, None, *of_tensors
+        return dx, None, *of_tensors
 
 
 class LinearGradMask(NamedTuple):
