@@ -1,8 +1,10 @@
 """What a module costs the host: microseconds to launch it, and how many calls, operations, kernels, copies and waits.
 
-    python benchmarks/host.py [--modules linear,layer] [--recipes bf16,current,delayed,block] [--hidden 2048]
+    python benchmarks/host.py [--modules linear,layer,llama,llama-fused] [--recipes bf16,current,delayed,block]
+        [--hidden 2048]
 
-Forward and backward of one module, behind which nothing waits; "bf16" is the same module of plain PyTorch. Python calls
+Forward and backward of one module, behind which nothing waits; "bf16" is the same module of plain PyTorch. "llama" is a
+decoder layer of transformers that `quantshard.convert` converted, "llama-fused" with modules="fused". Python calls
 and ATen operations are counted in a run of their own, with the profiler's hook of Python and a dispatch mode; kernels,
 copies and waits are those that torch.profiler sees of the CUDA runtime. Without a GPU the launches of Triton and scaled
 products do nothing (`without_device`): times are then those of Python and dispatch alone, which counts repeat exactly.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import statistics
 import sys
@@ -83,11 +86,61 @@ def our_layer(hidden: int) -> nn.Module:
     )  # fmt: skip
 
 
-MODULES: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], nn.Module]]] = {
+class LlamaLayer(nn.Module):
+    """One decoder layer of transformers, with the cosines and sines that its model would give it."""
+
+    def __init__(self, hidden: int) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=4 * hidden, num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64, attn_implementation="sdpa", use_cache=False,
+        )  # fmt: skip
+        self.layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+        positions = torch.arange(TOKENS[0])[None]
+        angles = LlamaRotaryEmbedding(config)(torch.empty(1, dtype=torch.bfloat16), positions)
+        self.cos, self.sin = (nn.Buffer(part, persistent=False) for part in angles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.transpose(0, 1), position_embeddings=(self.cos, self.sin))
+        return out.transpose(0, 1)
+
+
+Maker = Callable[[int], nn.Module]
+
+MODULES: dict[str, tuple[Maker, Maker]] = {
     "linear": (lambda hidden: plain_linear(hidden, hidden), our_linear),
     "layer": (PlainLayer, our_layer),
 }
 """By name, the module of plain PyTorch and ours, of a width."""
+
+CONVERTED: dict[str, tuple[Maker, str]] = {"llama": (LlamaLayer, "linear"), "llama-fused": (LlamaLayer, "fused")}
+"""By name, a module of transformers and what `quantshard.convert` is to make of its layers (`modules=`)."""
+
+
+def why_missing(module: str) -> str:
+    """Why a module cannot be made here; "" if it can."""
+    if module in CONVERTED and importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    return ""
+
+
+def made(module: str, recipe: str, hidden: int, device: str) -> nn.Module:
+    """A module of `MODULES` or `CONVERTED`, plain if the recipe is "bf16"."""
+    with torch.device(device):
+        if module in CONVERTED:
+            maker, modules = CONVERTED[module]
+            model = maker(hidden)
+            if recipe != "bf16":
+                qs.convert(model, recipe, modules=modules)
+            return model
+        plain, ours = MODULES[module]
+        if recipe == "bf16":
+            return plain(hidden)
+        with qs.quantized_model_init(recipe=recipe):
+            return ours(hidden)
 
 
 @contextlib.contextmanager
@@ -130,19 +183,15 @@ class Subject:
     """One module and recipe, and its forward and backward."""
 
     def __init__(self, module: str, recipe: str, hidden: int, device: str) -> None:
-        plain, ours = MODULES[module]
-        self.recipe, self.device = recipe, device
+        self.device = device
         torch.manual_seed(0)
-        if recipe == "bf16":
-            self.module = plain(hidden).to(device)
-        else:
-            with torch.device(device), qs.quantized_model_init(recipe=recipe):
-                self.module = ours(hidden)
+        self.module = made(module, recipe, hidden, device)
+        self.recipe = None if recipe == "bf16" or module in CONVERTED else recipe  # whose forward enters its own
         self.x = torch.randn(*TOKENS, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
         self.grad = torch.randn_like(self.x)
 
     def forward(self) -> Tensor:
-        with contextlib.nullcontext() if self.recipe == "bf16" else qs.autocast(recipe=self.recipe):
+        with contextlib.nullcontext() if self.recipe is None else qs.autocast(recipe=self.recipe):
             return self.module(self.x)
 
     def step(self) -> None:
@@ -216,12 +265,15 @@ def measure(module: str, recipe: str, hidden: int, repeats: int = REPEATS) -> Ro
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modules", default=",".join(MODULES))
+    parser.add_argument("--modules", default=",".join([*MODULES, *CONVERTED]))
     parser.add_argument("--recipes", default="bf16,current,delayed,block,rowwise,mxfp8,nvfp4")
     parser.add_argument("--hidden", type=int, default=2048 if torch.cuda.is_available() else 256)
     asked = parser.parse_args()
     heads: list[str] = []
     for module in asked.modules.split(","):
+        if reason := why_missing(module):
+            print(f"{module}: left out, {reason}", file=sys.stderr)
+            continue
         for recipe in asked.recipes.split(","):
             row = measure(module, recipe, asked.hidden)
             if not heads:

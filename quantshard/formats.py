@@ -146,6 +146,17 @@ class Format:
         return len(self.copies) == 1 and rows == cols
 
     @cached_property
+    def is_narrow(self) -> bool:
+        """True if it is one copy of codes of 8 bits or fewer: what activations are quantized into by kernels."""
+        return len(self.copies) == 1 and self.copies[Copy.ROWWISE].codes.encoding.bits <= 8
+
+    @cached_property
+    def is_local(self) -> bool:
+        """True if the scales of a block of the rowwise copy follow from the values of a bounded block alone."""
+        copy = self.copies[Copy.ROWWISE]
+        return ALL not in copy.block and copy.amax is None
+
+    @cached_property
     def bytes_per_element(self) -> float:
         """Stored bytes per logical element, scales included, of a large tensor."""
         per_entry = (c.encoding.storage.itemsize / (c.covers[0] * c.covers[1]) for c in self.components)

@@ -53,19 +53,24 @@ def kernels_only_on(*types: str) -> Iterator[None]:
 
 def has_kernels(x: Tensor) -> bool:
     """True if kernels work on this tensor."""
-    return kernels_on(x.device) and not private_torch.is_traced(x)
+    return kernels.USABLE and x.device.type in KERNEL_DEVICES and not private_torch.is_traced(x)
 
 
 def has_float_kernels(*tensors: Tensor | None) -> bool:
     """True if kernels that read all of these as floats work on them: on one device; they know no float64."""
-    return kernels_read(*tensors) and not any(t is not None and private_torch.is_traced(t) for t in tensors)
+    return kernels_read(*tensors) and not private_torch.is_traced(*tensors)
 
 
 def kernels_read(*tensors: Tensor | None) -> bool:
     """`has_float_kernels` of tensors that may be traced now: whether it will be true of their values."""
-    given = [t for t in tensors if t is not None]
-    alike = len({t.device for t in given}) == 1
-    return alike and all(t.dtype in KERNEL_DTYPES and kernels_on(t.device) for t in given)
+    device = None
+    for t in tensors:
+        if t is None:
+            continue
+        if t.dtype not in KERNEL_DTYPES or t.device != (device or t.device):
+            return False
+        device = t.device
+    return device is not None and kernels_on(device)
 
 
 def is_capturing() -> bool:

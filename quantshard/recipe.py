@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -120,13 +120,7 @@ def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
 Table = Mapping[tuple[TensorRole, Gemm], Cell]
 
 
-def _table(
-    weight: Cell,
-    input_fprop: Cell,
-    input_wgrad: Cell,
-    grad_dgrad: Cell,
-    grad_wgrad: Cell,
-) -> Table:
+def _table(weight: Cell, input_fprop: Cell, input_wgrad: Cell, grad_dgrad: Cell, grad_wgrad: Cell) -> Table:
     return {
         (TensorRole.WEIGHT, Gemm.FPROP): weight,
         (TensorRole.WEIGHT, Gemm.DGRAD): weight,
@@ -185,9 +179,30 @@ class Recipe(RecipePredicates):
                 "has blocks; use a per-tensor format with it"
             )
 
-    def cell(self, role: TensorRole, gemm: Gemm) -> Cell | None:
-        """The entry for one operand, or None for high precision."""
-        return self.table.get((role, gemm))
+    @cached_property
+    def activations(self) -> Mapping[TensorRole, tuple[Cell | None, Cell | None]]:
+        """How an input and an output gradient are quantized: as it stands, and for wgrad."""
+        first = {TensorRole.INPUT: Gemm.FPROP, TensorRole.GRAD_OUTPUT: Gemm.DGRAD}
+        return {
+            role: (self.table.get((role, gemm)), self.table.get((role, Gemm.WGRAD))) for role, gemm in first.items()
+        }
+
+    @cached_property
+    def histories(self) -> Mapping[TensorRole, int]:
+        """The lengths of the amax histories that it needs of inputs and output gradients."""
+        pairs = self.activations.items()
+        lengths = {role: max(cell.scaling.history if cell else 0 for cell in pair) for role, pair in pairs}
+        return {role: length for role, length in lengths.items() if length}
+
+    @cached_property
+    def is_delayed(self) -> bool:
+        """True if it scales anything by past amaxes."""
+        return any(cell.scaling.history for cell in self.table.values())
+
+    @cached_property
+    def input_draws(self) -> bool:
+        """True if quantizing an input draws random words, so that a second time gives other codes."""
+        return any(cell and cell.scaling.stochastic_rounding for cell in self.activations[TensorRole.INPUT])
 
 
 @dataclass(frozen=True)
@@ -235,9 +250,7 @@ class TableRecipe(Recipe):
 class HighPrecision(Recipe):
     """No quantization: the "bf16" recipe."""
 
-    @property
-    def name(self) -> str:
-        return "bf16"
+    name = "bf16"
 
     @cached_property
     def table(self) -> Table:
@@ -290,17 +303,12 @@ class DelayedScaling(_NamedRecipe):
         if self.amax_history_len < 1:
             raise ConfigurationError(f"DelayedScaling(amax_history_len={self.amax_history_len}): use 1 or more")
 
-    @property
-    def name(self) -> str:
-        return "delayed"
+    name = "delayed"
 
     @cached_property
     def table(self) -> Table:
-        scaling = Scaling(
-            margin=self.margin,
-            history=self.amax_history_len,
-            most_recent=self.amax_compute_algo == "most_recent",
-        )
+        most_recent = self.amax_compute_algo == "most_recent"
+        scaling = Scaling(margin=self.margin, history=self.amax_history_len, most_recent=most_recent)
         forward, gradient = Cell(formats.FP8_E4M3, scaling), Cell(_gradient_row(self.fp8_format), scaling)
         return _table(forward, forward, forward, gradient, gradient)
 
@@ -327,9 +335,7 @@ class Float8CurrentScaling(_NamedRecipe):
         _check_element_formats("Float8CurrentScaling", self.fp8_format)
         _fast(self)  # or raise
 
-    @property
-    def name(self) -> str:
-        return "current"
+    name = "current"
 
     @cached_property
     def table(self) -> Table:
@@ -355,9 +361,7 @@ class Float8BlockScaling(_NamedRecipe):
     fp8_gemm_dgrad: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
     fp8_gemm_wgrad: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
 
-    @property
-    def name(self) -> str:
-        return "block"
+    name = "block"
 
     @cached_property
     def table(self) -> Table:
@@ -376,9 +380,7 @@ class Float8RowwiseScaling(Recipe):
 
     use_power_2_scales: bool = True
 
-    @property
-    def name(self) -> str:
-        return "rowwise"
+    name = "rowwise"
 
     @cached_property
     def table(self) -> Table:
@@ -399,9 +401,7 @@ class MXFP8BlockScaling(_NamedRecipe):
     margin: int = fixed("margin")
     fp8_format: str = fixed("fp8_format")
 
-    @property
-    def name(self) -> str:
-        return "mxfp8"
+    name = "mxfp8"
 
     @cached_property
     def table(self) -> Table:
@@ -427,9 +427,7 @@ class NVFP4BlockScaling(_NamedRecipe):
     fp4_format: str = fixed("fp4_format")
     fp8_format: str = fixed("fp8_format")
 
-    @property
-    def name(self) -> str:
-        return "nvfp4"
+    name = "nvfp4"
 
     @cached_property
     def table(self) -> Table:
@@ -465,13 +463,18 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
     Raises:
         ConfigurationError: the name is not one of `NAMES`.
     """
-    if recipe is None:
-        return Float8CurrentScaling()
     if isinstance(recipe, Recipe):
         return recipe
-    if not isinstance(recipe, str) or recipe.lower() not in NAMES:
+    name = "current" if recipe is None else recipe.lower() if isinstance(recipe, str) else ""
+    if name not in NAMES:
         raise ConfigurationError(f"unknown recipe {recipe!r}; choose one of: {', '.join(NAMES)}")
-    return NAMES[recipe.lower()]()
+    return _stock(name)
+
+
+@cache
+def _stock(name: str) -> Recipe:
+    """One object for each name, which so is known again without a comparison."""
+    return NAMES[name]()
 
 
 def stock_name(recipe: Recipe) -> str | None:

@@ -18,6 +18,7 @@ Groups = Group | tuple[dist.ProcessGroup, ...]
 or this rank alone (None or an empty tuple)."""
 
 _OTHERS = "_quantshard_others"
+_AVAILABLE = dist.is_available()
 
 
 class _SpreadGroup:
@@ -97,7 +98,7 @@ def spanned(group: Groups) -> tuple[dist.ProcessGroup, ...]:
 
 def world() -> dist.ProcessGroup | None:
     """The group of all processes, or None where there are no process groups."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.group.WORLD if _AVAILABLE else None
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:

@@ -115,10 +115,9 @@ class FusedGatedMLP(nn.Module):
     _handle: Tensor
 
     def forward(self, x: Tensor) -> Any:
-        own = cast(_GatedLayers, self)
         if not self._is_fused():
             return super().forward(x)  # type: ignore[misc]
-        entered = own.gate_proj.own_autocast()
+        entered = cast(_GatedLayers, self).gate_proj.own_autocast()
         if entered is None:
             return self._computed(x)
         with entered:
@@ -148,9 +147,10 @@ class FusedGatedMLP(nn.Module):
 
     def _computed(self, x: Tensor) -> Tensor:
         own = cast(_GatedLayers, self)
-        x = own.gate_proj.checked_input(x)
-        gate, up = (layer.ready(x.shape, x.device) for layer in (own.gate_proj, own.up_proj))
-        down = own.down_proj.ready((*x.shape[:-1], own.gate_proj.out_features), x.device)
+        gate_proj = own.gate_proj
+        x = gate_proj.checked_input(x)
+        gate, up = gate_proj.ready(x.shape, x.device), own.up_proj.ready(x.shape, x.device)
+        down = own.down_proj.ready((*x.shape[:-1], gate_proj.out_features), x.device)
         activation = activation_of(own.act_fn)
         if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
             assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)

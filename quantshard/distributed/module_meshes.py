@@ -6,6 +6,7 @@ checkpoint can be loaded on any other mesh.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from quantshard import private_torch
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed import distribute
 from quantshard.distributed import tensor_parallel as parallel
@@ -156,7 +158,7 @@ class TensorParallelModule(nn.Module):
     def tensor_parallel_of(self, mode: str | None) -> TensorParallel:
         """The part of a layer that is cut so."""
         if self.tp_mesh is None:
-            if self.tp_size > 1 and mode is not None:
+            if self._asked.tp_size > 1 and mode is not None:
                 raise ConfigurationError(
                     f"{type(self).__name__} has tp_size={self.tp_size} but no mesh; call set_device_mesh(tp_mesh) or "
                     "set_tensor_parallel_group(tp_group) before its forward"
@@ -168,20 +170,31 @@ class TensorParallelModule(nn.Module):
         """Under sequence parallelism the rows (dim 0) of all ranks; its gradient is whole on each."""
         return parallel.join_rows(x, self.tensor_parallel_of(None)) if self.sequence_parallel else x
 
-    def whole_on_rows(self, name: str) -> Any:
-        """A parameter that every rank has whole and applies to its rows, or None: a norm's, a row-parallel bias."""
-        param = self._local(name)
-        if param is None or not self.sequence_parallel or self.tp_mesh is None:
-            return param
-        return parallel.all_reduce_gradient(param, self.tensor_parallel_of(None))
+    def whole_on_rows(self, *names: str) -> list[Any]:
+        """Parameters that every rank has whole and applies to its rows, or None: a norm's, row-parallel biases."""
+        params = self._locals(names)
+        if not self.sequence_parallel or self.tp_mesh is None:
+            return params
+        tp = self.tensor_parallel_of(None)
+        return [None if param is None else parallel.all_reduce_gradient(param, tp) for param in params]
 
     def _local(self, name: str) -> Any:
-        """This rank's part of a parameter, or None where the module has none of that name.
+        """That of `_locals`, of one parameter."""
+        return self._locals((name,))[0]
+
+    def _locals(self, names: Sequence[str]) -> list[Any]:
+        """This rank's parts of parameters, or None where the module has none of a name.
 
         Raises:
-            ConfigurationError: it is sharded by FSDP still, or, shared with another module, cut otherwise than here.
+            ConfigurationError: one is sharded by FSDP still, or, shared with another module, cut otherwise than here.
         """
-        param = getattr(self, name)
+        found = private_torch.parameters_or_values(self, names)
+        for place, param in enumerate(found):
+            if self.tp_mesh is not None or isinstance(param, DTensor):
+                found[place] = self._local_part(names[place], param)
+        return found
+
+    def _local_part(self, name: str, param: Any) -> Any:
         if param is None:
             return None
         cut = self._cuts.get(name) if self.tp_mesh is not None else None

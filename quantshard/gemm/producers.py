@@ -170,20 +170,12 @@ class QuantizeSpec:
     @property
     def measures(self) -> bool:
         """True if an amax must be known before values are quantized, and is not."""
-        return self.amax is None and (ALL in self.copy.block or self.copy.amax is not None)
-
-    @property
-    def is_local(self) -> bool:
-        """True if no amax need be taken first; under delayed scaling the past has one."""
-        return bool(self.cell.scaling.history) or not self.measures
+        return self.amax is None and not self.cell.format.is_local
 
 
 def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
     """True if kernels quantize whole matrices of this dtype by these cells."""
-    if dtype not in kernel_dispatch.KERNEL_DTYPES:
-        return False
-    formats = [cell.format for cell in cells if cell is not None]
-    return all(len(f.copies) == 1 and f.copies[Copy.ROWWISE].codes.encoding.bits <= 8 for f in formats)
+    return dtype in kernel_dispatch.KERNEL_DTYPES and all([cell is None or cell.format.is_narrow for cell in cells])
 
 
 @dataclass

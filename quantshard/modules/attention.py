@@ -189,7 +189,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         check_window(owner, self.window_size if window_size is None else window_size, kind)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
-        q, k, v = (inputs.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer))
+        q, k, v = [inputs.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
         plain = visible is None and self._dropout == 0
         backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, plain)
@@ -225,7 +225,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
     def _check_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
         size = self.kv_channels
-        fits = all(x.ndim == 4 for x in (query, key, value)) and key.shape == value.shape
+        fits = query.ndim == 4 and key.ndim == 4 and key.shape == value.shape
         if not fits or tuple(query.shape[2:]) != (heads, size) or tuple(key.shape[2:]) != (groups, size):
             raise ConfigurationError(
                 f"DotProductAttention got query {tuple(query.shape)}, key {tuple(key.shape)} and value "

@@ -26,7 +26,7 @@ from quantshard.modules.fused_activation import ActivationInputs, through_activa
 from quantshard.modules.gemms import compiled, functional, operators
 from quantshard.modules.gemms.compiled import FusedSteps, TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
-from quantshard.modules.gemms.linear_operands import WgradOperand, cells
+from quantshard.modules.gemms.linear_operands import WgradOperand
 from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, LayerArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.norm import Normalization, NormConfig, parameters_of
@@ -34,7 +34,7 @@ from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import NormProducer, OperandProducer, QuantizeSpec, TensorProducer
+    from quantshard.gemm.producers import NormProducer, OperandProducer, TensorProducer
     from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernels
 
@@ -65,7 +65,7 @@ def front(
 ) -> NormInput:
     """That of a module with a normalization in front, whose parameters begin with "layer_norm_"."""
     normalization.check(x)
-    weight, bias = (module.whole_on_rows(f"layer_norm_{name}") for name in ("weight", "bias"))
+    weight, bias = module.whole_on_rows("layer_norm_weight", "layer_norm_bias")
     return NormInput(x, residual, weight, bias, normalization)
 
 
@@ -79,19 +79,20 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
         return False
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         return False
-    return all(_fits(layer, x.dtype) for layer in layers) and _alike(layers)
-
-
-def _fits(layer: PreparedLinear | TracedLinear, dtype: torch.dtype) -> bool:
-    if isinstance(layer, TracedLinear):
-        return _setting_fits(layer.setting, dtype)
-    roles = (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
-    return _recipe_fits(layer.call.recipe, dtype) and all(layer.state.split(role) is None for role in roles)
+    for layer in layers:
+        if isinstance(layer, TracedLinear):
+            if not _setting_fits(layer.setting, x.dtype):
+                return False
+        elif layer.state.tp.mode is not None and layer.state.tp.size > 1:
+            return False  # some operand is a piece, which no kernel quantizes by itself
+        elif not _recipe_fits(layer.call.recipe, x.dtype):
+            return False
+    return _alike(layers)
 
 
 def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
-    roles = (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
-    return bool(recipe.table) and all(producers.covers(dtype, *cells(recipe, role)) for role in roles)
+    first, second = recipe.activations.values()
+    return bool(recipe.table) and producers.covers(dtype, *first, *second)
 
 
 @private_torch.constant_in_graphs
@@ -102,6 +103,8 @@ def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
 def _alike(layers: Sequence[PreparedLinear | TracedLinear]) -> bool:
     """True unless they are traced and their weights differ: an operator takes all quantized or none, of one dtype."""
     traced = [layer for layer in layers if isinstance(layer, TracedLinear)]
+    if not traced:
+        return True
     stored = {layer.stored for layer in traced}
     dtypes = {weight.dtype for layer in traced for weight in layer.weights}
     return len(stored) <= 1 and len(dtypes) <= 1
@@ -112,7 +115,7 @@ def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple
     if isinstance(layer, TracedLinear):
         return _traced("norm_linear", front, [layer], [_remakes_in_graph(layer.setting, False, True)])
     keeps = SavedInputPolicy.of(layer, _remakes(layer.call.recipe, False, True))
-    *outputs, total = _NormLinearFunction.apply(*front, layer, keeps, *layer.tensors)
+    *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], (front.normalization, layer, keeps), *layer.tensors)
     return outputs, total
 
 
@@ -140,7 +143,8 @@ def mlp(
         _remakes(fc2.call.recipe, recomputes, False),
     ]
     keeps = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
-    out, total = _MLPFunction.apply(*front, fc1, activation, fc2, keeps, *fc1.tensors, *fc2.tensors)
+    others = (front.normalization, fc1, activation, fc2, keeps)
+    out, total = _MLPFunction.apply(*front[:_FRONT], others, *fc1.tensors, *fc2.tensors)
     return out, total
 
 
@@ -162,9 +166,11 @@ def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
 
     Those of normalized rows that one read makes it always does: that costs less than the memory until then.
     """
-    read = cells(recipe, TensorRole.INPUT)
-    by_one_read = all(cell is not None and QuantizeSpec(cell).is_local for cell in read)
-    return (asked or (normalized and by_one_read)) and functional.can_reread(recipe)
+    if not asked:
+        for cell in recipe.activations[TensorRole.INPUT] if normalized else (None,):
+            if cell is None or not (cell.format.is_local or cell.scaling.history):
+                return False
+    return not recipe.input_draws
 
 
 @private_torch.constant_in_graphs
@@ -205,9 +211,9 @@ class NormBackward(NamedTuple):
         if front.normalization is None or front.weight is None:
             return _NO_NORM
         x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
-        other = None if residual is None else epilogue.matrix(private_torch.plain(residual))
-        statistics, total = norm_kernels.norm_statistics(epilogue.matrix(x), rule.eps, rule.centered, residual=other)
-        return NormBackward(x if residual is None else total.view(x.shape), front.weight, front.bias, *statistics)
+        other = None if residual is None else private_torch.plain(residual)
+        statistics, total = norm_kernels.norm_statistics(x, rule.eps, rule.centered, residual=other)
+        return NormBackward(total, front.weight, front.bias, *statistics)
 
     def normalized(self, rule: NormConfig) -> NormProducer:
         """The normalized rows as a source, if there is a normalization."""
@@ -227,13 +233,13 @@ class NormBackward(NamedTuple):
         if dy is None:
             return of_total if needs[0] else None, None, None
         dz, dweight, dbias = norm_kernels.norm_backward(
-            epilogue.matrix(dy), epilogue.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean),
+            dy, self.z, norm_kernels.NormStatistics(self.rstd, self.mean),
             parameters_of(self.weight, self.bias, rule),
-            residual_gradient=None if of_total is None else epilogue.matrix(private_torch.plain(of_total)),
+            residual_gradient=None if of_total is None else private_torch.plain(of_total),
             for_parameters=needs[1] or needs[2],
         )  # fmt: skip
         return (
-            dz.view(self.z.shape) if needs[0] else None,
+            dz if needs[0] else None,
             None if dweight is None or not needs[1] else dweight.to(self.weight.dtype),
             None if dbias is None or self.bias is None or not needs[2] else dbias.to(self.bias.dtype),
         )
@@ -286,12 +292,11 @@ class _NormLinearFunction(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        normalization: Normalization,
-        layer: PreparedLinear,
-        keeps: SavedInputPolicy,
+        others: tuple[Normalization, PreparedLinear, SavedInputPolicy],
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
+        normalization, layer, keeps = others
         front = NormInput(x, residual, weight, bias, normalization)
         outputs, entered, kept = _run_norm_linear(front, layer, keeps.codes)
         ctx.rule = normalization.rule
@@ -310,9 +315,9 @@ class _NormLinearFunction(torch.autograd.Function):
         dtensors: list[Tensor | None] = [None] * layer.tensors
         front, needs = NormBackward(*entered), _front_needs(ctx)
         if given:
-            needed = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 3 :])
+            needed = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 1 :])
             dy, dtensors = layer.backward(given, saved, needed, front.again(layer, ctx.rule, needed))
-        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, of_total, needs)), None, None, None, *dtensors)
+        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, of_total, needs)), None, *dtensors)
 
 
 def _run_mlp(
@@ -320,9 +325,9 @@ def _run_mlp(
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """The output, and what backward needs."""
     entered, _, source = _entered(front)
-    inner, kept1 = functional.forward_gemms(source, front.x.shape, *fc1, keeps[0])
-    between = ActivationInputs(*[epilogue.matrix(each) for each in inner])
-    (out,), kept2 = functional.forward_gemms(between.activated(activation), inner[0].shape, *fc2, keeps[1])
+    inner, kept1 = functional.forward_gemms(source, source.shape, *fc1, keeps[0])
+    between = ActivationInputs(*inner)
+    (out,), kept2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])
     return out, entered, between, [kept1, kept2]
 
 
@@ -360,20 +365,16 @@ class _MLPFunction(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        normalization: Normalization | None,
-        fc1: PreparedLinear,
-        activation: str,
-        fc2: PreparedLinear,
-        keeps: tuple[SavedInputPolicy, SavedInputPolicy],
+        others: tuple[Normalization | None, PreparedLinear, str, PreparedLinear, Sequence[SavedInputPolicy]],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
+        normalization, fc1, activation, fc2, keeps = others
         front = NormInput(x, residual, weight, bias, normalization)
         out, entered, between, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps])
         ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
         ctx.fc1, saved1 = fc1.saved(kept[0], x.shape, x.dtype, keeps[0].rereads)
-        hidden_shape = (*x.shape[:-1], between.gate.shape[-1])
-        ctx.fc2, saved2 = fc2.saved(kept[1], hidden_shape, x.dtype, keeps[1].rereads)
+        ctx.fc2, saved2 = fc2.saved(kept[1], between.gate.shape, x.dtype, keeps[1].rereads)
         ctx.inner = len(saved1)
         ctx.save_for_backward(*entered, *between, *saved1, *saved2)
         return out, None if residual is None else entered.z
@@ -385,7 +386,7 @@ class _MLPFunction(torch.autograd.Function):
         fc1: LinearBackward = ctx.fc1
         fc2: LinearBackward = ctx.fc2
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), _FRONT_SAVED, 2, ctx.inner)
-        entered, needs, of_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 5 :]
+        entered, needs, of_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
         dy: Tensor | None = None
         of_fc1: list[Tensor | None] = [None] * fc1.tensors
         of_fc2: list[Tensor | None] = [None] * fc2.tensors
@@ -395,7 +396,7 @@ class _MLPFunction(torch.autograd.Function):
                 SavedLinear(fc2, saved2, fc2.needed(True, of_tensors[fc1.tensors :])),
             )
             dy, of_fc1, of_fc2 = _mlp_gradients(dout, entered, ctx.rule, inner, ctx.activation, layers)
-        return (*_of_front(ctx, *entered.gradients(ctx.rule, dy, of_total, needs)), *[None] * 5, *of_fc1, *of_fc2)
+        return (*_of_front(ctx, *entered.gradients(ctx.rule, dy, of_total, needs)), None, *of_fc1, *of_fc2)
 
 
 def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:

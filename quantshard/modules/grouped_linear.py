@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from quantshard.collectives import process_groups
 from quantshard.distributed import experts
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import backend
-from quantshard.modules.base.module import GRAD_OUTPUT_HISTORY, INPUT_HISTORY, InitMethod, QuantizedModule
+from quantshard.modules.base.module import HISTORIES, InitMethod, QuantizedModule
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import recompute, unsupported
 from quantshard.modules.gemms import functional, grouped
@@ -26,7 +26,6 @@ from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
-ROLES: Final = {INPUT_HISTORY: TensorRole.INPUT, GRAD_OUTPUT_HISTORY: TensorRole.GRAD_OUTPUT}
 _OF_EXPERT = re.compile(r"(?:weight|bias|gemm)(\d+)(?:_|$)")
 
 
@@ -190,8 +189,9 @@ class GroupedLinear(QuantizedModule):
     def _histories(self, recipe: Recipe) -> dict[TensorRole, list[Tensor]]:
         """The amax histories of all experts that the recipe needs."""
         found = {}
-        for name, length in self._history_lengths(recipe).items():
-            found[ROLES[name]] = [
+        for role, length in recipe.histories.items():
+            name = HISTORIES[role]
+            found[role] = [
                 self._history(layer.prefix + name, length, layer.weights[0], recipe) for layer in self._layers
             ]
         return found
@@ -222,7 +222,7 @@ class GroupedLinear(QuantizedModule):
         # an expert's tokens are those of the whole axis, on whichever of its ranks it stands
         axes = [mesh.get_group() for mesh in (spread, self.tp_mesh) if mesh is not None]
         state = replace(state, data_group=tuple(axes))
-        return replace(state, amax_group=private_torch.other_axes(spread)) if self._history_lengths(recipe) else state
+        return replace(state, amax_group=private_torch.other_axes(spread)) if recipe.histories else state
 
     def is_held_elsewhere(self, key: str) -> bool:
         """True for a key of a state dict, without this module's prefix, of an expert that another rank holds."""

@@ -14,7 +14,7 @@ A second derivative is always that of the formulas in PyTorch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -148,13 +148,12 @@ class _KernelNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         x = private_torch.plain(x)
-        rows = epilogue.matrix(x)
-        other = None if residual is None else epilogue.matrix(private_torch.plain(residual))
-        statistics, total = norm_kernel.norm_statistics(rows, rule.eps, rule.centered, residual=other)
+        other = None if residual is None else private_torch.plain(residual)
+        statistics, total = norm_kernel.norm_statistics(x, rule.eps, rule.centered, residual=other)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outputs = epilogue.EpilogueRequest(high=epilogue.matrix(out))
-        norm_kernel.normalize_and_quantize(total, statistics, parameters_of(weight, bias, rule), outputs)
-        total = x if residual is None else total.view(x.shape)
+        parameters = parameters_of(weight, bias, rule)
+        norm_kernel.normalize_and_quantize(epilogue.matrix(total), statistics, parameters, outputs)
         ctx.save_for_backward(total, weight, bias, *statistics)
         ctx.rule = rule
         return out, None if residual is None else total
@@ -172,14 +171,13 @@ class _KernelNorm(torch.autograd.Function):
             dx = dx if dx is None or of_sum is None else dx + of_sum
         else:
             dx, dweight, dbias = norm_kernel.norm_backward(
-                epilogue.matrix(private_torch.plain(dy)),
-                epilogue.matrix(z),
+                private_torch.plain(dy),
+                z,
                 norm_kernel.NormStatistics(*statistics),
                 parameters_of(weight, bias, ctx.rule),
-                residual_gradient=None if of_sum is None else epilogue.matrix(private_torch.plain(of_sum)),
+                residual_gradient=None if of_sum is None else private_torch.plain(of_sum),
                 for_parameters=needed.weight or needed.bias,
             )
-            dx = dx.view(z.shape)
             dweight = None if dweight is None else dweight.to(weight.dtype)
             dbias = None if dbias is None else dbias.to(bias_dtype)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
@@ -189,6 +187,8 @@ class _KernelNorm(torch.autograd.Function):
 class Normalization:
     """How a module normalizes rows of `size` elements, with parameters that the module owns.
 
+    `rule`: the numbers that it is computed by.
+
     Raises:
         ConfigurationError: `kind` is not one of `KINDS`.
     """
@@ -197,10 +197,13 @@ class Normalization:
     size: int
     eps: float
     zero_centered_gamma: bool
+    rule: NormConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
+        rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
+        object.__setattr__(self, "rule", rule)  # no cached property: Dynamo cannot trace one on Python 3.11
 
     def add_parameters(self, module: QuantizedModule, prefix: str = "") -> None:
         """Register `weight` and, for LayerNorm, `bias` (else None), their names behind `prefix`."""
@@ -219,11 +222,6 @@ class Normalization:
         """residual + x [..., size], normalized; and that sum."""
         self.check(x)
         return _add_and_normalize(x, residual, weight, bias, self.rule)
-
-    @property
-    def rule(self) -> NormConfig:
-        """The numbers that it is computed by."""
-        return NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
 
     def check(self, x: Tensor) -> None:
         """Raise ConfigurationError if the rows of x are not of `size` elements."""

@@ -4,18 +4,21 @@ The d features of a head form d / 2 planes; plane i of a token at position p is 
 layouts of the planes exist: feature i with feature i + d / 2, or, interleaved, feature 2 i with feature 2 i + 1. They
 are not interchangeable for a trained model.
 
-Nothing is stored: the frequencies are computed in every forward, so that they are right on any device, and after the
-meta device, where a buffer would hold whatever lay in memory.
+Nothing is stored in a module: the frequencies are computed in every forward, so that they are right on any device, and
+after the meta device, where a buffer would hold whatever lay in memory. Cosines and sines are kept as long as the
+angles that they are of: all layers of a step share one table.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from quantshard import kernel_dispatch, kernels
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts import unsupported
 
@@ -155,6 +158,19 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
 
+class _SharedTable(NamedTuple):
+    """A table, the angles that it is of, and what it depends on besides."""
+
+    angles: weakref.ReferenceType[Tensor]
+    asked: Hashable
+    table: RotaryTable
+
+
+_kept: dict[int, _SharedTable] = {}
+"""By the id of the angles, with which a table goes. They are not an attribute of the tensor, with which they would be
+pickled."""
+
+
 def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
     length, rotated = layout.length(t), freqs.shape[-1]
     if freqs.shape[0] < length or rotated > t.shape[-1]:
@@ -163,7 +179,32 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
             f"features, but t has {length} positions and {t.shape[-1]} features; make them with "
             "RotaryPositionEmbedding(features)(positions)"
         )
-    freqs = freqs[:length].to(device=t.device, dtype=torch.float32)
+    if not _is_lasting(freqs):
+        return _made(freqs, length, layout, t.device)
+    # another stream would have to wait for the one that makes the table
+    stream = torch.cuda.current_stream(t.device) if t.device.type == "cuda" else None
+    asked, at = (length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream), id(freqs)
+    found = _kept.get(at)
+    if found is None or found.angles() is not freqs or found.asked != asked:
+        angles = weakref.ref(freqs, lambda _: _kept.pop(at, None))
+        found = _kept[at] = _SharedTable(angles, asked, _made(freqs, length, layout, t.device))
+    return found.table
+
+
+def _is_lasting(freqs: Tensor) -> bool:
+    """True if a table of these angles is right later too: not one that is differentiated, traced, or written by the
+    replays of a graph; nor one of inference mode, which autograd could not keep."""
+    return not (
+        freqs.requires_grad
+        or private_torch.is_traced(freqs)
+        or torch.is_inference_mode_enabled()
+        or freqs.is_inference()
+        or kernel_dispatch.is_capturing()
+    )
+
+
+def _made(freqs: Tensor, length: int, layout: HeadLayout, device: torch.device) -> RotaryTable:
+    freqs = freqs[:length].to(device=device, dtype=torch.float32)
     if layout.tensor_format == "bshd":
         freqs = freqs.transpose(0, 1)
     return RotaryTable(freqs.cos(), freqs.sin())
@@ -195,15 +236,16 @@ torch.library.define(
 )
 
 
-@torch.library.impl("quantshard::rotate", "default")
 def _launch(
     t: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool, backward: bool, rotated_heads: int
 ) -> Tensor:
     """The first `rotated_heads` heads of t rotated, and the others as they are."""
-    cos, sin = (part.reshape(-1, part.shape[-1]) for part in (cos, sin))
     return rotary_kernel.rotate(
         t, cos, sin, tensor_format, interleaved=interleaved, backward=backward, rotated_heads=rotated_heads
     )
+
+
+torch.library.impl("quantshard::rotate", "default")(_launch)
 
 
 @torch.library.register_fake("quantshard::rotate")
@@ -211,12 +253,10 @@ def _(t: Tensor, *others: Any) -> Tensor:
     return t.new_empty(t.shape)
 
 
-@torch.library.impl("quantshard::rotate_back", "default")
 def _launch_back(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool
 ) -> Tensor:
     """The gradient of a projection from those of its queries and keys, which are rotated, and values."""
-    cos, sin = (part.reshape(-1, part.shape[-1]) for part in (cos, sin))
     out = _back_shapes(dq, dk, dv)
     into_q, into_k, into_v = out.split([grad.shape[-2] for grad in (dq, dk, dv)], dim=-2)
     for grad, into in ((dq, into_q), (dk, into_k)):
@@ -225,9 +265,19 @@ def _launch_back(
     return out
 
 
+torch.library.impl("quantshard::rotate_back", "default")(_launch_back)
+
+
 @torch.library.register_fake("quantshard::rotate_back")
 def _back_shapes(dq: Tensor, dk: Tensor, dv: Tensor, *others: Any) -> Tensor:
     return dq.new_empty((*dq.shape[:-2], dq.shape[-2] + dk.shape[-2] + dv.shape[-2], dq.shape[-1]))
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: bool, heads: int) -> Tensor:
+    """`_launch`, as an operator where a graph is traced."""
+    launch: Any = torch.ops.quantshard.rotate if private_torch.is_traced(t) else _launch
+    out: Tensor = launch(private_torch.plain(t), cos, sin, *layout, backward, heads)
+    return out
 
 
 class _KernelRotate(torch.autograd.Function):
@@ -237,8 +287,7 @@ class _KernelRotate(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.layout, ctx.backward = layout, backward
-        out: Tensor = torch.ops.quantshard.rotate(t, cos, sin, *layout, backward, t.shape[-2])
-        return out
+        return _rotated(t, cos, sin, layout, backward, t.shape[-2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -253,7 +302,7 @@ class _KernelRotateProjection(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
-        out = torch.ops.quantshard.rotate(qkv, cos, sin, *layout, False, heads + groups)
+        out = _rotated(qkv, cos, sin, layout, False, heads + groups)
         q, k, v = out.split((heads, groups, groups), dim=-2)
         return q, k, v
 
@@ -265,7 +314,8 @@ class _KernelRotateProjection(torch.autograd.Function):
             dq, dk = (_KernelRotate.apply(grad, cos, sin, ctx.layout, True) for grad in (dq, dk))
             out = torch.cat((dq, dk, dv), dim=-2)
         else:
-            out = torch.ops.quantshard.rotate_back(dq, dk, dv, cos, sin, *ctx.layout)
+            launch: Any = torch.ops.quantshard.rotate_back if private_torch.is_traced(dq) else _launch_back
+            out = launch(*map(private_torch.plain, (dq, dk, dv)), cos, sin, *ctx.layout)
         return out, None, None, None, None, None
 
 

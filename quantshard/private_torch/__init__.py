@@ -11,6 +11,7 @@ from quantshard.private_torch.autograd import (
     is_recomputed_in_graph,
     is_traced,
     keep_order,
+    parameters_or_values,
     put_parameter,
     registered_buffer,
     registered_parameter,
@@ -33,6 +34,7 @@ from quantshard.private_torch.meshes import (
     other_axes,
 )
 from quantshard.private_torch.recomputation import (
+    NO_REGIONS,
     CheckpointedRegions,
     checkpointed_regions,
 )
@@ -71,6 +73,7 @@ from quantshard.private_torch.tensors import (
 )
 
 __all__ = [
+    "NO_REGIONS",
     "CheckpointedRegions",
     "FsdpGather",
     "FsdpPlan",
@@ -108,13 +111,14 @@ __all__ = [
     "make_wrapper",
     "mesh_group",
     "other_axes",
+    "parameters_or_values",
     "plain",
     "put_parameter",
     "reduce_scatter_single",
     "registered_buffer",
     "registered_parameter",
-    "save_checkpoint",
     "runs_forward_alone",
+    "save_checkpoint",
     "scaled_mm",
     "set_aside",
     "set_data",

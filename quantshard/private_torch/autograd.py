@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,10 +29,13 @@ def has_hooks(module: nn.Module) -> bool:
 def runs_forward_alone(module: nn.Module) -> bool:
     """True if a call of a module is one of its class's forward and of nothing else: there is no hook, of its own or of
     all modules, no forward of the object, and no compiled call."""
-    hooks = any(getattr(module, name) for name in HOOKS)
-    everywhere = any(getattr(torch_modules, name) for name in _GLOBAL_HOOKS)
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return not (hooks or everywhere or compiled or "forward" in vars(module))
+    for name in HOOKS:
+        if getattr(module, name):
+            return False
+    for name in _GLOBAL_HOOKS:
+        if getattr(torch_modules, name):
+            return False
+    return getattr(module, "_compiled_call_impl", None) is None and "forward" not in vars(module)
 
 
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
@@ -42,6 +45,15 @@ def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """A parameter by its name, or None where there is none. As an attribute it takes ten times as long, which counts in
     a layer of many experts."""
     return module._parameters.get(name)
+
+
+def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
+    """What a module has under the names of parameters: these, None where it has none, or what a parametrization
+    computes in the place of one. As attributes, but quick as `registered_parameter` is: each layer asks."""
+    registered, found = module._parameters, []
+    for name in names:
+        found.append(registered[name] if name in registered else getattr(module, name))
+    return found
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -114,12 +126,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
-def is_traced(tensor: Tensor) -> bool:
-    """True while a graph is traced, or if the tensor has a shape but no values, as in tracing.
+def is_traced(*tensors: Tensor | None) -> bool:
+    """True while a graph is traced, or if one of the tensors has a shape but no values, as in tracing.
 
     Of `FakeTensor`, PyTorch's only name for such a tensor.
     """
-    return torch.compiler.is_compiling() or isinstance(tensor, _fake_tensor)
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:  # a loop: each layer asks
+        if isinstance(tensor, _fake_tensor):
+            return True
+    return False
 
 
 def constant_in_graphs(function: Any) -> Any:

@@ -38,6 +38,9 @@ _NAMES = (
 )  # fmt: skip
 
 
+_has_no_hooks = missing(_top_hooks) is not None
+
+
 @dataclass(frozen=True)
 class CheckpointedRegions:
     """The regions of `torch.utils.checkpoint` around the running code: objects that autograd keeps until they are done.
@@ -53,6 +56,10 @@ class CheckpointedRegions:
     unknown: TorchVersionError | None = None
 
 
+NO_REGIONS = CheckpointedRegions()
+"""Outside of all, and of a backward pass."""
+
+
 def checkpointed_regions() -> CheckpointedRegions:
     """Which checkpointed regions the calling code runs in.
 
@@ -62,10 +69,10 @@ def checkpointed_regions() -> CheckpointedRegions:
     only where a region is possible: without gradients, under saved-tensor hooks, or in backward.
     """
     backward = current_backward()
+    if backward is None and torch.is_grad_enabled() and (_has_no_hooks or _top_hooks(True) is None):
+        return NO_REGIONS
     if (error := missing(*_NAMES)) is not None:
-        return CheckpointedRegions(unknown=None if backward is None else error)
-    if _top_hooks(True) is None and torch.is_grad_enabled() and backward is None:
-        return CheckpointedRegions()
+        return NO_REGIONS if backward is None else CheckpointedRegions(unknown=error)
     by_hooks = _regions_of_hooks(backward)
     entered, replayed = _reentrant_regions(by_hooks.replayed)
     found = (*by_hooks.entered, *entered)

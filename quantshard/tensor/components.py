@@ -35,8 +35,9 @@ CHECKPOINT_VERSION = 1
 
 def quantized_local(tensor: object) -> QuantizedTensor | None:
     """The (local) quantized tensor of a parameter, or None if it is not quantized."""
-    local = private_torch.local_tensor(tensor) if isinstance(tensor, Tensor) else None
-    return local if isinstance(local, QuantizedTensor) else None
+    if isinstance(tensor, DTensor):
+        tensor = private_torch.local_tensor(tensor)
+    return tensor if isinstance(tensor, QuantizedTensor) else None
 
 
 PARAMETER_ENTRIES = ("params", "param_names")

@@ -94,7 +94,7 @@ def test_bytes_sent(cell: Cell, shape: tuple[int, int], dim: int, reduced: int, 
 
 def test_streams_are_those_of_the_data() -> None:
     """4 ranks, (dp 2, tp 2): as two ranks without tensor parallelism, each with its own data and its number."""
-    cell = recipe.resolve("nvfp4").cell(recipe.TensorRole.GRAD_OUTPUT, recipe.Gemm.DGRAD)
+    cell = recipe.resolve("nvfp4").activations[recipe.TensorRole.GRAD_OUTPUT][0]
     assert cell is not None and cell.scaling.stochastic_rounding
     for found in run_ranks(4, rounded_by_group, cell):
         assert found["tp"] == found["data"] and found["dp"] == found["index in tp"] and found["world"] == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,9 +228,36 @@ def test_one_table_serves_queries_and_keys(monkeypatch, used):
     assert len(made) == 3
 
 
+def test_layers_share_the_table_of_their_angles():
+    freqs, q = RotaryPositionEmbedding(6)(5, device=DEVICE), data(5, 2, 4, 6)
+    layout = rotary.HeadLayout("sbhd", False)
+
+    def table(freqs: Tensor, t: Tensor = q, layout: rotary.HeadLayout = layout) -> rotary.RotaryTable:
+        return rotary._table(t, freqs, layout)
+
+    first = table(freqs)
+    assert table(freqs, data(5, 2, 2, 6)).cos is first.cos  # keys, or those of another layer
+    assert torch.equal(table(freqs, q[:3]).cos, first.cos[:3])
+    assert table(freqs, q.transpose(0, 1), layout._replace(tensor_format="bshd")).cos.shape == (1, 5, 1, 6)
+    again = table(freqs)
+    assert again.cos is not first.cos and torch.equal(again.cos, first.cos)  # one for each angles, the last
+    freqs.add_(1)
+    assert torch.equal(table(freqs).cos, freqs.cos())
+    with torch.inference_mode():
+        assert table(freqs).cos is not table(freqs).cos
+    assert not table(freqs).cos.is_inference()
+    with mock.patch.object(rotary.kernel_dispatch, "is_capturing", lambda: True):
+        assert table(freqs).cos is not table(freqs).cos  # made by each replay of the graph
+    kept = weakref.ref(table(freqs).cos)
+    del first, again, freqs
+    gc.collect()
+    assert kept() is None
+
+
 def test_angles_that_are_learned_get_their_gradient(used):
     freqs = RotaryPositionEmbedding(6)(5, device=DEVICE).requires_grad_()
-    apply_rotary_pos_emb(data(5, 2, 4, 6), freqs).sum().backward()
+    for _ in range(2):  # each forward has a table of its own
+        apply_rotary_pos_emb(data(5, 2, 4, 6), freqs).sum().backward()
     assert freqs.grad.abs().sum() > 0 and used == []
 
 

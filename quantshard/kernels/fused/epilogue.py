@@ -238,7 +238,7 @@ def plan_epilogue(outputs: EpilogueRequest, like: Tensor, beside: EpilogueReques
 
 def matrix(x: Tensor) -> Tensor:
     """x [..., C] as [R, C]; a scalar as [1, 1]."""
-    return x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ are taken depends on the shape alone.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -300,6 +302,7 @@ class RowTiling(NamedTuple):
     warps: int
 
 
+@lru_cache(maxsize=64)
 def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
     """How kernels that read rows lay them out: a program has at least 4096 elements, in one row or several."""
     piece = min(max(triton.next_power_of_2(size), 16), longest)
@@ -307,11 +310,20 @@ def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
     return RowTiling(rows, piece, -(size // -piece), max(rows * piece // (32 * PER_THREAD), 1))
 
 
+@lru_cache(maxsize=64)
 def backward_row_tiling(size: int, centered: bool) -> RowTiling:
     """How backward lays rows out: in pieces where registers would not hold a row and its sums."""
     whole = size <= (LONGEST_CENTERED if centered else LONGEST)
     r = row_tiling(size, LONGEST if whole else LONGEST_CENTERED)
     return r._replace(warps=min(r.warps, 16))
+
+
+def _addressed(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """x [..., C] with the elements of a row next to each other, and how far one row is from the next."""
+    if x is None or x.is_contiguous():
+        return x, 0 if x is None else x.shape[-1]
+    x = epilogue.by_rows(epilogue.matrix(x))
+    return x, x.stride(0)
 
 
 def norm_statistics(
@@ -323,7 +335,7 @@ def norm_statistics(
     parameters: NormParameters | None = None,
     amax: Tensor | None = None,
 ) -> tuple[NormStatistics, Tensor]:
-    """Statistics of the rows of x [R, C], or of x + residual; and that sum, or x itself.
+    """Statistics of the R rows of x [..., C], or of x + residual; and that sum, or x itself.
 
     Args:
         x: float32, bfloat16 or float16.
@@ -335,9 +347,9 @@ def norm_statistics(
     """
     assert (amax is None) == (parameters is None), "an amax needs parameters, and they serve nothing else here"
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), "x and residual differ"
-    rows, size = x.shape
-    x, residual = epilogue.by_rows(x), None if residual is None else epilogue.by_rows(residual)
-    total = None if residual is None else torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    rows, size = math.prod(x.shape[:-1]), x.shape[-1]
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows_of_x, rows_of_residual = _addressed(x), _addressed(residual)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     found = NormStatistics(rstd, torch.empty_like(rstd) if centered else None)
     gamma, beta, offset = parameters or NormParameters(rstd)  # without an amax the kernel reads none
@@ -346,7 +358,7 @@ def norm_statistics(
     if rows > 0:
         launch_kernel(
             statistics_kernel, (-(rows // -r.rows),), x.device,
-            x, x.stride(0), residual, 0 if residual is None else residual.stride(0), total, found.mean, rstd,
+            *rows_of_x, *rows_of_residual, total, found.mean, rstd,
             gamma, beta, None if amax is None else amax.view(torch.int32), rows, size, eps, CENTERED=centered,
             OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -387,31 +399,33 @@ def norm_backward(
     residual_gradient: Tensor | None = None,
     for_parameters: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, in its dtype, and of gamma and beta, in float32: dx [R, C], dgamma [C], dbeta [C].
+    """Gradients of x, in its dtype, and of gamma and beta, in float32: dx of the shape of dy, dgamma [C], dbeta [C].
 
     Args:
-        dy: [R, C], the gradient of the result.
-        x, statistics, parameters: as of `normalize_and_quantize`.
-        residual_gradient: [R, C], added to dx before it is rounded.
+        dy: [..., C], the gradient of the result.
+        x, statistics, parameters: as of `normalize_and_quantize`; x may have more dims.
+        residual_gradient: [..., C], added to dx before it is rounded.
         for_parameters: without it dgamma is None; dbeta is None if there is no beta, too.
     """
-    rows, size = x.shape
+    rows, size = math.prod(x.shape[:-1]), x.shape[-1]
     r = backward_row_tiling(size, statistics.mean is not None)
     grid = min(-(rows // -r.rows), PROGRAMS) if r.pieces == 1 else min(rows, PROGRAMS_IN_PIECES)
-    dy, x = epilogue.by_rows(dy), epilogue.by_rows(x)
-    residual = None if residual_gradient is None else epilogue.by_rows(residual_gradient)
-    dx = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    rows_of_dy, rows_of_x, rows_of_residual = _addressed(dy), _addressed(x), _addressed(residual_gradient)
+    dx = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
     # zeros: the kernel in pieces adds to them, and without rows or columns no kernel runs
-    dgamma = torch.zeros((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
-    dbeta = torch.zeros_like(dgamma) if dgamma is not None and parameters.beta is not None else None
+    new = torch.zeros if r.pieces > 1 or rows * size == 0 else torch.empty
+    dgamma = new((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
+    dbeta = (
+        None if dgamma is None or parameters.beta is None else new(dgamma.shape, dtype=dgamma.dtype, device=x.device)
+    )
     if rows * size > 0:
         kernel, layout = backward_kernel, {"ROWS": r.rows}
         if r.pieces > 1:
             kernel, layout = backward_pieces_kernel, {"PIECES": r.pieces}
         launch_kernel(
             kernel, (grid,), x.device,
-            dy, dy.stride(0), x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma,
-            residual, 0 if residual is None else residual.stride(0), dx, dgamma, dbeta, rows, size,
+            *rows_of_dy, *rows_of_x, statistics.mean, statistics.rstd, parameters.gamma,
+            *rows_of_residual, dx, dgamma, dbeta, rows, size,
             CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=r.piece,
             num_warps=r.warps, enable_fp_fusion=False, **layout,
         )  # fmt: skip

@@ -11,6 +11,9 @@ copied.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -77,6 +80,27 @@ def rotate_kernel(
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
+class RotaryTiling(NamedTuple):
+    """What a program holds of a token: heads, planes of each, and features that are not rotated, as powers of two; by
+    how many warps."""
+
+    heads: int
+    planes: int
+    rest: int
+    warps: int
+
+
+@lru_cache(maxsize=64)
+def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
+    """For heads of `dim` features, of which the first `rotated` are rotated."""
+    together = min(heads & -heads, MOST_HEADS)  # so many that no program has fewer
+    if together < LEAST_HEADS:
+        together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
+    planes = triton.next_power_of_2(max(rotated // 2, 1))
+    rest = triton.next_power_of_2(dim - rotated) if dim > rotated else 0
+    return RotaryTiling(together, planes, rest, min(max(together * planes // 256, 1), 8))
+
+
 def tables(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [S, rotated], of the angles [S, 1, 1, rotated] of `RotaryPositionEmbedding`."""
     flat = angles.reshape(angles.shape[0], angles.shape[-1]).float()
@@ -99,7 +123,7 @@ def rotate(
     Args:
         t: queries or keys, [s, b, h, d] or, with tensor_format "bshd", [b, s, h, d], of any strides but that the
             features of a head are adjacent; for `backward` the gradient of the result.
-        cos, sin: float32 [at least s, at most d], from `tables`.
+        cos, sin: float32 [at least s, at most d], from `tables`; or with dims of size 1 in between.
         tensor_format: "sbhd" or "bshd".
         interleaved: the layout of the planes.
         backward: rotate by the negative angles.
@@ -108,24 +132,20 @@ def rotate(
     """
     (length, batch), rotated = (t.shape[:2] if tensor_format == "sbhd" else (t.shape[1], t.shape[0])), cos.shape[-1]
     heads, dim = t.shape[2:]
-    assert rotated % 2 == 0 and rotated <= dim and min(cos.shape[0], sin.shape[0]) >= length, (cos.shape, t.shape)
+    assert rotated % 2 == 0 and rotated <= dim and sin.shape == cos.shape, (cos.shape, sin.shape, t.shape)
+    assert cos.numel() >= length * rotated, (cos.shape, t.shape)
     t = t if t.stride(-1) == 1 or dim == 1 else t.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device) if out is None else out
     assert out.shape == t.shape and (out.stride(-1) == 1 or dim == 1), "out needs the shape of t, and adjacent features"
     order = (0, 1, 2) if tensor_format == "sbhd" else (1, 0, 2)
-    together = min(heads & -heads, MOST_HEADS)  # so many that no program has fewer
-    if together < LEAST_HEADS:
-        together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
-    planes = triton.next_power_of_2(max(rotated // 2, 1))
+    r = rotary_tiling(heads, rotated, dim)
     if t.numel() > 0:
         launch_kernel(
-            rotate_kernel, (length * batch, -(heads // -together)), t.device,
+            rotate_kernel, (length * batch, -(heads // -r.heads)), t.device,
             t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
             batch, heads, heads if rotated_heads is None else rotated_heads, rotated // 2, dim - rotated,
-            BACKWARD=backward,
-            INTERLEAVED=interleaved, HEADS=together, PLANES=planes,
-            REST=triton.next_power_of_2(dim - rotated) if dim > rotated else 0,
-            num_warps=min(max(together * planes // 256, 1), 8), enable_fp_fusion=False,
+            BACKWARD=backward, INTERLEAVED=interleaved, HEADS=r.heads, PLANES=r.planes, REST=r.rest,
+            num_warps=r.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -17,9 +17,13 @@ def autocast_input(x: Tensor) -> Tensor:
     PyTorch, float64 stays.
     """
     kind = x.device.type
-    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
+    if not ((kind in _WITH_AUTOCAST or _has_autocast(kind)) and torch.is_autocast_enabled(kind)):
         return x
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+_WITH_AUTOCAST = ("cuda", "cpu")
+"""Types of devices that have one in every build of PyTorch; others are asked for."""
 
 
 @private_torch.constant_in_graphs  # torch 2.11 cannot trace it

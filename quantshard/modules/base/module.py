@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_operands import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.numerics import distributions
-from quantshard.recipe import Recipe
+from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -43,7 +43,9 @@ InitMethod = Callable[[Tensor], Any]
 DEFAULT_STD = 0.023
 """Standard deviation of the default initialization, as in TransformerEngine."""
 
-INPUT_HISTORY, GRAD_OUTPUT_HISTORY = "input_amax_history", "grad_output_amax_history"
+HISTORIES = {TensorRole.INPUT: "input_amax_history", TensorRole.GRAD_OUTPUT: "grad_output_amax_history"}
+"""The names of the amax histories of a layer's activations."""
+
 _PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MATERIALIZED = "quantshard_materialized"  # attribute of a parameter on the meta device: what took its place
 
@@ -172,17 +174,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def _add_histories(self, prefix: str = "") -> None:
         """Register the amax histories that delayed scaling of this layer's activations needs, if it is planned."""
-        for name, length in self._history_lengths().items():
-            self.register_buffer(prefix + name, torch.zeros(length, dtype=torch.float32, device=self._device))
-
-    def _history_lengths(self, recipe: Recipe | None = None) -> dict[str, int]:
-        table = (recipe or self._plan.recipe).table
-        lengths = {}
-        for name, role in ((INPUT_HISTORY, "input"), (GRAD_OUTPUT_HISTORY, "grad_output")):
-            longest = max((cell.scaling.history for (r, _), cell in table.items() if r.value == role), default=0)
-            if longest:
-                lengths[name] = longest
-        return lengths
+        for role, length in self._plan.recipe.histories.items():
+            zeros = torch.zeros(length, dtype=torch.float32, device=self._device)
+            self.register_buffer(prefix + HISTORIES[role], zeros)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -271,7 +265,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             moved = self.get_buffer(name)
             if buffer.is_meta and not moved.is_meta:
                 moved.zero_()  # to_empty gives memory as it is, and no load need have an entry
-            elif name.endswith((INPUT_HISTORY, GRAD_OUTPUT_HISTORY)) and moved.dtype != buffer.dtype:
+            elif name.endswith(tuple(HISTORIES.values())) and moved.dtype != buffer.dtype:
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
             storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
@@ -326,9 +320,6 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         else:
             context_warnings.warn_of_wide_input(self, given, own)
 
-    def _biases(self, layer: Projection, with_bias: bool) -> list[Tensor | None]:
-        return [self._local(bias) if with_bias else None for bias in layer.biases]
-
     def _ready(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
     ) -> PreparedLinear | TracedLinear:
@@ -336,35 +327,39 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
         In a graph that is being traced it is told by names, and checked when its operator runs.
         """
+        if torch.compiler.is_compiling():
+            return self._traced(layer, with_bias)
         computed = vars(type(self))  # parametrize gives a module a class of its own, with a property for its weight
-        if any(weight in computed for weight in layer.weights) and not torch.compiler.is_compiling():
-            with parametrize.cached():  # read more than once here; of spectral_norm each look is another step
-                return self._ready_now(layer, x_shape, device, with_bias)
-        return self._ready_now(layer, x_shape, device, with_bias)
+        if computed.keys().isdisjoint(layer.weights):
+            return self._ready_now(layer, x_shape, device, with_bias)
+        with parametrize.cached():  # read more than once here; of spectral_norm each look is another step
+            return self._ready_now(layer, x_shape, device, with_bias)
 
     def _ready_now(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, with_bias: bool
-    ) -> PreparedLinear | TracedLinear:
-        tensors = [getattr(self, weight) for weight in layer.weights]
-        if torch.compiler.is_compiling():
-            return self._traced(layer, tensors, self._biases(layer, with_bias))
-        quantized = any(components.quantized_local(tensor) is not None for tensor in tensors)
+    ) -> PreparedLinear:
+        tensors = self._locals(layer.tensors if with_bias else layer.weights)
+        weights, biases = tensors[: len(layer.weights)], tensors[len(layer.weights) :]
+        quantized = any([isinstance(weight, QuantizedTensor) for weight in weights])
         call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized)
         if quantized and not context.in_autocast() and self.training and torch.is_grad_enabled():
             if not call.repeated:  # in backward, what ran in an autocast runs again outside of it
                 context_warnings.warn_of_training_outside(self, layer.weights[0])
-        checked = [self.weight_operand(weight, call, device) for weight in layer.weights]
-        if x_shape[-1] != checked[0].shape[1]:
+        for name, weight in zip(layer.weights, weights, strict=True):
+            self._check_weight(name, weight, call, device)
+        if x_shape[-1] != weights[0].shape[1]:
             part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
             raise ConfigurationError(
                 f"{type(self).__name__}.{layer.weights[0]} got an input {list(x_shape)}, but its last dim must have "
-                f"the {checked[0].shape[1]} features that the weight takes here{part}"
+                f"the {weights[0].shape[1]} features that the weight takes here{part}"
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
-        biases = self._biases(layer, with_bias)
-        return PreparedLinear(checked, biases, call, replace(state, tp=self.tensor_parallel_of(layer.mode)))
+        state.tp = self.tensor_parallel_of(layer.mode)
+        return PreparedLinear(weights, biases or [None] * len(weights), call, state)
 
-    def _traced(self, layer: Projection, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> TracedLinear:
+    def _traced(self, layer: Projection, with_bias: bool) -> TracedLinear:
+        weights = [getattr(self, name) for name in layer.weights]
+        biases = self._locals(layer.biases) if with_bias else [None] * len(weights)
         if self.tp_size > 1:
             raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
         setting = context.current_setting()
@@ -372,9 +367,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """x through a normalization whose parameters, named behind `prefix`, are this module's."""
-        weight = self.whole_on_rows(prefix + "weight")
+        weight, bias = self.whole_on_rows(prefix + "weight", prefix + "bias")
         self._check_place(prefix + "weight", weight, x.device)
-        return normalize(x, weight, self.whole_on_rows(prefix + "bias"))
+        return normalize(x, weight, bias)
 
     def _check_place(self, name: str, param: Tensor | None, device: torch.device) -> None:
         if param is not None and param.is_meta and device.type != "meta":
@@ -388,24 +383,26 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
         if not self.use_bias:
             return None
-        local = self.whole_on_rows if layer.mode == "row" else self._local
-        return joined([local(bias) for bias in layer.biases]).to(dtype)
+        biases = self.whole_on_rows(*layer.biases) if layer.mode == "row" else self._locals(layer.biases)
+        return joined(biases).to(dtype)
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
-        checked = self._checked_weight(name, call.recipe)
-        self._check_place(name, checked, device)
-        if call.strict:
-            stored = checked.quantized_storage if isinstance(checked, QuantizedTensor) else None
-            self._refuse_fallbacks(name, backend.fallbacks(stored, call.recipe, device))
-        return checked
+        weight: Tensor = self._local(name)
+        self._check_weight(name, weight, call, device)
+        return weight
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
-        for name, length in self._history_lengths(recipe).items():
-            self._history(prefix + name, length, weights[0], recipe)
-        seen, seen_backward = (getattr(self, prefix + name, None) for name in (INPUT_HISTORY, GRAD_OUTPUT_HISTORY))
-        states = [self._state_for(weight, recipe) for weight in weights]
+        histories = {
+            role: self._history(prefix + HISTORIES[role], length, weights[0], recipe)
+            for role, length in recipe.histories.items()
+        }
+        states, cell = self._states(weights), recipe.weight
+        if cell is not None and cell.scaling.history:
+            for weight, state in zip(weights, states, strict=True):
+                self._check_history(weight, state, recipe)
+        seen, seen_backward = histories.get(TensorRole.INPUT), histories.get(TensorRole.GRAD_OUTPUT)
         return LinearState(states, seen, seen_backward, record=self.training)
 
     def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
@@ -424,25 +421,20 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
             )
         return found
 
-    def _state_for(self, weight: str, recipe: Recipe) -> dict[str, Tensor]:
-        """`weight_state`, with the amax history that the recipe needs."""
-        state = self.weight_state(weight)
-        cell = recipe.weight
-        if cell is None or not cell.scaling.history:
-            return state
-        device = private_torch.local_tensor(self.get_parameter(weight)).device
-        history = state.get(AMAX_HISTORY)
-        if history is not None and history.numel() != cell.scaling.history:
+    def _check_history(self, weight: str, state: dict[str, Tensor], recipe: Recipe) -> None:
+        """Let the state of a weight have the amax history that the recipe needs, where the weight is."""
+        length, history = recipe.weight.scaling.history if recipe.weight else 0, state.get(AMAX_HISTORY)
+        if history is not None and history.numel() != length:
             raise RecipeMismatchError(
                 f"{type(self).__name__}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
-                f"{recipe.name!r} asks for {cell.scaling.history}; use one recipe object for both"
+                f"{recipe.name!r} asks for {length}; use one recipe object for both"
             )
-        if history is None:
-            state[AMAX_HISTORY] = _empty_history(cell.scaling.history, device)
-        elif history.device != device and weight in self.plain_states:
-            # the module was moved; what is no parameter or buffer was not
-            state[AMAX_HISTORY] = history.to(device)
-        return state
+        if history is None or state is self._born_states.get(weight):
+            device = private_torch.local_tensor(getattr(self, weight)).device
+            if history is None:
+                state[AMAX_HISTORY] = _empty_history(length, device)
+            elif history.device != device:  # the module was moved; what is no parameter or buffer was not
+                state[AMAX_HISTORY] = history.to(device)
 
     def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
         if taken:
@@ -452,34 +444,38 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         if self.training:
             warnings.warn(f"{type(self).__name__}.{name}: {limits.FALLBACKS['late history']}", stacklevel=2)
 
-    def _checked_weight(self, name: str, recipe: Recipe) -> Tensor:
-        """The weight for a GEMM under `recipe`.
+    def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
+        """Raise unless a weight can be multiplied with in this call, by an input on `device`.
 
         Raises:
             RecipeMismatchError: it is stored in another format than the recipe's.
-            ConfigurationError: it is still sharded, or was gathered before it was last written to.
+            ConfigurationError: it was gathered before it was last written to, or was never given values.
+            FallbackError: under strict, its GEMMs would fall back.
         """
-        local = self._local(name)
-        assert local is not None
-        if isinstance(local, QuantizedTensor) and local.quantized_storage.is_stale:
+        recipe, stored = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
+        if stored is not None and stored.is_stale:
             raise ConfigurationError(
                 f"{type(self).__name__}.{name} was gathered by FSDP before its last update, so this forward would use "
                 "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
                 "call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
-        if isinstance(local, QuantizedTensor) and local.quantized_storage.is_unwritten and not local.is_meta:
+        if stored is not None and stored.version == 0 and stored.is_unwritten and not weight.is_meta:
             raise ConfigurationError(
                 f"{context_warnings.name_of(self)}.{name} was never given values: to_empty took memory as it was, and "
                 "nothing was loaded since; call checkpoints.load_high_precision(model, state_dict) or "
                 "checkpoints.load before the first forward, or reset_parameters() for new values"
             )
-        if isinstance(local, QuantizedTensor) and local.quantized_storage.cell != recipe.weight and recipe.table:
+        cell = None if stored is None else stored.cell
+        if cell not in (recipe.weight, None) and recipe.table:
             wanted = "high precision" if recipe.weight is None else str(recipe.weight)
             raise RecipeMismatchError(
-                f"{type(self).__name__}.{name} is stored as {local.quantized_storage.cell}, but autocast's recipe "
+                f"{type(self).__name__}.{name} is stored as {cell}, but autocast's recipe "
                 f"{recipe.name!r} wants {wanted}; use one recipe object for quantized_model_init and autocast"
             )
-        return cast(Tensor, local)
+        if weight.is_meta:
+            self._check_place(name, weight, device)
+        if call.strict:
+            self._refuse_fallbacks(name, backend.fallbacks(stored, recipe, device))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -36,6 +36,11 @@ class Projection:
         """Names of the biases."""
         return tuple(f"{part}bias{self.suffix}" for part in self.parts)
 
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the weights, then of the biases."""
+        return (*self.weights, *self.biases)
+
 
 def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
     """TransformerEngine's `parameters_split`: prefix of each part's parameter names -> its share of the out_features.

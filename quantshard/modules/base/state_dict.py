@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,8 +31,16 @@ class ComponentStateDict(nn.Module):
 
     def weight_state(self, name: str) -> dict[str, Tensor]:
         """The key, draws and amax history of a weight, live."""
-        quantized = components.quantized_local(getattr(self, name))
-        return self._born_states[name] if quantized is None else quantized.quantized_storage.state
+        return self._states((name,))[0]
+
+    def _states(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
+        """The same of several."""
+        found = private_torch.parameters_or_values(self, names)
+        states = []
+        for name, param in zip(names, found, strict=True):
+            local = components.quantized_local(param)
+            states.append(self._born_states[name] if local is None else local.quantized_storage.state)
+        return states
 
     def _state_keys(self, name: str) -> dict[str, Tensor]:
         """Key suffix -> live tensor, for all that the state dict holds of a weight."""

@@ -22,7 +22,7 @@ from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, is_told
 from quantshard.modules.contexts import context_warnings
 from quantshard.modules.contexts.context_warnings import InitWatch
-from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
+from quantshard.recipe import HighPrecision, Recipe, resolve
 
 
 @dataclass(frozen=True)
@@ -112,22 +112,21 @@ def has_quantized() -> bool:
 @private_torch.constant_in_graphs
 def is_delayed(name: str) -> bool:
     """True if the setting of that name scales by past amaxes."""
-    return any(cell.scaling.history for cell in _settings[name].recipe.table.values())
+    return _settings[name].recipe.is_delayed
 
 
 @private_torch.constant_in_graphs
 def counts_calls(name: str) -> bool:
     """True if each forward under the setting of that name counts: it notes amaxes, or draws random words."""
-    cells = _settings[name].recipe.table.items()
-    return is_delayed(name) or any(
-        role is TensorRole.INPUT and cell.scaling.stochastic_rounding for (role, _), cell in cells
-    )
+    recipe = _settings[name].recipe
+    return recipe.is_delayed or recipe.input_draws
 
 
 def setting(name: str) -> AutocastSetting:
-    """The setting of that name, its group resolved: None only without process groups."""
-    known = _settings[name]
-    group = world() if known.group is None else known.group()
+    """The setting of that name, its group resolved: None where nothing is delayed, and without process groups."""
+    known, group = _settings[name], None
+    if known.recipe.is_delayed:
+        group = world() if known.group is None else known.group()
     return AutocastSetting(known.recipe, group, known.strict)
 
 

@@ -123,7 +123,7 @@ def linear_context(layer: Layer, quantized: bool, setting: str | None = None) ->
         asked = context.setting(setting or context.current_setting())
         if regions.unknown is not None and (quantized or context.has_quantized()):
             raise regions.unknown
-        if private_torch.in_backward():
+        if regions is not private_torch.NO_REGIONS and private_torch.in_backward():
             _check_known_without_first(quantized, setting)
         current = LinearContext(asked.recipe, asked.amax_reduction_group, asked.strict)
     else:

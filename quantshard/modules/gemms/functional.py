@@ -32,7 +32,6 @@ from quantshard.modules.gemms.linear_operands import (
     LinearState,
     OperandUsage,
     WgradOperand,
-    cells,
     gemm_operands,
     weight_operand,
 )
@@ -155,19 +154,18 @@ def linear(
         return _plain_linears(x, weights, biases, state.tp)
     if again is not None and not can_reread(call.recipe):
         again = None
-    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, layer, keeps_input(weights), again, shared, *layer.tensors)
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps_input(weights), again, shared), *layer.tensors)
     return outputs
 
 
 def keeps_input(weights: Sequence[Tensor]) -> bool:
     """True if a backward to come reads the input that these are multiplied with."""
-    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
 
 
 def can_reread(recipe: Recipe) -> bool:
     """True if quantizing an input a second time gives the same codes: random words are drawn once."""
-    read = cells(recipe, TensorRole.INPUT)
-    return not any(cell is not None and cell.scaling.stochastic_rounding for cell in read)
+    return not recipe.input_draws
 
 
 def _plain_linears(
@@ -204,7 +202,10 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
-    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*_leading(shape, split), y.shape[-1]])
+    leading = _leading(shape, split)
+    if len(leading) == 1:
+        return y
+    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
     return out
 
 
@@ -225,12 +226,10 @@ class _LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        layer: PreparedLinear,
-        keeps_input: bool,
-        again: RecomputedInput | None,
-        shared: InputReader | None,
+        others: tuple[PreparedLinear, bool, RecomputedInput | None, InputReader | None],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        layer, keeps_input, again, shared = others
         keeps = keeps_input and again is None
         read = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
         outputs, x_wgrad = forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps, read)
@@ -245,12 +244,12 @@ class _LinearFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         layer: LinearBackward = ctx.layer
-        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[5:])
+        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
         tensors = ctx.saved_tensors  # once: a checkpointed region allows no second look
         saved, others = tensors[: ctx.saved], tensors[ctx.saved :]
         x_wgrad = layer.reread(lambda: ctx.again(*others).reshape(-1, layer.x_shape[-1]), needed)
         dx, of_tensors = layer.backward(grads, saved, needed, x_wgrad)
-        return dx, None, None, None, None, *of_tensors
+        return dx, None, *of_tensors
 
 
 class LinearGradMask(NamedTuple):
@@ -329,7 +328,8 @@ def gradient_operands(
     """Gradients of the outputs [..., out_features] as the GEMMs of `needed` read them, one at a time."""
     for part, (grad, bias) in enumerate(zip(grads, bias_dtypes, strict=True)):
         wanted = needed.of_gradient(part, bias)
-        yield gemm_operands(grad.reshape(-1, grad.shape[-1]), TensorRole.GRAD_OUTPUT, call, state, wanted, part)
+        rows = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
+        yield gemm_operands(rows, TensorRole.GRAD_OUTPUT, call, state, wanted, part)
 
 
 def backward_gemms(
@@ -378,7 +378,7 @@ def backward_gemms(
         dbs.append(db)
     if not summands:
         return None, dws, dbs
-    dx = summands[0].view(*_leading(x_shape, state.split(TensorRole.INPUT)), x_shape[-1])
+    dx = _with_leading(summands[0], x_shape, state.split(TensorRole.INPUT))
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 

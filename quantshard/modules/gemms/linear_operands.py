@@ -24,7 +24,7 @@ from quantshard.gemm.operands import Operand, OperandSplit
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
-from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
+from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import (
@@ -184,7 +184,7 @@ def gemm_operands(
 
 def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
     """How an input or output gradient is quantized: as it stands, and for wgrad."""
-    return recipe.cell(role, Gemm.FPROP if role is TensorRole.INPUT else Gemm.DGRAD), recipe.cell(role, Gemm.WGRAD)
+    return recipe.activations[role]
 
 
 class OperandRequest:

@@ -18,16 +18,17 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, OperandUsage, cells, gemm_operands
 from quantshard.recipe import Cell, Recipe, TensorRole
 
+Wanted = tuple[int, tuple[Cell | None, Cell | None], bool]
+"""How often an input was changed in place when its operands were made, by which cells, and if those of wgrad too."""
+
 
 @dataclass(frozen=True)
 class _QuantizedInput:
-    """An input [..., in_features] and its operands, made with those of wgrad (`keeps`) or without."""
+    """An input [..., in_features] and its operands."""
 
     x: weakref.ReferenceType[Tensor]
     number: int
-    changes: int
-    cells: tuple[Cell | None, Cell | None]
-    keeps: bool
+    wanted: Wanted
     operands: GemmOperands
 
 
@@ -38,11 +39,10 @@ class SharedInput:
         self.last: _QuantizedInput | None = None
         self._made = 0
 
-    def keep(self, x: Tensor, asked: tuple[Cell | None, Cell | None], keeps: bool, made: GemmOperands) -> int:
+    def keep(self, x: Tensor, wanted: Wanted, made: GemmOperands) -> int:
         """Keep what was made of an input for the other layers, under a new number."""
         self._made += 1
-        changes = private_torch.in_place_changes(x)
-        self.last = _QuantizedInput(weakref.ref(x, self._forget), self._made, changes, asked, keeps, made)
+        self.last = _QuantizedInput(weakref.ref(x, self._forget), self._made, wanted, made)
         return self._made
 
     def _forget(self, x: weakref.ReferenceType[Tensor]) -> None:
@@ -70,18 +70,19 @@ class InputReader:
             return _made(x, call, state, keeps)
         last, wanted = self.shared.last, (private_torch.in_place_changes(x), asked, keeps)
         is_new = last is not None and last.number != self._read
-        if last is not None and is_new and last.x() is x and (last.changes, last.cells, last.keeps) == wanted:
+        if last is not None and is_new and last.x() is x and last.wanted == wanted:
             self._read = last.number
             return last.operands
         found = _made(x, call, state, keeps)
-        self._read = self.shared.keep(x, asked, keeps, found)
+        self._read = self.shared.keep(x, wanted, found)
         return found
 
 
 def is_shareable(recipe: Recipe) -> bool:
     """True if what one layer makes of an input is what any other would: quantized, and by nothing of its own."""
-    read = cells(recipe, TensorRole.INPUT)
-    return all(cell and not cell.scaling.history and not cell.scaling.stochastic_rounding for cell in read)
+    first, second = cells(recipe, TensorRole.INPUT)
+    quantized = first is not None and second is not None
+    return quantized and TensorRole.INPUT not in recipe.histories and not recipe.input_draws
 
 
 def _made(x: Tensor, call: LinearContext, state: LinearState, keeps: bool) -> GemmOperands:
