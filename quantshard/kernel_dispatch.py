@@ -6,7 +6,7 @@ written for: 16-bit codes, random words that are given as a tensor, and float64.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,9 @@ if kernels.USABLE:
 
 RandomWords = Tensor | RandomBits
 """Random words of a rectangle: int64 of its shape, or which they are."""
+
+LaunchQueue = tuple[torch.device, int, bool]
+"""A device, a stream of it, and whether a CUDA graph is captured."""
 
 KERNEL_DEVICES = {"cuda"}
 """Types of the devices whose tensors go to kernels."""
@@ -73,11 +76,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def launch_queue(device: torch.device) -> Hashable:
+def launch_queue(device: torch.device) -> LaunchQueue:
     """Which queue this thread's launches on a device go to now: what was launched there has run before them, and of
     others nobody knows. While a CUDA graph is captured it is another one, since its launches run with the graph."""
     if device.type != "cuda":
-        return device
+        return device, 0, False
     return device, torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 

@@ -13,6 +13,7 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flags import MismatchRecord
 from quantshard.collectives.flat_max import FlatMax, rank_digest, was_alike
 from quantshard.collectives.process_groups import Groups
+from quantshard.kernel_dispatch import LaunchQueue
 
 
 def history_amax(history: Tensor, most_recent: bool) -> Tensor:
@@ -100,21 +101,20 @@ class PendingAmaxes:
 
     # To scale by -----------------------------------------------------------------------------------------------------
 
-    def past(self, history: Tensor, most_recent: bool) -> Tensor:
+    def past(self, history: Tensor, most_recent: bool, queue: LaunchQueue) -> Tensor:
         """`history_amax`: where kernels run, from one launch for all histories that are read in a pass.
 
         Which these are the last pass tells that began with the same one. A captured CUDA graph reads each by itself, as
-        it may be replayed without what was captured before.
+        it may be replayed without what was captured before. `queue`: on the history's device.
         """
-        queue = kernel_dispatch.launch_queue(history.device)
         known = self._past.get((queue, most_recent, id(history)))
         if known is not None and known[2] == private_torch.count_in_place_changes((history,)):
             return known[1]
-        if kernel_dispatch.is_capturing() or not kernel_dispatch.has_kernels(history):
+        if queue[2] or not kernel_dispatch.has_kernels(history):
             return history_amax(history, most_recent)
         return self._read(history, most_recent, queue)
 
-    def _read(self, history: Tensor, most_recent: bool, queue: Hashable) -> Tensor:
+    def _read(self, history: Tensor, most_recent: bool, queue: LaunchQueue) -> Tensor:
         read = [history]
         if self._first is None:
             self._first = queue, most_recent, id(history)
@@ -130,23 +130,22 @@ class PendingAmaxes:
     # To be recorded --------------------------------------------------------------------------------------------------
 
     def slot(
-        self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], group: Groups, device: torch.device
+        self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], group: Groups, queue: LaunchQueue
     ) -> Tensor:
-        """Where kernels note the amax of a tensor for some different histories, by atomic maxima of bits: float32
-        scalar, zero until the first of a pass is noted."""
-        queue = kernel_dispatch.launch_queue(device)
+        """Where kernels of a queue note the amax of a tensor for some different histories, by atomic maxima of bits:
+        float32 scalar, zero until the first of a pass is noted."""
         name = queue, *map(id, histories)
         found = self._slots.get(name)
         if found is None:
             if not self._free.get(queue):
-                self._free[queue] = _new_slots(device)
+                self._free[queue] = _new_slots(queue)
             found = self._slots[name] = self._free[queue].pop()
             self._add(keys, number, histories, [found] * len(histories), group)
         return found
 
     def note(self, key: Tensor, number: int, history: Tensor, amax: Tensor, group: Groups) -> None:
         """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
-        slot = self.slot([key], number, [history], group, amax.device)
+        slot = self.slot([key], number, [history], group, kernel_dispatch.launch_queue(amax.device))
         with torch.no_grad():
             torch.maximum(slot, amax, out=slot)
 
@@ -212,12 +211,12 @@ class PendingAmaxes:
             part.clear()
 
 
-def _new_slots(device: torch.device) -> list[Tensor]:
+def _new_slots(queue: LaunchQueue) -> list[Tensor]:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # others in this pass may be noted outside of it
-            return _new_slots(device)
-    block = torch.zeros(_SLOTS, _APART, dtype=torch.float32, device=device)
-    if kernel_dispatch.is_capturing():
+            return _new_slots(queue)
+    block = torch.zeros(_SLOTS, _APART, dtype=torch.float32, device=queue[0])
+    if queue[2]:
         _CAPTURED.append(block)
     return list(block[:, 0].unbind())
 

@@ -13,9 +13,10 @@ from quantshard.collectives.delayed_scaling import (
     record_amax_,
     record_amaxes_,
 )
+from quantshard.collectives.flags import MismatchRecord
 from quantshard.collectives.flat_max import FlatMax, check_equal_on_ranks
 from quantshard.collectives.process_groups import sharding_group, united
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.tensor import requantize
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization, shared_scales
@@ -24,6 +25,9 @@ from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_
 
 INF, NAN = float("inf"), float("nan")
 amaxes = st.floats(width=32, min_value=0) | st.just(NAN)
+
+
+QUEUE = torch.device("cpu"), 0, False
 
 
 def history(*values):
@@ -362,7 +366,7 @@ def test_a_history_noted_alone_and_with_others_gets_the_largest():
     """As where an input is read by a layer, and by several at once."""
     pending, one, two = PendingAmaxes(), torch.zeros(2), torch.zeros(2)
     for seen, value in (([one], 3.0), ([one, two], 2.0), ([one], 1.0), ([two], 1.0)):
-        slot = pending.slot([key(1)] * len(seen), 0, seen, None, one.device)
+        slot = pending.slot([key(1)] * len(seen), 0, seen, None, QUEUE)
         torch.maximum(slot, torch.tensor(value), out=slot)
     pending.note_all([key(1), key(2)], 0, [one, two], torch.tensor([2.5, 2.5]), None)
     pending.flush()
@@ -371,9 +375,9 @@ def test_a_history_noted_alone_and_with_others_gets_the_largest():
 
 def test_many_slots_are_aligned_and_apart():
     pending, histories = PendingAmaxes(), [torch.zeros(1) for _ in range(150)]
-    slots = [pending.slot([key(n)], 0, [seen], None, seen.device) for n, seen in enumerate(histories)]
+    slots = [pending.slot([key(n)], 0, [seen], None, QUEUE) for n, seen in enumerate(histories)]
     assert len({slot.data_ptr() for slot in slots}) == 150 and all(slot.data_ptr() % 16 == 0 for slot in slots)
-    assert slots[3] is pending.slot([key(3)], 0, [histories[3]], None, torch.device("cpu"))
+    assert slots[3] is pending.slot([key(3)], 0, [histories[3]], None, QUEUE)
     for value, slot in enumerate(slots, 1):
         slot.fill_(value)
     pending.flush()
@@ -401,7 +405,8 @@ def launches(monkeypatch):
 
 
 def read(pending, kept, most_recent=False):
-    return [pending.past(each, most_recent) for each in kept]
+    queue = kernel_dispatch.launch_queue(kept[0].device)
+    return [pending.past(each, most_recent, queue) for each in kept]
 
 
 @pytest.mark.parametrize("most_recent", [False, True])
@@ -452,7 +457,7 @@ def test_each_stream_reads_and_notes_for_itself(launches, monkeypatch):
     """What another one has launched may not have run."""
     pending, kept = PendingAmaxes(), [history(1), history(2)]
     for queue, expected in (("one", [1, 1]), ("other", [2, 2])):
-        monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device, queue=queue: queue)
+        monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device, queue=queue: (device, queue, False))
         assert read(pending, kept) == [1, 2] and launches == [1] * 2 * (1 + (queue == "other"))
         pending.note(key(1), 0, kept[0], torch.tensor(float(expected[0])), None)
     assert len(pending._slots) == 2
@@ -463,8 +468,43 @@ def test_each_stream_reads_and_notes_for_itself(launches, monkeypatch):
 def test_a_captured_graph_reads_each_history_by_itself(launches, monkeypatch):
     """It may be replayed without what was captured or launched before."""
     pending, kept = PendingAmaxes(), [history(1), history(2)]
-    monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: True)
+    monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device: (device, 0, True))
     assert read(pending, kept) == [1, 2] and not launches and not pending._past
+
+
+# ------------------------------------------------------------------------------------------------ ranks that disagree
+
+
+def told(function):
+    try:
+        function()
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mismatch_is_told_once():
+    record, yes, no = MismatchRecord("they differ"), torch.tensor(True), torch.tensor(False)
+    record.add(no)
+    assert told(record.check) == ""
+    record.add(yes)
+    record.add(no)
+    assert [told(record.check), told(record.check), told(record.settle)] == ["they differ", "", ""]
+
+
+def test_a_mismatch_in_a_captured_graph_is_told_when_the_state_is_read(monkeypatch):
+    """Or at the first check after another was added; nothing is read while a graph is captured."""
+    capturing = False
+    monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: capturing)
+    for tell in (lambda record: record.settle(), lambda record: (record.add(torch.tensor(False)), record.check())):
+        record = MismatchRecord("they differ")
+        record.add(torch.tensor(False))  # a step before the capture
+        capturing = True
+        record.add(torch.tensor(True))  # here it runs, as in a replay
+        assert [told(record.check), told(record.settle)] == ["", ""]
+        capturing = False
+        assert told(record.check) == ""
+        assert [told(lambda: tell(record)), told(record.settle)] == ["they differ", ""]  # noqa: B023
 
 
 # ---------------------------------------------------------------------------------------------------------- not finite

@@ -375,9 +375,9 @@ class _DelayedScale:
         self.notes = known is None and state.record
         if known is None:
             self._pass, self._owners = amaxes_of(role), state.owners(role, part)
-            found = [owner.history(role, part) for owner in self._owners]
-            self._histories = [history for history in found if history is not None]
-            known = self._pass.past(self._histories[0], cell.scaling.most_recent)
+            self._histories = [found for owner in self._owners if (found := owner.history(role, part)) is not None]
+            self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
+            known = self._pass.past(self._histories[0], cell.scaling.most_recent, self._queue)
             if role is not TensorRole.GRAD_OUTPUT:
                 call.amaxes[role, part] = known
         self.amax: Tensor = known
@@ -399,7 +399,8 @@ class _DelayedScale:
             group = including(group, state.tp.group)
         # all output gradients of a layer have one history: of the largest of their amaxes
         keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
-        return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, device)
+        queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
+        return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, queue)
 
     def note(self, values: Tensor) -> None:
         """Note the amax of a matrix."""
