@@ -121,7 +121,10 @@ class PendingAmaxes:
             others = [other() for other in self._orders.get(self._first, ())]
             if others and others[0] is history:  # and not one that has got its id
                 read = [other for other in others if other is not None and other.device == history.device]
-        amaxes = history_amaxes(read, most_recent, _APART).unbind()
+        if len(read) > 1:
+            amaxes = history_amaxes(read, most_recent, _APART).unbind()
+        else:
+            amaxes = (history_amax(history, most_recent),)
         for each, amax in zip(read, amaxes, strict=True):
             changes = private_torch.count_in_place_changes((each,))
             self._past[queue, most_recent, id(each)] = each, amax, changes

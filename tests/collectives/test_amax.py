@@ -412,7 +412,7 @@ def read(pending, kept, most_recent=False):
 @pytest.mark.parametrize("most_recent", [False, True])
 def test_all_histories_of_a_pass_are_read_by_one_launch(launches, most_recent):
     pending, kept = PendingAmaxes(), [history(5, 1), history(2, 3, 4), history(7)]
-    for number, expected in enumerate(([1, 1, 1], [3], [3])):
+    for number, expected in enumerate(([], [3], [3])):
         launches.clear()
         found = [*read(pending, kept, most_recent), *read(pending, kept, most_recent)]
         assert launches == expected
@@ -450,7 +450,7 @@ def test_passes_of_two_models_and_of_one_that_is_gone(launches):
     assert launches == [2]
     del one[1], model, two
     launches.clear()
-    assert read(pending, one) == [1] and launches == [1]
+    assert read(pending, one) == [1] and not launches
 
 
 def test_each_stream_reads_and_notes_for_itself(launches, monkeypatch):
@@ -458,7 +458,7 @@ def test_each_stream_reads_and_notes_for_itself(launches, monkeypatch):
     pending, kept = PendingAmaxes(), [history(1), history(2)]
     for queue, expected in (("one", [1, 1]), ("other", [2, 2])):
         monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device, queue=queue: (device, queue, False))
-        assert read(pending, kept) == [1, 2] and launches == [1] * 2 * (1 + (queue == "other"))
+        assert read(pending, kept) == [1, 2] and len(pending._past) == 2 * (1 + (queue == "other"))
         pending.note(key(1), 0, kept[0], torch.tensor(float(expected[0])), None)
     assert len(pending._slots) == 2
     pending.flush()
