@@ -38,8 +38,8 @@ GPU_TESTS := tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity
   tests/test_compute.py tests/collectives/test_amax.py tests/compat/test_transformer_engine.py \
   $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py) \
   $(addprefix tests/optimizers/test_,changed_parameters.py on_kernels.py capturable.py) \
-  $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py identity.py recompute.py sixteen_bits.py \
-  snippets.py tensor_parallel.py torch_autocast.py)
+  $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py identity.py no_sync.py recompute.py \
+  sixteen_bits.py snippets.py tensor_parallel.py torch_autocast.py)
 
 test-gpu: $(STAMP)  ## Run the tests that use GPUs where there are some, on those that are here; two show more than one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -vv -n 4 --dist loadfile -m "not exhaustive" $(GPU_TESTS) $(ARGS)

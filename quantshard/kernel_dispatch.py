@@ -29,6 +29,9 @@ if kernels.USABLE:
 RandomWords = Tensor | RandomBits
 """Random words of a rectangle: int64 of its shape, or which they are."""
 
+LaunchQueue = tuple[torch.device, int, bool]
+"""A device, a stream of it, and whether a CUDA graph is captured."""
+
 KERNEL_DEVICES = {"cuda"}
 """Types of the devices whose tensors go to kernels."""
 
@@ -76,6 +79,14 @@ def kernels_read(*tensors: Tensor | None) -> bool:
 def is_capturing() -> bool:
     """True if a CUDA graph is being captured: what the host counts or reads now would be the same in every replay."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def launch_queue(device: torch.device) -> LaunchQueue:
+    """Which queue this thread's launches on a device go to now: what was launched there has run before them, and of
+    others nobody knows. While a CUDA graph is captured it is another one, since its launches run with the graph."""
+    if device.type != "cuda":
+        return device, 0, False
+    return device, torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def lacks_kernels(device: torch.device) -> bool:
@@ -179,13 +190,13 @@ def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
     return True
 
 
-def past_amaxes(histories: Sequence[Tensor], most_recent: bool) -> Tensor | None:
+def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor | None:
     """`delayed_scaling.history_amaxes` by a kernel; None where none runs."""
     device = histories[0].device
     if not has_kernels(histories[0]) or not _lie_on(histories, device):
         return None
-    return history_kernel.pasts(histories, most_recent)
+    return history_kernel.pasts(histories, most_recent, stride)
 
 
 def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
-    return all(history.device == device and history.is_contiguous() for history in histories)
+    return all([history.device == device and history.is_contiguous() for history in histories])

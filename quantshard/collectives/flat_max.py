@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,10 +69,15 @@ _DIGEST = 0xFFFFFF  # 24 bits, which a float32 holds exactly: digests travel amo
 def rank_digest(identity: object, device: torch.device) -> Tensor:
     """Float32 [2], for `FlatMax`: a digest of what must be equal on all ranks, by its `repr`, and its complement."""
     found = zlib.crc32(repr(identity).encode()) & _DIGEST  # not `hash`, which differs between processes
-    return torch.tensor([found, _DIGEST - found], dtype=torch.float32, device=device)
+    digest = torch.full((2,), found, dtype=torch.float32, device=device)  # numbers of a launch: no copy is waited for
+    digest[1].fill_(_DIGEST - found)
+    return digest
 
 
-def was_alike(highest: float, complement: float) -> bool:
+_Number = TypeVar("_Number", float, Tensor)
+
+
+def was_alike(highest: _Number, complement: _Number) -> _Number:
     """Whether all ranks gave the same `rank_digest`, from what MAX made of it: if two ranks differ, one has the larger
     digest and the other the larger complement, and the maxima add up to more."""
     return highest + complement == _DIGEST

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives.flags import PendingFlag
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
@@ -209,7 +210,7 @@ class GradientFlags:
         self._spread = any(map(process_groups.is_spread, params))
         self._names = [names[at] for chosen in members.values() for at in chosen]
         self._parts: list[Tensor] = []
-        self._told: tuple[Tensor, torch.cuda.Event] | None = None
+        self._sent: PendingFlag | None = None
         if params:
             flags = _flags_of(params, grads, private_torch.local_tensor(params[0]).device, exceeding)
             if wrong is not None:
@@ -262,19 +263,8 @@ class GradientFlags:
     def send(self) -> Tensor:
         """`bad`, on its way to the host, so that `skips` will not wait for what the device is given to do from now."""
         bad = self.bad()
-        if bad.is_cuda:
-            arriving = torch.empty(bad.shape, dtype=bad.dtype, pin_memory=True).copy_(bad, non_blocking=True)
-            arrival = torch.cuda.Event()
-            arrival.record(torch.cuda.current_stream(bad.device))
-            self._told = (arriving, arrival)
+        self._sent = PendingFlag(bad)
         return bad
-
-    def _is_bad(self) -> bool:
-        if self._told is None:
-            return bool(self.bad())
-        arriving, arrival = self._told
-        arrival.synchronize()
-        return bool(arriving)
 
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int) -> bool:
         """Whether this step must be skipped since something is wrong with a gradient; counted in every group.
@@ -282,7 +272,7 @@ class GradientFlags:
         Raises:
             RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`.
         """
-        bad = self._is_bad()
+        bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
         if bad:
             self.check_missing()
         for group in groups:

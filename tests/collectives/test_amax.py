@@ -7,10 +7,16 @@ from hypothesis import strategies as st
 
 from quantshard import QuantizedTensor, kernel_dispatch, requantize_
 from quantshard.collectives import flat_max as flat
-from quantshard.collectives.delayed_scaling import PendingAmaxes, history_amax, record_amax_, record_amaxes_
+from quantshard.collectives.delayed_scaling import (
+    PendingAmaxes,
+    history_amax,
+    record_amax_,
+    record_amaxes_,
+)
+from quantshard.collectives.flags import MismatchRecord
 from quantshard.collectives.flat_max import FlatMax, check_equal_on_ranks
 from quantshard.collectives.process_groups import sharding_group, united
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.tensor import requantize
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization, shared_scales
@@ -19,6 +25,9 @@ from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_
 
 INF, NAN = float("inf"), float("nan")
 amaxes = st.floats(width=32, min_value=0) | st.just(NAN)
+
+
+QUEUE = torch.device("cpu"), 0, False
 
 
 def history(*values):
@@ -271,11 +280,15 @@ def test_keys_need_no_check_without_a_group():
 # ------------------------------------------------------------------------------------------------------------- pending
 
 
+def key(number):
+    return torch.tensor([number], dtype=torch.int64)
+
+
 def test_pending_amaxes_are_recorded_at_flush():
     pending, one, two = PendingAmaxes(), torch.zeros(3), torch.zeros(2)
     assert not pending
-    pending.note(1, one, torch.tensor(5.0), None)
-    pending.note(2, two, torch.tensor(7.0), None)
+    pending.note(key(1), 0, one, torch.tensor(5.0), None)
+    pending.note(key(2), 0, two, torch.tensor(7.0), None)
     assert pending and not one.any() and not two.any()
     pending.flush()
     assert one.tolist() == [0, 0, 5] and two.tolist() == [0, 7] and not pending
@@ -290,7 +303,7 @@ def test_amaxes_of_one_history_are_merged(values, kept):
     """Micro-batches of one step make one entry: their maximum, or none if one of them was not finite."""
     pending, seen = PendingAmaxes(), torch.zeros(3)
     for value in values:
-        pending.note(1, seen, torch.tensor(float(value)), None)
+        pending.note(key(1), 0, seen, torch.tensor(float(value)), None)
     pending.flush()
     assert seen.tolist() == [0, 0, kept]
 
@@ -298,18 +311,18 @@ def test_amaxes_of_one_history_are_merged(values, kept):
 def test_equal_histories_are_told_apart():
     """By identity, not by value."""
     pending, first, second = PendingAmaxes(), torch.zeros(2), torch.zeros(2)
-    pending.note(1, first, torch.tensor(1.0), None)
-    pending.note(2, second, torch.tensor(2.0), None)
+    pending.note(key(1), 0, first, torch.tensor(1.0), None)
+    pending.note(key(2), 0, second, torch.tensor(2.0), None)
     pending.flush()
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 2])
 
 
 def test_dropped_amaxes_are_forgotten():
     pending, seen = PendingAmaxes(), torch.zeros(3)
-    pending.note(1, seen, torch.tensor(5.0), None)
+    pending.note(key(1), 0, seen, torch.tensor(5.0), None)
     pending.drop()
     assert not pending
-    pending.note(1, seen, torch.tensor(2.0), None)
+    pending.note(key(1), 0, seen, torch.tensor(2.0), None)
     pending.flush()
     assert seen.tolist() == [0, 0, 2]
 
@@ -317,10 +330,10 @@ def test_dropped_amaxes_are_forgotten():
 def test_noted_amaxes_are_copies_without_a_graph():
     pending, seen = PendingAmaxes(), torch.zeros(1)
     noted = torch.tensor(5.0, requires_grad=True)
-    pending.note(1, seen, noted * 1, None)
+    pending.note(key(1), 0, seen, noted * 1, None)
     value = torch.tensor(3.0)
     other = torch.zeros(1)
-    pending.note(2, other, value, None)
+    pending.note(key(2), 0, other, value, None)
     value.fill_(100)
     pending.flush()
     assert seen.tolist() == [5] and other.tolist() == [3] and not seen.requires_grad
@@ -336,7 +349,7 @@ def test_pending_amaxes_of_a_group_are_one_collective(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     pending, one, two, alone = PendingAmaxes(), torch.zeros(2), torch.zeros(2), torch.zeros(2)
     for number, (seen, group) in enumerate(((one, "a"), (two, "a"), (alone, None))):
-        pending.note(number, seen, torch.tensor(1.0), group)
+        pending.note(key(number), 0, seen, torch.tensor(1.0), group)
     pending.flush()
     assert calls == ["a"] and [seen.tolist() for seen in (one, two, alone)] == [[0, 9], [0, 9], [0, 1]]
 
@@ -344,9 +357,154 @@ def test_pending_amaxes_of_a_group_are_one_collective(monkeypatch):
 def test_modules_that_share_a_weight_record_into_their_own_histories():
     pending, one, two = PendingAmaxes(), torch.zeros(2), torch.zeros(2)
     for seen, value in ((one, 1.0), (two, 5.0), (one, 3.0)):
-        pending.note(7, seen, torch.tensor(value), None)
+        pending.note(key(7), 0, seen, torch.tensor(value), None)
     pending.flush()
     assert one.tolist() == [0.0, 3.0] and two.tolist() == [0.0, 5.0]
+
+
+def test_a_history_noted_alone_and_with_others_gets_the_largest():
+    """As where an input is read by a layer, and by several at once."""
+    pending, one, two = PendingAmaxes(), torch.zeros(2), torch.zeros(2)
+    for seen, value in (([one], 3.0), ([one, two], 2.0), ([one], 1.0), ([two], 1.0)):
+        slot = pending.slot([key(1)] * len(seen), 0, seen, None, QUEUE)
+        torch.maximum(slot, torch.tensor(value), out=slot)
+    pending.note_all([key(1), key(2)], 0, [one, two], torch.tensor([2.5, 2.5]), None)
+    pending.flush()
+    assert (one.tolist(), two.tolist()) == ([0, 3], [0, 2.5])
+
+
+def test_many_slots_are_aligned_and_apart():
+    pending, histories = PendingAmaxes(), [torch.zeros(1) for _ in range(150)]
+    slots = [pending.slot([key(n)], 0, [seen], None, QUEUE) for n, seen in enumerate(histories)]
+    assert len({slot.data_ptr() for slot in slots}) == 150 and all(slot.data_ptr() % 16 == 0 for slot in slots)
+    assert slots[3] is pending.slot([key(3)], 0, [histories[3]], None, QUEUE)
+    for value, slot in enumerate(slots, 1):
+        slot.fill_(value)
+    pending.flush()
+    assert [seen.item() for seen in histories] == list(range(1, 151))
+
+
+# --------------------------------------------------------------------------------------------------- past, of one pass
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How many histories each launch of the kernel that reads them has read."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled, and these tensors are on the CPU")
+    monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {"cpu"})
+    counted, real = [], kernel_dispatch.past_amaxes
+
+    def past_amaxes(histories, *options):
+        counted.append(len(histories))
+        return real(histories, *options)
+
+    monkeypatch.setattr(kernel_dispatch, "past_amaxes", past_amaxes)
+    return counted
+
+
+def read(pending, kept, most_recent=False):
+    queue = kernel_dispatch.launch_queue(kept[0].device)
+    return [pending.past(each, most_recent, queue) for each in kept]
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_all_histories_of_a_pass_are_read_by_one_launch(launches, most_recent):
+    pending, kept = PendingAmaxes(), [history(5, 1), history(2, 3, 4), history(7)]
+    for number, expected in enumerate(([], [3], [3])):
+        launches.clear()
+        found = [*read(pending, kept, most_recent), *read(pending, kept, most_recent)]
+        assert launches == expected
+        assert found[:3] == [history_amax(each, most_recent) for each in kept] and found[:3] == found[3:]
+        assert all(amax.data_ptr() % 16 == 0 for amax in found)
+        for seen in kept:
+            pending.note(key(1), 0, seen, torch.tensor(10.0 + number), None)
+        pending.flush()
+
+
+def test_a_history_that_was_written_in_a_pass_is_read_again(launches):
+    """As by a load within an autocast. What was read before stays, for backward and recomputation."""
+    pending, kept = PendingAmaxes(), [history(5, 1), history(2, 3)]
+    before = read(pending, kept)
+    kept[0].copy_(history(9, 9))
+    assert read(pending, kept) == [9, 3] and before == [5, 3]
+
+
+@pytest.mark.parametrize("end", ["flush", "drop"])
+def test_histories_are_read_again_in_the_next_pass(launches, end):
+    """Also where nobody counted a write, as of a kernel."""
+    pending, kept = PendingAmaxes(), [history(5, 1), history(2, 3)]
+    for value in (5.0, 8.0):
+        kept[0].data[0] = value
+        assert read(pending, kept) == [value, 3]
+        getattr(pending, end)()
+
+
+def test_passes_of_two_models_and_of_one_that_is_gone(launches):
+    pending, one, two = PendingAmaxes(), [history(1), history(2)], [history(3), history(4)]
+    for model in (one, two, one, two):
+        launches.clear()
+        assert read(pending, model) == [each.item() for each in model]
+        pending.flush()
+    assert launches == [2]
+    del one[1], model, two
+    launches.clear()
+    assert read(pending, one) == [1] and not launches
+
+
+def test_each_stream_reads_and_notes_for_itself(launches, monkeypatch):
+    """What another one has launched may not have run."""
+    pending, kept = PendingAmaxes(), [history(1), history(2)]
+    for queue, expected in (("one", [1, 1]), ("other", [2, 2])):
+        monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device, queue=queue: (device, queue, False))
+        assert read(pending, kept) == [1, 2] and len(pending._past) == 2 * (1 + (queue == "other"))
+        pending.note(key(1), 0, kept[0], torch.tensor(float(expected[0])), None)
+    assert len(pending._slots) == 2
+    pending.flush()
+    assert kept[0].item() == 2
+
+
+def test_a_captured_graph_reads_each_history_by_itself(launches, monkeypatch):
+    """It may be replayed without what was captured or launched before."""
+    pending, kept = PendingAmaxes(), [history(1), history(2)]
+    monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device: (device, 0, True))
+    assert read(pending, kept) == [1, 2] and not launches and not pending._past
+
+
+# ------------------------------------------------------------------------------------------------ ranks that disagree
+
+
+def told(function):
+    try:
+        function()
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mismatch_is_told_once():
+    record, yes, no = MismatchRecord("they differ"), torch.tensor(True), torch.tensor(False)
+    record.add(no)
+    assert told(record.check) == ""
+    record.add(yes)
+    record.add(no)
+    assert [told(record.check), told(record.check), told(record.settle)] == ["they differ", "", ""]
+
+
+def test_a_mismatch_in_a_captured_graph_is_told_when_the_state_is_read(monkeypatch):
+    """Or at the first check after another was added; nothing is read while a graph is captured."""
+    capturing = False
+    monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: capturing)
+    for tell in (lambda record: record.settle(), lambda record: (record.add(torch.tensor(False)), record.check())):
+        record = MismatchRecord("they differ")
+        record.add(torch.tensor(False))  # a step before the capture
+        capturing = True
+        record.add(torch.tensor(True))  # here it runs, as in a replay
+        assert [told(record.check), told(record.settle)] == ["", ""]
+        capturing = False
+        assert told(record.check) == ""
+        assert [told(lambda: tell(record)), told(record.settle)] == ["they differ", ""]  # noqa: B023
 
 
 # ---------------------------------------------------------------------------------------------------------- not finite

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import quantshard as qs
+from quantshard.collectives import delayed_scaling
+from quantshard.errors import RankMismatchError
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
+from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS, TOKENS, HIDDEN = 20, 96, 64
@@ -69,6 +74,34 @@ def test_twenty_replays_are_twenty_steps(recipe: str, quantized: bool) -> None:
     )]  # fmt: skip
     assert torch.equal(*losses) and losses[0].isfinite().all() and len(losses[0].unique()) == STEPS
     assert bits(eager.model, eager.optimizer) == bits(replayed.model, replayed.optimizer)
+
+
+def replayed_in_a_group() -> tuple[bool, str, bool]:
+    """Whether replays have the bits of steps; what ranks that seem to differ in a replay are told; and whether their
+    histories stayed."""
+    eager, replayed = (Training("delayed", 1e-3) for _ in range(2))
+    for training in (eager, replayed):
+        training.take(0, training.step)
+    graph = captured(replayed)
+    for training, step in ((eager, eager.step), (replayed, graph.replay)):
+        for number in range(1, 4):
+            training.take(number, step)
+    equal = bits(eager.model, eager.optimizer) == bits(replayed.model, replayed.optimizer)
+    with mock.patch.object(delayed_scaling, "was_alike", lambda highest, complement: highest + complement < 0):
+        graph = captured(replayed)
+    before = [buffer.clone() for buffer in replayed.model.buffers()]
+    replayed.take(4, graph.replay)
+    stayed = all(map(torch.equal, before, replayed.model.buffers()))
+    with pytest.raises(RankMismatchError) as error:
+        replayed.model.state_dict()
+    return equal, str(error.value), stayed
+
+
+@pytest.mark.distributed
+def test_amaxes_are_reduced_in_a_captured_step() -> None:
+    """1 rank, over NCCL: a graph waits for nothing, and what it finds is told when the state is read."""
+    [(equal, told, stayed)] = run_ranks(1, replayed_in_a_group)
+    assert equal and "ranks used different modules" in told and stayed
 
 
 def test_the_captured_step_learns() -> None:

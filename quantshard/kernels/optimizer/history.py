@@ -50,10 +50,10 @@ def past(history, length, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def past_kernel(table, amaxes_ptr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+def past_kernel(table, amaxes_ptr, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     row = table + tl.program_id(0) * 2
     history = tl.load(row).to(tl.pointer_type(tl.float32))
-    tl.store(amaxes_ptr + tl.program_id(0), past(history, tl.load(row + 1), MOST_RECENT, LENGTH))
+    tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, tl.load(row + 1), MOST_RECENT, LENGTH))
 
 
 _CAPTURED: list[Tensor] = []
@@ -62,7 +62,9 @@ _CAPTURED: list[Tensor] = []
 
 @lru_cache(maxsize=4096)
 def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    table = torch.tensor(rows, dtype=torch.int64)
+    # not from memory that can be paged out, which a copy would wait for
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
@@ -71,18 +73,20 @@ def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
     launch_kernel(record_kernel, (len(histories),), amaxes.device, table, amaxes, longest, num_warps=4)
 
 
-def pasts(histories: Sequence[Tensor], most_recent: bool) -> Tensor:
-    """The amax that each of n histories, as in `record`, stands for: float32 [n]."""
+def pasts(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor:
+    """The amax that each of n histories, as in `record`, stands for: float32 [n], each `stride` behind the other."""
     table, longest = _described(histories, histories[0].device)
-    amaxes = torch.empty(len(histories), dtype=torch.float32, device=histories[0].device)
-    launch_kernel(past_kernel, (len(histories),), amaxes.device, table, amaxes, most_recent, longest, num_warps=1)
-    return amaxes
+    amaxes = torch.empty(len(histories), stride, dtype=torch.float32, device=histories[0].device)
+    launch_kernel(
+        past_kernel, (len(histories),), amaxes.device, table, amaxes, stride, most_recent, longest, num_warps=1
+    )
+    return amaxes[:, 0]
 
 
 def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
     """Addresses and lengths, int64 [n, 2] on the device, and a power of two that is no less than a length."""
-    rows = tuple((history.data_ptr(), history.numel()) for history in histories)
+    rows = tuple([(history.data_ptr(), history.numel()) for history in histories])
     table = _table(rows, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _CAPTURED.append(table)
-    return table, triton.next_power_of_2(max(length for _, length in rows))
+    return table, triton.next_power_of_2(max([length for _, length in rows]))

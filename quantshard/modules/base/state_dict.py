@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quantshard import private_torch
+from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 
@@ -58,6 +59,7 @@ class ComponentStateDict(nn.Module):
         return self._state_keys(name).get(suffix)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        MISMATCHES.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._weights:
             for suffix, value in self._state_keys(name).items():

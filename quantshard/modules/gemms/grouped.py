@@ -20,7 +20,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy, Encoding
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import cells, note_amaxes
+from quantshard.modules.gemms.linear_operands import AMAX_NUMBERS, amaxes_of, cells
 from quantshard.recipe import Cell, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import KEY
@@ -114,7 +114,7 @@ class ExpertsLayer(NamedTuple):
         codes = grouped_kernel.quantize_expert_rows(values, segments, copy.codes.encoding, multipliers, seen, poisoned)
         if seen is not None:
             keys = [weight.quantized_storage.state[KEY] for weight in self.weights]
-            note_amaxes(role, keys, self.histories[role], seen, self.amax_group)
+            amaxes_of(role).note_all(keys, AMAX_NUMBERS[role], self.histories[role], seen, self.amax_group)
         return EncodedRows(codes, stored, copy.codes.encoding)
 
     def operands(self, weights: Sequence[QuantizedTensor], biases: Sequence[Tensor] = ()) -> ExpertWeights:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, private_torch, sharding
-from quantshard.collectives.delayed_scaling import history_amax
+from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.collectives.process_groups import Groups, including
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
@@ -172,7 +172,7 @@ def gemm_operands(
         return OperandRequest(role, call, state, wanted, part).of(TensorProducer(values))
     delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
-        delayed.note(kernel_dispatch.block_amax(values, (ALL, ALL)).view(()))
+        delayed.note(values)
     amax = None if delayed is None else delayed.amax
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
@@ -226,7 +226,7 @@ class OperandRequest:
         """The same as a kernel is told it."""
         delayed, wanted = self.delayed, self.wanted
         sinks = ReductionOutputs(
-            producers.zero(device) if delayed is not None and delayed.notes else None,
+            delayed.slot(device) if delayed is not None and delayed.notes else None,
             torch.empty(features, dtype=torch.float32, device=device) if wanted.sums else None,
         )
         return producers.BidirectionalQuantization(*self.ways, self.shared, wanted.poison, sinks)
@@ -237,8 +237,6 @@ class OperandRequest:
         """What a kernel has made of a source; `values`: its own, where a GEMM takes them as they are."""
         as_is, transposed = ready.finish(targets)
         outputs = ready.outputs
-        if self.delayed is not None and outputs.amax is not None:
-            self.delayed.note(outputs.amax)
         first, second = as_is if as_is is not None else values, transposed if transposed is not None else values
         nothing = torch.empty(0, dtype=torch.float32)
         return GemmOperands(
@@ -352,24 +350,18 @@ class _GradientRandomBits:
         return lambda shape: self.of(stream)(sharding.whole(shape))
 
 
-def note_amaxes(
-    role: TensorRole, keys: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Tensor, group: Groups
-) -> None:
-    """Note amaxes [n] of tensors of one role for their histories, to be reduced over `group` and recorded later.
-
-    `keys`: of the weights that they belong to. With the role these tell histories apart: ranks agree on them.
-    """
-    backward = role is TensorRole.GRAD_OUTPUT
-    if backward:
-        context.flush_after_backward()
-    roles = list(TensorRole)
-    number = roles.index(role)
-    identities = [key * len(roles) + number for key in torch.cat(list(keys)).tolist()]
-    pending = context.backward_amaxes if backward else context.forward_amaxes
-    pending.note_all(identities, histories, amaxes, group)
+AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
+"""By which ranks tell apart the amaxes of tensors that belong to one weight."""
 
 
-@dataclass
+def amaxes_of(role: TensorRole) -> PendingAmaxes:
+    """Those of the pass in which tensors of a role are quantized for the first time."""
+    if role is not TensorRole.GRAD_OUTPUT:
+        return context.forward_amaxes
+    context.flush_after_backward()
+    return context.backward_amaxes
+
+
 class _DelayedScale:
     """One tensor under delayed scaling: the amax of its history, to scale by, and where its own is noted for later.
 
@@ -377,9 +369,18 @@ class _DelayedScale:
     recomputation scale by the same amax. All output gradients of a layer share one history, as one GEMM's would.
     """
 
-    amax: Tensor
-    notes: bool
-    note: Callable[[Tensor], None]
+    def __init__(self, role: TensorRole, cell: Cell, call: LinearContext, state: LinearState, part: int) -> None:
+        self._role, self._call, self._state, self._part = role, call, state, part
+        known = call.amaxes.get((role, part))
+        self.notes = known is None and state.record
+        if known is None:
+            self._pass, self._owners = amaxes_of(role), state.owners(role, part)
+            self._histories = [found for owner in self._owners if (found := owner.history(role, part)) is not None]
+            self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
+            known = self._pass.past(self._histories[0], cell.scaling.most_recent, self._queue)
+            if role is not TensorRole.GRAD_OUTPUT:
+                call.amaxes[role, part] = known
+        self.amax: Tensor = known
 
     @staticmethod
     def of(
@@ -388,23 +389,23 @@ class _DelayedScale:
         """None unless `cell` scales by past amaxes."""
         if cell is None or not cell.scaling.history:
             return None
-        known = call.amaxes.get((role, part))
-        owners = state.owners(role, part)
-        histories = [history for owner in owners if (history := owner.history(role, part)) is not None]
-        history = histories[0]
-        amax = history_amax(history, cell.scaling.most_recent) if known is None else known
-        if role is not TensorRole.GRAD_OUTPUT:
-            call.amaxes[role, part] = amax
+        return _DelayedScale(role, cell, call, state, part)
 
-        def note(seen: Tensor) -> None:
-            group = call.group if state.amax_group is None else state.amax_group
-            if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
-                group = including(group, state.tp.group)
-            # all output gradients of a layer have one history: of the largest of their amaxes
-            keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in owners]
-            note_amaxes(role, keys, histories, seen.view(1).expand(len(histories)), group)
+    def slot(self, device: torch.device) -> Tensor:
+        """Where the largest of its amaxes, float32, is kept until it is recorded: for kernels to raise."""
+        role, part, state = self._role, self._part, self._state
+        group = self._call.group if state.amax_group is None else state.amax_group
+        if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
+            group = including(group, state.tp.group)
+        # all output gradients of a layer have one history: of the largest of their amaxes
+        keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
+        queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
+        return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, queue)
 
-        return _DelayedScale(amax, known is None and state.record, note)
+    def note(self, values: Tensor) -> None:
+        """Note the amax of a matrix."""
+        slot = self.slot(values.device)
+        torch.maximum(slot, kernel_dispatch.block_amax(values, (ALL, ALL)).view(()), out=slot)
 
 
 def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
@@ -416,6 +417,6 @@ def weight_operand(weight: Tensor, part: int, call: LinearContext, state: Linear
         return weight
     delayed = _DelayedScale.of(TensorRole.WEIGHT, cell, call, state, part)
     if delayed is not None and delayed.notes:
-        delayed.note(kernel_dispatch.block_amax(weight.detach(), (ALL, ALL)).view(()))
+        delayed.note(weight.detach())
     amax = None if delayed is None else delayed.amax
     return operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)
