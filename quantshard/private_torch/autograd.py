@@ -26,13 +26,27 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+def has_call_hooks(module: nn.Module) -> bool:
+    """True if a hook of a module sees its forward or its backward."""
+    return any(getattr(module, name) for name in HOOKS)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if a call of a module runs what its `compile()` made."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+@needs_attributes("capturing a module")
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """True if a hook changes, or sees, the gradient of a tensor. Hooks can be registered in public, but not listed."""
+    return bool(tensor._backward_hooks)
+
+
 def runs_forward_alone(module: nn.Module) -> bool:
     """True if a call of a module is one of its class's forward and of nothing else: there is no hook, of its own or of
     all modules, no forward of the object, and no compiled call."""
-    hooks = any(getattr(module, name) for name in HOOKS)
     everywhere = any(getattr(torch_modules, name) for name in _GLOBAL_HOOKS)
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return not (hooks or everywhere or compiled or "forward" in vars(module))
+    return not (has_call_hooks(module) or everywhere or is_compiled(module) or "forward" in vars(module))
 
 
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))

@@ -7,7 +7,8 @@ import hashlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -175,6 +176,18 @@ class _BackwardFlush:
         global _queued_flush
         _queued_flush = None
         backward_amaxes.flush()
+
+
+@contextmanager
+def amaxes_noted_in(forward: PendingAmaxes, backward: PendingAmaxes) -> Iterator[None]:
+    """Meanwhile amaxes are noted there; those that are pending stay so."""
+    global forward_amaxes, backward_amaxes, _queued_flush
+    before = forward_amaxes, backward_amaxes, _queued_flush
+    forward_amaxes, backward_amaxes, _queued_flush = forward, backward, None
+    try:
+        yield
+    finally:
+        forward_amaxes, backward_amaxes, _queued_flush = before
 
 
 def drop_failed_backward() -> None:
