@@ -36,10 +36,9 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-@needs_attributes("capturing a module")
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """True if a hook changes, or sees, the gradient of a tensor. Hooks can be registered in public, but not listed."""
-    return bool(tensor._backward_hooks)
+    """True if a hook sees, or changes, the gradient of a tensor; it keeps them under a name that modules have too."""
+    return any(getattr(tensor, name, None) for name in HOOKS)
 
 
 def runs_forward_alone(module: nn.Module) -> bool:
