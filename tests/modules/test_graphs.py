@@ -17,12 +17,15 @@ from torch import Tensor, nn
 
 import quantshard as qs
 import quantshard.compat.transformer_engine.pytorch as te
+from quantshard import kernel_dispatch, kernels
+from quantshard.conversion import optimizer_watch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.contexts import context
 from quantshard.modules.graphs import callables
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
+from tests.interpreter import prepared_once
 from tests.modules.graphed import HIDDEN, MODULES, TOKENS, RerunRecorder, Training, assert_same, module_of, rerun
 
 __all__ = ["rerun"]
@@ -51,6 +54,18 @@ def test_replays_have_the_bits_of_eager(rerun: None, name: str, recipe: str) -> 
     assert_same(eager, graphed, steps=3)
     if recipe == "delayed":
         assert any("amax_history" in key for key in graphed.model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_replays_of_kernels(rerun: None, recipe: str) -> None:
+    """Fused steps, which note amaxes and draw words by kernels of their own."""
+    if not kernels.USABLE or torch.cuda.is_available():
+        pytest.skip("kernels run on the CPU under Triton's interpreter only")
+    with kernel_dispatch.kernels_only_on("cpu"), prepared_once():
+        eager, graphed = pair("LayerNormMLP", recipe)
+        graphed.capture(num_warmup_iters=1)
+        assert_same(eager, graphed, steps=2)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
@@ -159,6 +174,22 @@ def test_capturing_leaves_no_trace(rerun: None, recipe: str) -> None:
         assert bits(training.model, training.optimizer) == before
     for param, kept, grad in zip(training.model.parameters(), held, grads, strict=True):
         assert param.grad is kept and torch.equal(kept, grad)
+
+
+def test_a_converted_model_may_be_captured_before_its_optimizer_is_made(
+    rerun: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of the capture are no steps, which are counted to find what no optimizer trains."""
+    seen: list[nn.Module] = []
+    monkeypatch.setattr(optimizer_watch, "note_forward", seen.append)
+    model = qs.make_graphed_callables(built("converted", "current"), (X,), recipe="current")
+    assert seen == []
+    with torch.no_grad():
+        model(X)
+    assert seen == []
+    model.forward.reset()
+    model(X)
+    assert seen == [model]
 
 
 def test_dropout_draws_what_eager_draws(rerun: None) -> None:
