@@ -1,7 +1,7 @@
 """Forward and backward of Llama-3-8B blocks: plain PyTorch in BF16, torchao's float8, and quantshard by recipe.
 
-    python benchmarks/block_step.py [--only 'ours-*,bf16-compiled'] [--compile-ours] [--recompute-ours] [--json FILE]
-                                    [--profile NAME]
+    python benchmarks/block_step.py [--only 'ours-*,bf16-compiled'] [--compile-ours] [--graph-ours] [--recompute-ours]
+                                    [--json FILE] [--profile NAME]
 
 All variants of a table have the same weights, input and gradient, stay in memory together, and take turns, so that
 clocks drift under all of them alike. Every one is first checked: output and gradients beside those of BF16 in eager
@@ -63,18 +63,20 @@ class Shape:
 
 
 class Variant(NamedTuple):
-    """`name` is made of the others. `recomputes`: with recompute_activation=True."""
+    """`name` is made of the others. `recomputes`: with recompute_activation=True. `graphed`: layers are captured."""
 
     family: str
     recipe: str
     compiled: bool
     recomputes: bool = False
+    graphed: bool = False
 
     @property
     def name(self) -> str:
         if self.family == "bf16":
             return "bf16-compiled" if self.compiled else "bf16-eager"
         more = ("-compiled" if self.family == "ours" and self.compiled else "") + "-recomputed" * self.recomputes
+        more += "-graphed" * self.graphed
         return f"{self.family}-{self.recipe}{more}"
 
     @property
@@ -85,10 +87,11 @@ class Variant(NamedTuple):
         return 0.9 if self.recipe == "nvfp4" else 0.3
 
 
-def variants(compile_ours: bool, recompute_ours: bool) -> list[Variant]:
+def variants(compile_ours: bool, recompute_ours: bool, graph_ours: bool) -> list[Variant]:
     plain = [Variant("bf16", "bf16", compiled) for compiled in (False, True)]
     torchao = [Variant("torchao", recipe, True) for recipe in ("tensorwise", "rowwise")]
-    ways = [(False, False)] + [(True, False)] * compile_ours + [(False, True)] * recompute_ours
+    ways = [(False, False, False)] + [(True, False, False)] * compile_ours + [(False, True, False)] * recompute_ours
+    ways += [(False, False, True)] * graph_ours
     return plain + torchao + [Variant("ours", recipe, *way) for recipe in RECIPES for way in ways]
 
 
@@ -225,6 +228,8 @@ class Subject:
         if variant.compiled:
             self.call = torch.compile(self.model, backend=compiler)
         self.x, self.dy = data(shape)
+        if variant.graphed:
+            capture(self.model, self.x, variant.recipe)
         for _ in range(3):
             self.step()
             self.clear()
@@ -240,6 +245,13 @@ class Subject:
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.x.grad = None
+
+
+def capture(model: nn.Module, x: Tensor, recipe: str) -> None:
+    """Make the forward and the backward of each layer of ours CUDA graphs."""
+    layers = list(model.layers)
+    kwargs = {"rotary_pos_emb": model.angles}
+    qs.make_graphed_callables(layers, [(x,)] * len(layers), sample_kwargs=[kwargs] * len(layers), recipe=recipe)
 
 
 def to_float8(model: nn.Module, recipe: str, shape: Shape) -> None:
@@ -396,6 +408,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of variants, or patterns, with commas")
     parser.add_argument("--compile-ours", action="store_true", help="ours under torch.compile too")
+    parser.add_argument("--graph-ours", action="store_true", help="ours with captured layers too")
     parser.add_argument("--recompute-ours", action="store_true", help="ours with recompute_activation=True too")
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--same-attention", default="", help="that of the second table; 'none' for no such table")
@@ -414,14 +427,14 @@ def main(given: list[str] | None = None) -> int:
     shape = Shape(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)})
     where = torch.cuda.get_device_name() if shape.device == "cuda" else "CPU"
     print(f"## {where}, torch {torch.__version__}, torchao {torchao()}, {datetime.date.today()}\n\n{shape}\n")
-    known = {variant.name: variant for variant in variants(True, True)}
+    known = {variant.name: variant for variant in variants(True, True, True)}
     if options.profile:
         print("\n".join(profiled(Subject(known[options.profile], shape, None, options.compiler))))
         return 0
     patterns = (options.only or "*").split(",")
     asked = [
         v
-        for v in variants(options.compile_ours, options.recompute_ours)
+        for v in variants(options.compile_ours, options.recompute_ours, options.graph_ours)
         if any(fnmatch.fnmatch(v.name, p) for p in patterns)
     ]
     same = options.same_attention or ("cudnn" if shape.device == "cuda" else "math")

@@ -1,13 +1,14 @@
 """Models of transformers, converted: ms a step and peak memory beside BF16 and torchao's convert_to_float8_training.
 
     python benchmarks/convert_models.py [--models llama-1b,qwen3-8b] [--variants bf16,current,block fused,...]
-        [--jsonl FILE]
+        [--runs eager,compiled,graphed] [--jsonl FILE]
 
 Models have the shapes of Llama-3.2-1B and Qwen3-8B and random weights. A step is forward, loss, backward and optimizer:
 fused AdamW of PyTorch with states of bfloat16 for BF16 and torchao, `FusedAdam` with masters of 16 bits and moments of
 8 for ours. "host" is the time in which the host has launched a step. Layers are compiled one by one, so that one graph
 serves all; activations of every layer are recomputed where the table says so. Each variant has a fresh process. A
-recipe with " fused" behind it is `convert(modules="fused")`.
+recipe with " fused" behind it is `convert(modules="fused")`. In a graphed run the decoder layers are captured by
+`make_graphed_callables`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
+from quantshard.recipe import Recipe
 
 Steps = dict[str, Any]
 
@@ -91,8 +93,39 @@ def build(subject: Subject, variant: str, device: str) -> nn.Module:
         qs.convert(model, recipe, modules=fused or "linear")
     if subject.recompute:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False, "preserve_rng_state": False})  # there is no dropout, and graphs cannot ask
     return model.train()
+
+
+class _LastLayerError(Exception):
+    """Ends a forward that is run for the layers' arguments."""
+
+
+def capture_layers(model: nn.Module, recipe: str | Recipe | None, **inputs: Tensor) -> None:
+    """Capture the decoder layers of a model of transformers with the arguments that its forward, on such inputs, gives
+    them; None: in high precision."""
+    layers = list(model.model.layers)
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        found.append((args, kwargs))
+        if len(found) == len(layers):
+            raise _LastLayerError
+        return args[0]
+
+    for layer in layers:
+        layer.forward = note
+    try:
+        model(**inputs)
+    except _LastLayerError:
+        pass
+    finally:
+        for layer in layers:
+            del layer.forward
+    qs.make_graphed_callables(
+        layers, [args for args, _ in found], sample_kwargs=[kwargs for _, kwargs in found],
+        enabled=recipe is not None, recipe=recipe,
+    )  # fmt: skip
 
 
 def optimizer_of(model: nn.Module, variant: str) -> torch.optim.Optimizer:
@@ -103,14 +136,17 @@ def optimizer_of(model: nn.Module, variant: str) -> torch.optim.Optimizer:
     return qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-5, **lean)
 
 
-def measure(subject: Subject, variant: str, compiled: bool, steps: int, device: str) -> Steps:
+def measure(subject: Subject, variant: str, run: str, steps: int, device: str) -> Steps:
     """Median milliseconds of a step, of its forward and backward, and of the host; peak GiB; the losses."""
     model = build(subject, variant, device)
-    if compiled:
+    if run == "compiled":
         for layer in model.model.layers:
             layer.compile()
     optimizer = optimizer_of(model, variant)
     tokens = torch.randint(subject.sizes["vocab_size"], (subject.batch, subject.length), device=device)
+    if run == "graphed":
+        recipe = None if variant in PEERS else variant.partition(" ")[0]
+        capture_layers(model, recipe, input_ids=tokens, labels=tokens)
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
     times: dict[str, list[float]] = {"step": [], "forward and backward": [], "host": []}
     losses: list[Tensor] = []
@@ -140,17 +176,17 @@ def measure(subject: Subject, variant: str, compiled: bool, steps: int, device: 
 
 
 def table(rows: list[Steps]) -> list[str]:
-    """Markdown; ratios are to BF16 of the same model, eager or compiled alike."""
-    base = {(row["model"], row["compiled"]): row for row in rows if row["variant"] == "bf16"}
+    """Markdown; ratios are to BF16 of the same model in the same run: eager, compiled or graphed."""
+    base = {(row["model"], row["run"]): row for row in rows if row["variant"] == "bf16"}
     lines = [
         "| model | weights | run | ms a step | of BF16 | forward, backward | host | peak GiB | of BF16 | loss |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        like = base.get((row["model"], row["compiled"]))
+        like = base.get((row["model"], row["run"]))
         ratios = [f"{row[key] / like[key]:.2f}" if like else "-" for key in ("step", "peak GiB")]
         lines.append(
-            f"| {row['model']} | {row['variant']} | {'compiled' if row['compiled'] else 'eager'} | {row['step']:.1f} "
+            f"| {row['model']} | {row['variant']} | {row['run']} | {row['step']:.1f} "
             f"| {ratios[0]} | {row['forward and backward']:.1f} | {row['host']:.1f} | {row['peak GiB']:.1f} "
             f"| {ratios[1]} | {row['first loss']:.3f} to {row['last loss']:.3f} |"
         )
@@ -162,7 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--variants", default=",".join([*PEERS, *OURS]))
-    parser.add_argument("--runs", default="eager,compiled")
+    parser.add_argument("--runs", default="eager,compiled,graphed")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int, help="fewer layers, to try it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -174,8 +210,8 @@ def main() -> int:
         subject = MODELS[model]
         if asked.layers:
             subject = replace(subject, sizes={**subject.sizes, "num_hidden_layers": asked.layers})
-        found = measure(subject, variant, run == "compiled", asked.steps, asked.device)
-        print(json.dumps({"model": model, "variant": variant, "compiled": run == "compiled", **found}))
+        found = measure(subject, variant, run, asked.steps, asked.device)
+        print(json.dumps({"model": model, "variant": variant, "run": run, **found}))
         return 0
     rows = []
     for model in asked.models.split(","):

@@ -20,6 +20,7 @@ from quantshard.modules import (
     capturable_,
     checkpoint,
     dispatch_tokens,
+    make_graphed_callables,
     quantized_model_init,
 )
 from quantshard.observe import explain, plan
@@ -56,6 +57,7 @@ __all__ = [
     "errors",
     "explain",
     "layouts",
+    "make_graphed_callables",
     "optimizers",
     "plan",
     "quantized_model_init",

@@ -144,6 +144,33 @@ REFUSALS: Final[dict[str, Limit]] = {
         "whether the new values are finite is read back before any is written",
         "write weights outside of the graph, or by FusedAdam with capturable=True",
     ),
+    "captured shards": Limit(
+        "make_graphed_callables does not take parameters that FSDP2 shards",
+        "what FSDP2 gathers lies at another address in each pass, and its hooks are no launches",
+        "capture the whole step with torch.cuda.graph, begun and ended while nothing is gathered (docs/graphs.md), or "
+        "replicate the model (DDP)",
+    ),
+    "captured replicas": Limit(
+        "make_graphed_callables does not take what DistributedDataParallel wraps together with the wrapper",
+        "its reduction of gradients belongs to the whole backward",
+        "capture the layers of the module first, then wrap it",
+    ),
+    "captured region": Limit(
+        "a captured callable is not called in a checkpointed function",
+        "its activations lie at fixed addresses, so none of their memory would be saved",
+        "checkpoint inside of what is captured, with use_reentrant=False and preserve_rng_state=False",
+    ),
+    "overwritten activations": Limit(
+        "the backward of a captured callable does not run behind another forward of it, or of one captured before it, "
+        "nor twice",
+        "its activations lie at fixed addresses, and were written over",
+        "call backward before the next forward, or capture a callable for each forward whose backward is still to come",
+    ),
+    "changed outputs": Limit(
+        "the backward of a captured callable does not run after its output was changed in place",
+        "its activations may be in that memory, and autograd cannot tell",
+        "change a new tensor: y = y + 1 instead of y += 1",
+    ),
     "second derivative": Limit(
         "create_graph=True through a quantized layer is not supported",
         "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",

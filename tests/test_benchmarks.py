@@ -11,6 +11,9 @@ from benchmarks import host, train_step
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
 from quantshard.trainer.data import collect
+from tests.modules.graphed import rerun
+
+__all__ = ["rerun"]
 
 SMALL = replace(
     bench.DEMO,
@@ -78,7 +81,8 @@ def test_noise_is_that_of_the_control_and_shrinks_with_seeds():
     assert control.bound(noise) == pytest.approx(3.18 * noise / 2**0.5)
 
 
-def test_converted_models_are_measured_beside_bf16():
+def test_converted_models_are_measured_beside_bf16(rerun):
+    """Captured layers, whose graphs are run again here, train as eager ones do."""
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
@@ -86,9 +90,11 @@ def test_converted_models_are_measured_beside_bf16():
     rows = []
     for variant in ("bf16", "current"):
         subject = replace(converted.MODELS["qwen3-8b"], sizes=sizes, batch=1, length=16)
-        found = converted.measure(subject, variant, compiled=False, steps=1, device="cpu")
+        found = converted.measure(subject, variant, "eager", steps=1, device="cpu")
         assert found["last loss"] < found["first loss"]  # the layers train
-        rows.append({"model": "qwen3-8b", "variant": variant, "compiled": False, **found, "peak GiB": 1.0})
+        captured = converted.measure(subject, variant, "graphed", steps=1, device="cpu")
+        assert [captured[name] for name in ("first loss", "last loss")] == [found["first loss"], found["last loss"]]
+        rows.append({"model": "qwen3-8b", "variant": variant, "run": "eager", **found, "peak GiB": 1.0})
     rows[1]["step"] = rows[0]["step"] * 2
     assert [line.split(" | ")[4] for line in converted.table(rows)[2:]] == ["1.00", "2.00"]
 

@@ -11,6 +11,9 @@ import torch
 from benchmarks import block_step as bench
 from benchmarks import roofline
 from benchmarks.block_step import Shape, Subject, Variant
+from tests.modules.graphed import rerun
+
+__all__ = ["rerun"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's and Dynamo's
 SMALL = Shape(layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, batch=2, tokens=24, device="cpu")
@@ -33,6 +36,16 @@ def test_ours_compute_what_a_plain_model_does(tmp_path, capsys) -> None:
     assert 0 < found["ours-bf16"]["errors"]["dw"] < 0.02 < found["ours-current"]["errors"]["dw"]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == ["variant", *names]
+
+
+def test_captured_layers(rerun, capsys) -> None:
+    """Their graphs are run again here."""
+    only = "bf16-eager,ours-current,ours-current-graphed"
+    assert run(f"--only={only}", "--graph-ours", "--same-attention=none", *SHORT) == 0
+    told = {
+        line.split(":")[0]: line.split("off by")[1] for line in capsys.readouterr().out.splitlines() if "off" in line
+    }
+    assert told["- ours-current"] == told["- ours-current-graphed"]
 
 
 def test_the_second_table_has_one_attention(tmp_path) -> None:

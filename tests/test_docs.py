@@ -44,7 +44,8 @@ with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
 
 The classes are quantshard's own, with its defaults. `te.checkpoint` is reentrant by default, as there.
 `te.is_fp8_available()` and the like say whether products are native on the current GPU; every recipe runs without,
-emulated. A name that is not here is an AttributeError that says what to use instead. A layer that was not built under
+emulated. `te.make_graphed_callables` is there, with its arguments ([CUDA graphs](graphs.md)). A name that is not
+here is an AttributeError that says what to use instead. A layer that was not built under
 `quantized_model_init` (or `te.fp8_model_init`) makes its amax histories in its first forward, and warns that a new
 process has no entry to load them into: build it under `quantized_model_init(enabled=False, recipe=recipe)`.
 

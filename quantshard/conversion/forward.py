@@ -84,7 +84,12 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if (
+            not torch.compiler.is_compiling()
+            and self.training
+            and torch.is_grad_enabled()
+            and not context.is_rehearsed()
+        ):
             optimizer_watch.note_forward(self)
         # an autocast of the caller's decides: its recipe, its strictness, its group of ranks
         if context.in_autocast() or not getattr(self, ENTERS):

@@ -5,6 +5,7 @@ from quantshard.modules.attention import DotProductAttention, MultiheadAttention
 from quantshard.modules.capture import capturable_
 from quantshard.modules.contexts.context import autocast, quantized_model_init
 from quantshard.modules.contexts.recompute import checkpoint
+from quantshard.modules.graphs.callables import make_graphed_callables
 from quantshard.modules.grouped_linear import GroupedLinear
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.layernorm_mlp import LayerNormMLP
@@ -30,5 +31,6 @@ __all__ = [
     "capturable_",
     "checkpoint",
     "dispatch_tokens",
+    "make_graphed_callables",
     "quantized_model_init",
 ]

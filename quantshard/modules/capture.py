@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.tensor import components
-from quantshard.tensor.storage import DRAWS
+from quantshard.tensor.storage import DRAWS, KEY
 
 
 def capturable_(model: nn.Module) -> None:
@@ -34,6 +38,29 @@ def capturable_(model: nn.Module) -> None:
             raise ConfigurationError(f"capturable_: {name} is on the meta device; materialize the model first")
     for param, state in found.values():
         state[DRAWS] = state[DRAWS].to(param.device)
+
+
+@contextmanager
+def states_preserved(models: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """What forwards and backwards inside change besides gradients is afterwards as it was before: buffers, counts of
+    draws, amax histories, and the random generators of the CPU and of `device`."""
+    live = [buffer for model in models for buffer in model.buffers()]
+    for model in models:
+        for _, state in _states(model).values():
+            live += [value for name, value in state.items() if name != KEY]
+    kept = [(tensor, tensor.detach().clone()) for tensor in live]
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in kept:
+                    tensor.copy_(before)
+
+
+def draw_counts(models: Sequence[nn.Module]) -> list[int]:
+    """How many draws each weight has taken."""
+    return [int(state[DRAWS]) for model in models for _, state in _states(model).values()]
 
 
 def _states(model: nn.Module) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:

@@ -26,16 +26,31 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+def has_call_hooks(module: nn.Module) -> bool:
+    """True if a hook of a module sees its forward or its backward."""
+    for name in HOOKS:
+        if getattr(module, name):
+            return True
+    return False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if a call of a module runs what its `compile()` made."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """True if a hook sees, or changes, the gradient of a tensor; it keeps them under a name that modules have too."""
+    return any(getattr(tensor, name, None) for name in HOOKS)
+
+
 def runs_forward_alone(module: nn.Module) -> bool:
     """True if a call of a module is one of its class's forward and of nothing else: there is no hook, of its own or of
     all modules, no forward of the object, and no compiled call."""
-    for name in HOOKS:
-        if getattr(module, name):
-            return False
     for name in _GLOBAL_HOOKS:
         if getattr(torch_modules, name):
             return False
-    return getattr(module, "_compiled_call_impl", None) is None and "forward" not in vars(module)
+    return not (has_call_hooks(module) or is_compiled(module) or "forward" in vars(module))
 
 
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))

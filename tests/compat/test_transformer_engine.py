@@ -154,7 +154,7 @@ def test_names_that_are_not_here_say_what_to_use() -> None:
     with pytest.raises(AttributeError, match="no_such"):
         getattr(te, "no_such")  # noqa: B009
     with pytest.raises(ImportError):
-        exec(f"from {OURS}.pytorch import make_graphed_callables")
+        exec(f"from {OURS}.pytorch import moe_permute")
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "fp8_block_scaling", "nvfp4"])

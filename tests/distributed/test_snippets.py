@@ -35,6 +35,7 @@ RUN_BY = {
     "docs/format.md": f"{DOCS}format_doc.py",
     "docs/from-bf16.md": "tests/conversion/test_pages.py",
     "docs/from-torchao.md": "tests/conversion/test_pages.py",
+    "docs/graphs.md": "tests/modules/test_graphs.py",
     "docs/hugging-face.md": "tests/integrations/test_transformers.py",
     "docs/layouts.md": "tests/cli/test_exchange.py",
     "docs/lightning-and-torchtitan.md": "tests/integrations/test_lightning.py",

@@ -7,7 +7,8 @@ import hashlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -42,6 +43,7 @@ _init_plans: list[InitPlan] = []
 _autocasts: list[autocast] = []
 
 _queued_flush: weakref.ReferenceType[_BackwardFlush] | None = None
+_rehearses = False
 
 forward_amaxes = PendingAmaxes()
 """Amaxes of inputs and weights seen since the outermost autocast was entered."""
@@ -174,6 +176,23 @@ class _BackwardFlush:
         global _queued_flush
         _queued_flush = None
         backward_amaxes.flush()
+
+
+@contextmanager
+def amaxes_noted_in(forward: PendingAmaxes, backward: PendingAmaxes) -> Iterator[None]:
+    """Meanwhile amaxes are noted there; those that are pending stay so. What runs inside is no step of training."""
+    global forward_amaxes, backward_amaxes, _queued_flush, _rehearses
+    before = forward_amaxes, backward_amaxes, _queued_flush, _rehearses
+    forward_amaxes, backward_amaxes, _queued_flush, _rehearses = forward, backward, None, True
+    try:
+        yield
+    finally:
+        forward_amaxes, backward_amaxes, _queued_flush, _rehearses = before
+
+
+def is_rehearsed() -> bool:
+    """True in a pass that is run for a capture, and counts for nothing."""
+    return _rehearses
 
 
 def drop_failed_backward() -> None:

@@ -108,6 +108,12 @@ def _regions() -> CheckpointedRegions:
     return replace(found, entered=tuple(entered))
 
 
+def in_region() -> bool:
+    """True in a checkpointed function: in its first forward or where it is recomputed."""
+    found = _regions()
+    return bool(found.entered) or found.replayed is not None
+
+
 def linear_context(layer: Layer, quantized: bool, setting: str | None = None) -> LinearContext:
     """How a layer is to be computed now: as autocast says, or in a second forward as in the first.
 

@@ -11,6 +11,7 @@ from quantshard.compat.transformer_engine.pytorch import (
     attention,
     distributed,
     fp8,
+    graph,
     module,
     optimizers,
     quantization,
@@ -22,6 +23,7 @@ from quantshard.compat.transformer_engine.pytorch.attention import (
     RotaryPositionEmbedding,
 )
 from quantshard.compat.transformer_engine.pytorch.distributed import checkpoint
+from quantshard.compat.transformer_engine.pytorch.graph import make_graphed_callables
 from quantshard.compat.transformer_engine.pytorch.module import (
     GroupedLinear,
     LayerNorm,
@@ -68,11 +70,13 @@ __all__ = [
     "get_default_fp8_recipe",
     "get_default_recipe",
     "get_device_compute_capability",
+    "graph",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "module",
     "optimizers",
     "quantization",
@@ -82,7 +86,6 @@ __all__ = [
 ]
 
 NOT_HERE = {
-    "make_graphed_callables": "capture steps with torch.cuda.graph after quantshard.capturable_(model)",
     "parallel_cross_entropy": "use torch.nn.functional.cross_entropy; of DTensors under loss_parallel()",
     "CudaRNGStatesTracker": "dropout draws from torch's generator",
     "get_cpu_offload_context": "use FSDP2's CPUOffloadPolicy, or torch.autograd.graph.save_on_cpu",

@@ -43,8 +43,7 @@ def fp8_autocast(
     """
     if _graph:
         raise ConfigurationError(
-            "fp8_autocast(_graph=True) is not supported: capture steps with torch.cuda.graph after "
-            "quantshard.capturable_(model)"
+            "fp8_autocast(_graph=True) is not supported: it is what make_graphed_callables sets; call that"
         )
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
 

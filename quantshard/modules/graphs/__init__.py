@@ -1,0 +1,1 @@
+"""Modules whose forward and backward are CUDA graphs."""
