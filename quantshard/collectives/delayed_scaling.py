@@ -68,7 +68,7 @@ _CAPTURED: list[Tensor] = []
 """Slots that CUDA graphs hold the addresses of: several may be captured within one pass."""
 
 
-class _PendingHistory(NamedTuple):
+class PendingHistory(NamedTuple):
     """A history whose amaxes were noted in this pass, by which name ranks know it, and where the amaxes lie."""
 
     history: Tensor
@@ -89,7 +89,7 @@ class PendingAmaxes:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[int, _PendingHistory] = {}  # by id of the history
+        self._noted: dict[int, PendingHistory] = {}  # by id of the history
         self._slots: dict[Hashable, Tensor] = {}
         self._free: dict[Hashable, list[Tensor]] = {}
         self._past: dict[Hashable, tuple[Tensor, Tensor, int]] = {}  # history, what it stands for, and changes before
@@ -169,9 +169,13 @@ class PendingAmaxes:
         for key, history, slot in zip(keys, histories, slots, strict=True):
             noted = self._noted.get(id(history))
             if noted is None:
-                self._noted[id(history)] = _PendingHistory(history, key, number, group, [slot])
+                self._noted[id(history)] = PendingHistory(history, key, number, group, [slot])
             else:
                 noted.slots.append(slot)
+
+    def histories(self) -> list[PendingHistory]:
+        """Those that amaxes are noted for."""
+        return list(self._noted.values())
 
     # The end of a pass -----------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class PendingAmaxes:
             RankMismatchError: on every rank, if ranks of a group saw different modules, now or on a GPU in the flush
                 before this one.
         """
-        by_group: dict[Groups, list[_PendingHistory]] = {}
+        by_group: dict[Groups, list[PendingHistory]] = {}
         for each in self._noted.values():
             by_group.setdefault(each.group, []).append(each)
         self._end(is_whole=True)
@@ -194,7 +198,7 @@ class PendingAmaxes:
             identities: list[tuple[int, int]] = []
             if group is not None:
                 identities, members = _in_order(members)
-            amaxes = torch.stack(_merged([each.slots for each in members]))
+            amaxes = torch.stack(merged_slots([each.slots for each in members]))
             amaxes = amaxes if group is None else _reduced_alike(amaxes, identities, group)
             record_amaxes_([each.history for each in members], amaxes)
         MISMATCHES.check(waits=False)
@@ -224,7 +228,7 @@ def _new_slots(queue: LaunchQueue) -> list[Tensor]:
     return list(block[:, 0].unbind())
 
 
-def _merged(noted: list[list[Tensor]]) -> list[Tensor]:
+def merged_slots(noted: list[list[Tensor]]) -> list[Tensor]:
     """The largest of the slots of each history; not in place: several histories may have been noted in one slot."""
     while several := [slots for slots in noted if len(slots) > 1]:
         pairs = [slots.pop() for slots in several], [slots.pop() for slots in several]
@@ -233,11 +237,11 @@ def _merged(noted: list[list[Tensor]]) -> list[Tensor]:
     return [slot for (slot,) in noted]
 
 
-def _in_order(members: Sequence[_PendingHistory]) -> tuple[list[tuple[int, int]], list[_PendingHistory]]:
+def _in_order(members: Sequence[PendingHistory]) -> tuple[list[tuple[int, int]], list[PendingHistory]]:
     """Identities, equal on all ranks, and their owners in this order. Modules that share a weight share its key, and
     are told apart by the order in which they were noted."""
     keys = torch.cat([each.key for each in members]).tolist()
-    found: dict[tuple[int, int], _PendingHistory] = {}
+    found: dict[tuple[int, int], PendingHistory] = {}
     seen: dict[int, int] = {}
     for key, each in zip(keys, members, strict=True):
         name = key * 3 + each.number

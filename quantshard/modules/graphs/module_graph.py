@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from quantshard import limits, private_torch
-from quantshard.collectives.delayed_scaling import PendingAmaxes
+from quantshard.collectives.delayed_scaling import PendingAmaxes, PendingHistory, merged_slots
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.contexts import context, context_warnings
@@ -30,9 +30,10 @@ from quantshard.modules.graphs.arguments import CONSTANTS, GraphArguments, leave
 
 
 class AmaxNotes(NamedTuple):
-    """Amaxes [n] that a pass notes for n different histories, to be reduced over one group."""
+    """Amaxes [n] that a pass notes for n different histories, of one `number` and to be reduced over one group."""
 
-    identities: list[int]
+    keys: list[Tensor]
+    number: int
     histories: list[Tensor]
     amaxes: Tensor
     group: Groups
@@ -41,27 +42,18 @@ class AmaxNotes(NamedTuple):
 class AmaxRecord(PendingAmaxes):
     """Amaxes that a captured pass notes; none is recorded in a history, since a replay notes its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[tuple[int, int], tuple[int, Tensor, Tensor, Groups]] = {}
-
-    def note_all(self, identities: Sequence[int], histories: Sequence[Tensor], amaxes: Tensor, group: Groups) -> None:
-        """Note amaxes; a second one for a history is merged with the first by MAX."""
-        parts = amaxes.detach().clone().split(1)
-        for identity, history, amax in zip(identities, histories, parts, strict=True):
-            earlier = self._found.get((identity, id(history)))
-            merged = amax if earlier is None else torch.maximum(amax, earlier[2])
-            self._found[identity, id(history)] = identity, history, merged, group
-
     def notes(self) -> list[AmaxNotes]:
-        """All of them, those of each group in one tensor, which a replay of the graph writes."""
-        by_group: dict[Groups, list[tuple[int, Tensor, Tensor, Groups]]] = {}
-        for each in self._found.values():
-            by_group.setdefault(each[3], []).append(each)
+        """All of them, those of a number and a group in one tensor, which a replay of the graph writes."""
+        alike: dict[tuple[int, Groups], list[PendingHistory]] = {}
+        for each in self.histories():
+            alike.setdefault((each.number, each.group), []).append(each)
         return [
-            AmaxNotes([e[0] for e in found], [e[1] for e in found], torch.cat([e[2] for e in found]), group)
-            for group, found in by_group.items()
-        ]
+            AmaxNotes(
+                [each.key for each in found], number, [each.history for each in found],
+                torch.stack(merged_slots([each.slots for each in found])), group,
+            )
+            for (number, group), found in alike.items()
+        ]  # fmt: skip
 
 
 @dataclass
@@ -72,9 +64,9 @@ class PassRecord:
     notes: list[AmaxNotes]
 
     def note(self, pending: PendingAmaxes) -> None:
-        """Note the amaxes of a replay."""
-        for identities, histories, amaxes, group in self.notes:
-            pending.note_all(identities, histories, amaxes, group)
+        """Note the amaxes of a replay, as they are now: the next one may come before they are recorded."""
+        for keys, number, histories, amaxes, group in self.notes:
+            pending.note_all(keys, number, histories, amaxes.clone(), group)
 
 
 class GraphOrder:
