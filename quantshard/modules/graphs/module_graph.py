@@ -42,6 +42,9 @@ class AmaxNotes(NamedTuple):
 class AmaxRecord(PendingAmaxes):
     """Amaxes that a captured pass notes; none is recorded in a history, since a replay notes its own."""
 
+    def flush(self) -> None:
+        """Keep them: the pass has left autocast, and `notes` comes later."""
+
     def notes(self) -> list[AmaxNotes]:
         """All of them, those of a number and a group in one tensor, which a replay of the graph writes."""
         alike: dict[tuple[int, Groups], list[PendingHistory]] = {}
