@@ -2,25 +2,30 @@
 
     python benchmarks/host.py [--modules linear,layer,llama,llama-fused] [--recipes bf16,current,delayed,block]
         [--hidden 2048]
+    python benchmarks/host.py --launches [--recipes current,delayed,block]
 
 Forward and backward of one module, behind which nothing waits; "bf16" is the same module of plain PyTorch. "llama" is a
 decoder layer of transformers that `quantshard.convert` converted, "llama-fused" with modules="fused". Python calls
 and ATen operations are counted in a run of their own, with the profiler's hook of Python and a dispatch mode; kernels,
 copies and waits are those that torch.profiler sees of the CUDA runtime. Without a GPU the launches of Triton and scaled
 products do nothing (`without_device`): times are then those of Python and dispatch alone, which counts repeat exactly.
+
+With --launches, on a GPU, instead: what one launch of each kernel of a layer costs the host, in microseconds, by
+Triton's `kernel[grid](...)` and by `quantshard.kernels.launch`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -263,23 +268,94 @@ def measure(module: str, recipe: str, hidden: int, repeats: int = REPEATS) -> Ro
         return {"module": module, "recipe": recipe, **microseconds(subject, repeats), **counts(subject, launched)}
 
 
+def launches(step: Callable[[], None]) -> dict[str, tuple[Any, ...]]:
+    """Of each kernel that a step launches, by its name: the kernel, a grid, arguments, and options."""
+    from triton.runtime.jit import KernelInterface
+
+    from quantshard.kernels import launch
+
+    found: dict[str, tuple[Any, ...]] = {}
+    real = KernelInterface.__getitem__
+
+    def noted(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            found.setdefault(kernel.fn.__name__, (kernel, grid, args, options))
+            return real(kernel, grid)(*args, **options)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", noted))
+        stack.enter_context(mock.patch.object(launch, "KNOWN_TRITON", False))  # each launch is Triton's own
+        stack.enter_context(mock.patch.object(launch, "_VARIANTS", {}))
+        step()
+    return found
+
+
+def host_time(call: Callable[[], object], repeats: int = 20, calls: int = 100) -> float:
+    """Microseconds of a call, the least of some means; the device's queue holds the calls of one mean."""
+    for _ in range(3):
+        call()
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - begin) / calls)
+    torch.cuda.synchronize()
+    return round(min(found) * 1e6, 1)
+
+
+def triton_launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
+    """`launch_kernel` by Triton's own means."""
+    with torch.cuda.device(device):
+        kernel[grid](*args, **options)
+
+
+def launch_times(recipe: str, hidden: int) -> Iterator[Row]:
+    """Rows of the table of launches, of a layer under a recipe."""
+    from quantshard.kernels.launch import launch_kernel
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    subject = Subject("layer", recipe, hidden, "cuda")
+    subject.step()
+    for name, (kernel, grid, args, options) in launches(subject.step).items():
+        plain, direct = (
+            host_time(functools.partial(function, kernel, grid, device, *args, **options))
+            for function in (triton_launch, launch_kernel)
+        )
+        yield {"recipe": recipe, "kernel": name, "arguments": len(args), "Triton us": plain, "direct us": direct}
+
+
+def table(rows: Iterable[Row]) -> None:
+    """Print rows as they come."""
+    heads: list[str] = []
+    for row in rows:
+        if not heads:
+            heads = list(row)
+            print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+        print(f"| {' | '.join(str(row[name]) for name in heads)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", default=",".join([*MODULES, *CONVERTED]))
     parser.add_argument("--recipes", default="bf16,current,delayed,block,rowwise,mxfp8,nvfp4")
     parser.add_argument("--hidden", type=int, default=2048 if torch.cuda.is_available() else 256)
+    parser.add_argument("--launches", action="store_true", help="what one launch of each kernel costs; needs a GPU")
     asked = parser.parse_args()
-    heads: list[str] = []
+    recipes = asked.recipes.split(",")
+    if asked.launches:
+        table(row for recipe in recipes if recipe != "bf16" for row in launch_times(recipe, asked.hidden))
+        return
+    modules = []
     for module in asked.modules.split(","):
         if reason := why_missing(module):
             print(f"{module}: left out, {reason}", file=sys.stderr)
-            continue
-        for recipe in asked.recipes.split(","):
-            row = measure(module, recipe, asked.hidden)
-            if not heads:
-                heads = list(row)
-                print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-            print(f"| {' | '.join(str(row[name]) for name in heads)} |", flush=True)
+        else:
+            modules.append(module)
+    table(measure(module, recipe, asked.hidden) for module in modules for recipe in recipes)
 
 
 if __name__ == "__main__":

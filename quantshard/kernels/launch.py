@@ -10,7 +10,8 @@ What is used of Triton's inside, here and nowhere else, as it is in 3.6 to 3.9:
   bool and float by their types; tuples entry by entry. Triton's own key is made of it. Here it is asked about every
   argument, those of `do_not_specialize` too, which tells more kinds apart and never fewer.
 - `JITFunction.params` and `pre_run_hooks`; `CompiledKernel.run`, `function` and `packed_metadata`. `JITFunction.run`
-  ends with the same call. In the places of constants anything may stand, but something must.
+  ends with the same call. In the places of constants anything may stand, but something must. Globals that a kernel
+  reads, which Triton compares before each launch, are constants here.
 - `runtime.driver.active.get_current_stream`: PyTorch's stream, which may be one that a graph is captured from.
 - `knobs`: hooks and modes of profilers and debuggers. While there are some, launches are Triton's own.
 
@@ -48,20 +49,21 @@ MOST_VARIANTS: Final = 4096
 class KernelVariants:
     """What Triton has compiled of a kernel, by the kinds of its arguments, as `launch_kernel` calls it.
 
-    `arguments`: how many parameters stand before the constants.
+    `arguments`: how many parameters stand before the constants. `tuples`: which of these were tuples at first.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, args: tuple[Any, ...]) -> None:
         self.kernel = kernel  # so that no other kernel gets its id
         self.hooks = kernel.pre_run_hooks
         self.parameters = len(kernel.params)
         self.arguments = sum(not parameter.is_constexpr for parameter in kernel.params)
+        self.tuples = [place for place, each in enumerate(args[: self.arguments]) if isinstance(each, tuple)]
         self.compiled: dict[Any, tuple[Any, ...]] = {}
 
     def keep(self, key: Any, compiled: Any, given: int) -> None:
         """Keep what was compiled for such a key, if it is what is known here; `given`: how many arguments and constants
         stood in order."""
-        if type(compiled) is not CompiledKernel or given < self.arguments:
+        if type(compiled) is not CompiledKernel:
             return
         if len(self.compiled) >= MOST_VARIANTS:
             self.compiled.clear()
@@ -93,14 +95,23 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
             launch_kernel(kernel, grid, device, *args, **options)
         return
     variants = _VARIANTS.get(id(kernel))
-    if variants is None or ((_ENTER or _EXIT or _RUNTIME or _COMPILATION or variants.hooks) and _are_watched(variants)):
+    if (
+        variants is None
+        or len(args) < variants.arguments  # some are among the options
+        or ((_ENTER or _EXIT or _RUNTIME or _COMPILATION or variants.hooks) and _are_watched(variants))
+    ):
         kernel[grid](*args, **options)
         if variants is None and _is_known(kernel):
-            _VARIANTS[id(kernel)] = KernelVariants(kernel)
+            _VARIANTS[id(kernel)] = KernelVariants(kernel, args)
         return
     count = variants.arguments
-    # tuples without names: of named ones Triton would make two more
-    arguments = tuple([tuple(each) if isinstance(each, tuple) else each for each in args[:count]])
+    arguments: Any = args[:count]
+    if variants.tuples:  # without their names: of named tuples Triton would make two more
+        arguments = list(arguments)
+        for place in variants.tuples:
+            if isinstance(arguments[place], tuple):
+                arguments[place] = tuple(arguments[place])
+        arguments = tuple(arguments)
     kinds = native_specialize_impl(BaseBackend, arguments, False, True, True)
     key = (index, kinds, args[count:], *options, *options.values())
     found = variants.compiled.get(key)

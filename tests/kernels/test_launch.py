@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.skipif(not KNOWN_TRITON, reason="all launches are Trito
 class Where(NamedTuple):
     """Arguments of a kernel."""
 
-    values: Any
+    out: Any
     rows: Any
     more: Any = None
 
@@ -281,8 +283,9 @@ def test_what_is_not_known_is_launched_by_triton(
 
 
 def test_arguments_by_name_are_bound_by_triton(device: Device, kernel: Any) -> None:
-    for _ in range(4):
-        launch_kernel(kernel, (1,), BASE["device"], X, None, where=None, n=1, loose=2, H=None, SIZE=1)
+    launched(kernel, {})
+    for _ in range(3):
+        launch_kernel(kernel, (1,), BASE["device"], X, None, where=Where(X, 1), n=1, loose=2, H=None, SIZE=1)
     assert device.own == 4 and not device.direct
 
 
@@ -307,7 +310,7 @@ def sum_of_two_kernel(x, y, where, n, shift, SIZE: tl.constexpr, TWICE: tl.const
         total += tl.load(y + at, mask=at < n, other=0.0).to(tl.float32)
     if TWICE:
         total *= 2
-    tl.store(where.values + at * where.rows, total, mask=at < n)
+    tl.store(where.out + at * where.rows, total, mask=at < n)
 
 
 def summed(x: Tensor, y: Tensor | None, shift: int, twice: bool, out: Tensor) -> Tensor:
@@ -319,20 +322,18 @@ def summed(x: Tensor, y: Tensor | None, shift: int, twice: bool, out: Tensor) ->
     return out
 
 
-def cases(device: str) -> Iterator[tuple[Any, ...]]:
-    """Arguments of `summed`, and what is expected."""
+def cases(device: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Arguments of `summed` of many kinds, and what is expected."""
     generator = torch.Generator().manual_seed(0)
-    for n in (1, 16, 17, 1024, 1025):
-        for dtype in (torch.float32, torch.bfloat16):
-            x, y = (torch.randn(n + 8, generator=generator).to(device, dtype) for _ in range(2))
-            for first in (0, 1, 8):
-                for stride in (1, 16, 17):
-                    for other in (None, y[first:][:n], y[8 - first :][:n]):
-                        for shift, twice in ((1, False), (16, True), (17, True)):
-                            own = x[first:][:n]
-                            out = torch.zeros((n + 1) * stride, device=device)[first % 2 :][::stride][:n]
-                            expected = (own.float() + shift + (0 if other is None else other.float())) * (1 + twice)
-                            yield (own, other, shift, twice, out), expected
+    every = product((1, 16, 17), (0, 1), (1, 16, 17), (None, 0, 1))
+    for number, (n, first, stride, other) in enumerate(every):
+        dtype = (torch.bfloat16, torch.float32)[number // 3 % 2]
+        x, y = (torch.randn(n + 1, generator=generator).to(device, dtype) for _ in range(2))
+        x, added = x[first:][:n], None if other is None else y[other:][:n]
+        shift, twice = (1, 16, 17)[number % 3], number // 2 % 2 == 1
+        out = torch.zeros((n + 1) * stride, device=device)[number % 2 :][::stride][:n]
+        expected = (x.float() + shift + (0 if added is None else added.float())) * (1 + twice)
+        yield (x, added, shift, twice, out), expected
 
 
 @pytest.fixture
@@ -342,43 +343,51 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_direct_launches_have_the_bits_of_triton(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *rest = cases("cuda")
+    every = list(cases("cuda"))
     with monkeypatch.context() as patch:
         patch.setattr(launch, "KNOWN_TRITON", False)
-        for args, expected in (first, *rest):
+        for args, expected in every:
             assert torch.equal(summed(*args), expected)
         assert not launch._VARIANTS
-    for _ in range(2):  # is known, then kept
-        for args, expected in (first, *rest):
+    for _ in range(2):  # the kernel becomes known, then each kind is kept
+        for args, expected in every:
             args[-1].zero_()
             assert torch.equal(summed(*args), expected)
     monkeypatch.setattr(KernelInterface, "__getitem__", None)  # from now on no launch is Triton's own
-    for args, expected in random.Random(0).sample((first, *rest), len(rest) + 1):
+    for args, expected in random.Random(0).sample(every, len(every)):
         args[-1].zero_()
-        assert torch.equal(summed(*args), expected), [getattr(each, "shape", each) for each in args]
+        assert torch.equal(summed(*args), expected), args
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_direct_launches_are_captured_and_go_to_the_current_stream(
-    fresh: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_launches_go_to_the_current_stream_and_into_graphs(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.randn(1000, device="cuda"), torch.zeros(1000, device="cuda")
     for _ in range(2):
         summed(x, None, 0, True, out)
     monkeypatch.setattr(KernelInterface, "__getitem__", None)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        summed(x.add_(1), None, 0, True, out)
+    stream.synchronize()
+    assert torch.equal(out, 2 * x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         summed(x, None, 0, True, out)
     x.normal_()
-    out.zero_()
     graph.replay()
     assert torch.equal(out, 2 * x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10**8)
-        summed(x.add_(1), None, 0, True, out.zero_())
-    stream.synchronize()
-    assert torch.equal(out, 2 * x)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_threads_launch_directly(fresh: None) -> None:
+    def run(number: int) -> bool:
+        x = torch.full((100 + number,), float(number), device="cuda")
+        return all(torch.equal(summed(x, x, n, False, torch.zeros_like(x)), 2 * x + n) for n in range(50))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(run, range(32)))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -391,6 +400,6 @@ def test_direct_launches_go_to_the_device_of_the_tensors(fresh: None) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="of the interpreter")
 def test_the_interpreter_launches_by_itself() -> None:
-    x = torch.arange(100.0)
-    assert torch.equal(summed(x, x, 3, True, torch.zeros(100)), 4 * x + 6)
+    for args, expected in cases("cpu"):
+        assert torch.equal(summed(*args), expected), args
     assert id(sum_of_two_kernel) not in launch._VARIANTS
