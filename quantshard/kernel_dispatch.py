@@ -95,7 +95,9 @@ def quantize_codes(
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
-        request = QuantizeRequest(copy, Scaling(), origin, encode_scales[copy.scale.name], words=words)
+        request = QuantizeRequest.of(
+            copy, Scaling(), origin=origin, multipliers=encode_scales[copy.scale.name], words=words
+        )
         return quantize_kernel.quantize_matrix(x, request)[0].codes
     drawn = words.tensor(x.device) if isinstance(words, RandomBits) else words
     return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
@@ -118,7 +120,8 @@ def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None 
     scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
     for copy in fmt.copies.values():
         second = None if copy.amax is None else parts[copy.amax.name]
-        found, _ = quantize_kernel.quantize_matrix(x, QuantizeRequest(copy, scaling, second_amax=second, words=words))
+        request = QuantizeRequest.of(copy, scaling, second_amax=second, words=words)
+        found, _ = quantize_kernel.quantize_matrix(x, request)
         assert found.scale is not None
         parts |= {copy.codes.name: found.codes, copy.scale.name: found.scale}
     return parts

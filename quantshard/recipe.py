@@ -99,6 +99,10 @@ class Cell:
     format: formats.Format
     scaling: Scaling = field(default_factory=Scaling)
 
+    def __hash__(self) -> int:
+        """The hash of what tells most cells apart: caches ask for it in each call, so it must be quick."""
+        return hash(self.format.name)
+
     @property
     def tag(self) -> str:
         """Name of what is stored, as a checkpoint records it (at most `FORMAT_NAME_BYTES` ASCII characters)."""
@@ -120,13 +124,7 @@ def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
 Table = Mapping[tuple[TensorRole, Gemm], Cell]
 
 
-def _table(
-    weight: Cell,
-    input_fprop: Cell,
-    input_wgrad: Cell,
-    grad_dgrad: Cell,
-    grad_wgrad: Cell,
-) -> Table:
+def _table(weight: Cell, input_fprop: Cell, input_wgrad: Cell, grad_dgrad: Cell, grad_wgrad: Cell) -> Table:
     return {
         (TensorRole.WEIGHT, Gemm.FPROP): weight,
         (TensorRole.WEIGHT, Gemm.DGRAD): weight,

@@ -34,7 +34,7 @@ from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import NormProducer, OperandProducer, QuantizeSpec, TensorProducer
+    from quantshard.gemm.producers import NormProducer, OperandProducer, TensorProducer
     from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernels
 
@@ -163,7 +163,7 @@ def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
     Those of normalized rows that one read makes it always does: that costs less than the memory until then.
     """
     read = cells(recipe, TensorRole.INPUT)
-    by_one_read = all(cell is not None and QuantizeSpec(cell).is_local for cell in read)
+    by_one_read = all(cell and (cell.scaling.history or not producers.needs_amax(cell)) for cell in read)
     return (asked or (normalized and by_one_read)) and functional.can_reread(recipe)
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.activation import RANDOM
-from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, largest_bits, load_tile
+from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
 from quantshard.kernels.quantize.matrix import tile_of
 
 LONGEST: Final = 16384
@@ -134,8 +134,12 @@ def statistics_kernel(
             if PIECES > 1:
                 z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
             y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED, OFFSET)
-            amax = tl.maximum(amax, largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
-        tl.atomic_max(amax_ptr, amax, sem="relaxed")  # of integers, so the order of programs does not matter
+            amax = tl.maximum(
+                amax, ql.largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty)))
+            )
+        tl.atomic_max(
+            ql.as_bits(amax_ptr), amax, sem="relaxed"
+        )  # of integers, so the order of programs does not matter
 
 
 @triton.jit(do_not_specialize=RANDOM)  # else a draw that is 1, or a multiple of 16, would compile another kernel
@@ -346,7 +350,7 @@ def norm_statistics(
         with ql.on(x.device):
             statistics_kernel[(-(rows // -r.rows),)](
                 x, x.stride(0), residual, 0 if residual is None else residual.stride(0), total, found.mean, rstd,
-                gamma, beta, None if amax is None else amax.view(torch.int32), rows, size, eps, CENTERED=centered,
+                gamma, beta, amax, rows, size, eps, CENTERED=centered,
                 OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
             )  # fmt: skip
     return found, x if total is None else total
@@ -371,8 +375,8 @@ def normalize_and_quantize(
         with ql.on(x.device):
             normalize_kernel[p.programs](
                 x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
-                p.where, p.sink, *p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
-                TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+                *p.arguments, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
+                **p.constants, enable_fp_fusion=False,
             )  # fmt: skip
     return p.finish()
 

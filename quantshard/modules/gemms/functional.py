@@ -24,13 +24,12 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend
-from quantshard.gemm.operands import OperandSplit
+from quantshard.gemm.operands import OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
     GemmOperands,
     LinearState,
-    OperandUsage,
     WgradOperand,
     cells,
     gemm_operands,
