@@ -23,7 +23,7 @@ from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
-from quantshard.kernels.quantize.targets import MOST_PLANS, Given, Poison, QuantizedOutput, QuantizeSpec
+from quantshard.kernels.quantize.targets import MOST_PLANS, Given, Poison, QuantizedOutput, QuantizeSpec, padding
 from quantshard.numerics import Pair
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
@@ -159,12 +159,16 @@ def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
 
 
 class DirectionPlan(NamedTuple):
-    """How a matrix, or its transpose, is quantized: by a cell, which to a kernel is a spec, into a rectangle."""
+    """How a matrix, or its transpose, is quantized: by a cell, which to a kernel is a spec, into a rectangle.
+
+    `turned`: that of the transpose of what is made. `measured`: the blocks whose amaxes a kernel must be given.
+    """
 
     cell: Cell
     spec: QuantizeSpec
     shard: Shard
-    draws: bool
+    turned: Shard
+    measured: Pair | None
 
     @staticmethod
     def of(cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool) -> DirectionPlan | None:
@@ -179,18 +183,18 @@ class DirectionPlan(NamedTuple):
             poison = "apart" if delayed else "amax"
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
         spec = QuantizeSpec(copy, plain, (0, 0), shared, read_by_columns(copy), given, poison)
-        cols = shape[1] + (-shape[1] % 16 if hadamard else 0)  # rows that are transformed are filled up
-        return DirectionPlan(cell, spec, sharding.whole((shape[0], cols)), scaling.stochastic_rounding)
+        rows, cols = shape[0], shape[1] + padding(shape[1], spec)
+        measured = copy.block if given else None if copy.amax is None else copy.amax.covers
+        return DirectionPlan(cell, spec, sharding.whole((rows, cols)), sharding.whole((cols, rows)), measured)
 
     def amaxes(self, values: TensorProducer | None, past: Tensor | None, transposed: bool) -> Tensor | None:
         """Those that a kernel must be given: of the past, or of these values or their transpose."""
-        copy, hadamard = self.spec.copy, self.spec.scaling.random_hadamard
-        if self.spec.given and past is not None:
-            return past
-        if not self.spec.given and copy.amax is None:
+        if self.measured is None:
             return None
+        if past is not None and self.spec.given:
+            return past
         assert values is not None, "an amax is needed first"
-        return values.amaxes(copy.block if copy.amax is None else copy.amax.covers, transposed, hadamard)
+        return values.amaxes(self.measured, transposed, self.spec.scaling.random_hadamard)
 
     def storage(self, output: QuantizedOutput) -> QuantizedStorage:
         """What a kernel has made."""
@@ -202,11 +206,12 @@ class DirectionPlan(NamedTuple):
 
     def transposed(self, output: QuantizedOutput) -> QuantizedStorage:
         """The transpose of that, of which codes were made too."""
-        copy, (rows, cols) = self.spec.copy, self.shard.shape
-        scale = output.scale if copy.block == (ALL, ALL) else output.scale.t()
-        found = self.storage(output._replace(codes=output.transposed, scale=scale))
-        found.shard = sharding.whole((cols, rows))
-        return found
+        copy, scale = self.spec.copy, output.scale
+        scale = scale if self.measured == copy.scale.covers else scale.t()  # of the whole tensor there is one
+        components = {copy.codes.name: output.transposed, copy.scale.name: scale}
+        if copy.amax is not None:
+            components[copy.amax.name] = output.second
+        return QuantizedStorage(self.cell, self.turned, components)
 
 
 class OperandPlan(NamedTuple):
@@ -214,13 +219,15 @@ class OperandPlan(NamedTuple):
     first's codes are transposed too if the second GEMM reads these.
 
     `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `poison`:
-    where it is known that not all values are finite: nowhere, in a scalar of its own, or in the scale.
+    where it is known that not all values are finite: nowhere, in a scalar of its own, or in the scale. `draws`: random
+    words.
     """
 
     one: DirectionPlan | None
     two: DirectionPlan | None
     reads_values: bool
     poison: Literal["", "scalar", "scale"]
+    draws: bool
 
 
 @lru_cache(MOST_PLANS)
@@ -233,8 +240,10 @@ def plan_operand(
     two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False)
     plain = (wanted.first and first is None) or (wanted.second and second is None)
     measured = not delayed and any(way is not None and needs_amax(way.cell) for way in (one, two))
+    draws = any(way is not None and way.cell.scaling.stochastic_rounding for way in (one, two))
     in_scale = one is not None and one.spec.poison
-    return OperandPlan(one, two, plain or measured, "scale" if in_scale else "scalar" if wanted.poison else "")
+    poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""
+    return OperandPlan(one, two, plain or measured, poison, draws)
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:

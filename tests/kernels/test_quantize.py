@@ -23,7 +23,7 @@ from quantshard.kernels.fused.activation import quantize_gradient
 from quantshard.kernels.fused.epilogue import EpilogueRequest
 from quantshard.kernels.quantize import amax, dequantize, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
-from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
+from quantshard.kernels.quantize.targets import Poison, QuantizedOutput, QuantizeRequest, QuantizeSpec
 from quantshard.numerics import RandomBits
 from tests.covering import exhaustive
 
@@ -226,6 +226,26 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
         assert found.transposed is not None
         assert same(found.transposed, numerics.transpose_parts(fmt, parts, shape)[copy.codes.name])
         assert same(seen, torch.maximum(x.float().abs().amax(), torch.tensor(2.0)))
+
+
+@pytest.mark.parametrize(("odd", "at"), [(None, 0), (float("inf"), -1), (float("-inf"), 0), (float("nan"), -1)])
+@pytest.mark.parametrize("poison", ["amax", "apart"])
+def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(poison: Poison, odd: float | None, at: int) -> None:
+    """By its own amax, or found in the same pass, in the tile that stores the scale or another; codes stay."""
+    fmt, x = FORMATS["fp8_e5m2"], values((300, 530))
+    if odd is not None:
+        x[at, at] = odd
+    known = numerics.block_amax(x if poison == "amax" else values((300, 530)), (ALL, ALL))
+    grids = {"scale_inv": known}
+    given = numerics.encode_scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
+    scale = torch.zeros(1, 1, device=DEVICE) if poison == "apart" else None
+    spec = QuantizeSpec(fmt.copies[Copy.ROWWISE], Scaling(), transposed=True, given="amaxes", poison=poison)
+    request = QuantizeRequest(spec, on_device(known), scale=scale)
+    found, _ = quantize_gradient(x.to(DEVICE), EpilogueRequest(request, poison=scale))
+    assert found is not None
+    assert same(found.codes, numerics.quantize_codes(x, fmt.copies[Copy.ROWWISE], {"scale_inv": given}))
+    expected = numerics.scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
+    assert same(found.scale, expected if odd is None else torch.full((1, 1), float("nan")))
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -37,11 +37,10 @@ from quantshard.kernels.quantize.targets import (
     TileShape,
     layout,
     padding,
+    random_arguments,
     registers,
-    rounding_of,
     smallest_tile,
     touched,
-    words_of,
 )
 from quantshard.numerics import Pair
 
@@ -144,7 +143,10 @@ class EpilogueLaunch(NamedTuple):
     def finish(self) -> Targets:
         """What is left to do after the launch; the targets."""
         if self.sums is not None and self.partial is not None:
-            self.sums.copy_(self.partial.sum(0))
+            if self.sums.dtype is torch.float32:
+                torch.sum(self.partial, 0, out=self.sums)
+            else:
+                self.sums.copy_(self.partial.sum(0))
         return self.targets
 
 
@@ -153,9 +155,10 @@ def plan_epilogue(
 ) -> EpilogueLaunch:
     """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
     one, two, high, amax, poison, sums = outputs
+    words, *roundings = random_arguments(one, two)
     plan = _plan(
         outputs.specs, None if beside is None else beside.specs, like.shape, like.dtype, like.device, backward,
-        rounding_of(one), rounding_of(two),
+        *roundings,
     )  # fmt: skip
     partial, cols = None, like.shape[1]
     assert high is None or high.shape == like.shape, "high must have the shape of the results"
@@ -164,7 +167,7 @@ def plan_epilogue(
         partial = new((plan.programs[0], cols), dtype=torch.float32, device=like.device)
     targets = plan.outputs(one, two, like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, poison, partial, cols)
-    arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *words_of(one, two)
+    arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *words
     return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)
 
 
@@ -236,7 +239,7 @@ def _launch_options(tile: TileShape, backward: bool) -> dict[str, Any]:
 
 def matrix(x: Tensor) -> Tensor:
     """x [..., C] as [R, C]; a scalar as [1, 1]."""
-    return x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ from quantshard.kernels.quantize.targets import (
     QuantizedOutput,
     QuantizeRequest,
     plan_quantization,
-    rounding_of,
-    words_of,
+    random_arguments,
 )
 
 
@@ -256,16 +255,16 @@ def quantize_matrix(
 
     `next_amax`: float32 scalar, made the larger of itself and the amax of x.
     """
+    words, *roundings = random_arguments(request, other)
     plan = plan_quantization(
-        request.spec, None if other is None else other.spec, x.shape, x.dtype, x.device, x.stride(1) == 1,
-        rounding_of(request), rounding_of(other),
-    )  # fmt: skip
+        request.spec, None if other is None else other.spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings
+    )
     one, two = plan.outputs(request, other, x.device, next_amax)
     assert one is not None
     if x.numel() > 0:
         with ql.on(x.device):
             quantize_kernel[plan.programs](
-                x, *x.stride(), plan.where, one, plan.two and plan.two.where, two, *words_of(request, other),
+                x, *x.stride(), plan.where, one, plan.two and plan.two.where, two, *words,
                 **plan.constants,
             )  # fmt: skip
     return one, two

@@ -342,23 +342,27 @@ def padding(size: int, spec: QuantizeSpec | None) -> int:
     return -size % 16 if spec is not None and spec.scaling.random_hadamard else 0
 
 
-def rounding_of(request: QuantizeRequest | None) -> Rounding | None:
-    """What kernels are compiled for of a request's random words."""
-    if request is None or request.words is None:
-        return None
-    rows, cols = request.words.global_shape
-    return cols % 4 == 0, rows * cols < 1 << 32, isinstance(request.words.draw, Tensor)
-
-
-def words_of(one: QuantizeRequest | None, two: QuantizeRequest | None) -> tuple[Any, ...]:
-    """Arguments of kernels that draw random words: key, draw, and for both directions stream and columns."""
-    first, second = (None if request is None else request.words for request in (one, two))
+def random_arguments(
+    one: QuantizeRequest | None, two: QuantizeRequest | None
+) -> tuple[tuple[Any, ...], Rounding | None, Rounding | None]:
+    """What kernels are told of random words: key, draw, and of both directions stream and columns; and what they are
+    compiled for."""
+    first, second = None if one is None else one.words, None if two is None else two.words
     drawn = first or second
     if drawn is None:
-        return NO_WORDS
+        return NO_WORDS, None, None
+    rounding, other_rounding = _rounding(first), _rounding(second)
     first, second = first or drawn, second or drawn
     columns = first.global_shape[1], second.global_shape[1]
-    return *halves(drawn.key), drawn.draw, first.stream, columns[0], second.stream, columns[1]
+    words = *halves(drawn.key), drawn.draw, first.stream, columns[0], second.stream, columns[1]
+    return words, rounding, other_rounding
+
+
+def _rounding(words: RandomBits | None) -> Rounding | None:
+    if words is None:
+        return None
+    rows, cols = words.global_shape
+    return cols % 4 == 0, rows * cols < 1 << 32, isinstance(words.draw, Tensor)
 
 
 def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.ScaleRule) -> KernelConfig:

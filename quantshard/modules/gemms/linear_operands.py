@@ -195,7 +195,7 @@ class OperandRequest:
         self.delayed = _DelayedScale.of(role, first or second, call, state, part)
         self.plan = producers.plan_operand(first, second, wanted, self.delayed is not None, like.shape)
         self.wanted, self.like = wanted, like
-        self.words = _GradientRandomBits.of_layer(state, part)
+        self.words = _GradientRandomBits.of_layer(state, part) if self.plan.draws else None
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
@@ -205,7 +205,7 @@ class OperandRequest:
 
     def outputs(self, given: TensorProducer | None = None) -> EpilogueRequest:
         """The same as a kernel is told it; `given`: the values, if they are in memory."""
-        (one, two, _, kind), delayed, device = self.plan, self.delayed, self.like.device
+        (one, two, _, kind, _), delayed, device = self.plan, self.delayed, self.like.device
         poison = scale = sums = amax = None
         if kind == "scalar":
             poison = producers.zero(device)
@@ -224,7 +224,9 @@ class OperandRequest:
         if plan is None:
             return None
         found = plan.amaxes(given, None if self.delayed is None else self.delayed.amax, turned)
-        words = self.words.of(WGRAD_STREAM if turned else DGRAD_STREAM)(plan.shard) if plan.draws else None
+        words = None
+        if self.words is not None and plan.cell.scaling.stochastic_rounding:
+            words = self.words.of(WGRAD_STREAM if turned else DGRAD_STREAM)(plan.shard)
         if plan.spec.given:
             return QuantizeRequest(plan.spec, found, None, words, scale)
         return QuantizeRequest(plan.spec, None, found, words)
@@ -233,7 +235,7 @@ class OperandRequest:
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, _, poison), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, _, poison, _), (found, turned), wanted = self.plan, targets, self.wanted
         if self.delayed is not None and outputs.amax is not None:
             self.delayed.note(outputs.amax)
         values = None if given is None else given.values
