@@ -18,7 +18,7 @@ from quantshard.numerics import RandomBits
 
 if kernels.USABLE:
     from quantshard.kernels.quantize import amax, dequantize, matrix, scales, transpose
-    from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
+    from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
 
@@ -61,10 +61,9 @@ def quantization(
     drawn = None if words is None else dict.fromkeys(Copy, words.tensor(x.device))
     parts = numerics.quantize(x, fmt, scaling, words=drawn)
     known = numerics.block_amax(x, copy.block) if ALL in copy.block else None
-    request = QuantizeRequest.of(
-        copy, scaling, amaxes=known, second_amax=parts.get("amax"), words=words, transposed=transposed,
-        by_columns=producers.read_by_columns(copy),
-    )  # fmt: skip
+    by_columns = producers.read_by_columns(copy)
+    spec = QuantizeSpec(copy, scaling, (0, 0), transposed, by_columns, "" if known is None else "amaxes")
+    request = QuantizeRequest(spec, known, parts.get("amax"), words)
     across = None
     if transposed:
         across = numerics.transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]

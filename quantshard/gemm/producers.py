@@ -17,13 +17,21 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
-from quantshard.gemm.operands import OperandUsage, quantized_cells
+from quantshard.gemm.operands import OperandUsage, WordsOf, quantized_cells
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
-from quantshard.kernels.quantize.targets import MOST_PLANS, Given, Poison, QuantizedOutput, QuantizeSpec, padding
+from quantshard.kernels.quantize.targets import (
+    MOST_PLANS,
+    Given,
+    Poison,
+    QuantizedOutput,
+    QuantizeRequest,
+    QuantizeSpec,
+    padding,
+)
 from quantshard.numerics import Pair
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
@@ -187,31 +195,28 @@ class DirectionPlan(NamedTuple):
         measured = copy.block if given else None if copy.amax is None else copy.amax.covers
         return DirectionPlan(cell, spec, sharding.whole((rows, cols)), sharding.whole((cols, rows)), measured)
 
-    def amaxes(self, values: TensorProducer | None, past: Tensor | None, transposed: bool) -> Tensor | None:
-        """Those that a kernel must be given: of the past, or of these values or their transpose."""
+    def request(
+        self, transposed: bool, values: TensorProducer | None, past: Tensor | None, words: WordsOf, scale: Tensor | None
+    ) -> QuantizeRequest:
+        """That to a kernel, for values or their transpose; their amaxes, or one of the past, are given as needed."""
+        spec, found = self.spec, past
         if self.measured is None:
-            return None
-        if past is not None and self.spec.given:
-            return past
-        assert values is not None, "an amax is needed first"
-        return values.amaxes(self.measured, transposed, self.spec.scaling.random_hadamard)
+            found = None
+        elif past is None or not spec.given:
+            assert values is not None, "an amax is needed first"
+            found = values.amaxes(self.measured, transposed, spec.scaling.random_hadamard)
+        drawn = words(self.shard) if self.cell.scaling.stochastic_rounding else None
+        return QuantizeRequest(spec, found if spec.given else None, None if spec.given else found, drawn, scale)
 
-    def storage(self, output: QuantizedOutput) -> QuantizedStorage:
-        """What a kernel has made."""
-        copy = self.spec.copy
-        components = {copy.codes.name: output.codes, copy.scale.name: output.scale}
+    def storage(self, output: QuantizedOutput, transposed: bool = False) -> QuantizedStorage:
+        """What a kernel has made, or its transpose."""
+        copy, codes, scale = self.spec.copy, output.codes, output.scale
+        if transposed:
+            codes, scale = output.transposed, scale if ALL in copy.block else scale.t()
+        components = {copy.codes.name: codes, copy.scale.name: scale}
         if copy.amax is not None:
             components[copy.amax.name] = output.second
-        return QuantizedStorage(self.cell, self.shard, components)
-
-    def transposed(self, output: QuantizedOutput) -> QuantizedStorage:
-        """The transpose of that, of which codes were made too."""
-        copy, scale = self.spec.copy, output.scale
-        scale = scale if self.measured == copy.scale.covers else scale.t()  # of the whole tensor there is one
-        components = {copy.codes.name: output.transposed, copy.scale.name: scale}
-        if copy.amax is not None:
-            components[copy.amax.name] = output.second
-        return QuantizedStorage(self.cell, self.turned, components)
+        return QuantizedStorage(self.cell, self.turned if transposed else self.shard, components)
 
 
 class OperandPlan(NamedTuple):
@@ -219,15 +224,13 @@ class OperandPlan(NamedTuple):
     first's codes are transposed too if the second GEMM reads these.
 
     `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `poison`:
-    where it is known that not all values are finite: nowhere, in a scalar of its own, or in the scale. `draws`: random
-    words.
+    where it is known that not all values are finite: nowhere, in a scalar of its own, or in the scale.
     """
 
     one: DirectionPlan | None
     two: DirectionPlan | None
     reads_values: bool
     poison: Literal["", "scalar", "scale"]
-    draws: bool
 
 
 @lru_cache(MOST_PLANS)
@@ -240,10 +243,8 @@ def plan_operand(
     two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False)
     plain = (wanted.first and first is None) or (wanted.second and second is None)
     measured = not delayed and any(way is not None and needs_amax(way.cell) for way in (one, two))
-    draws = any(way is not None and way.cell.scaling.stochastic_rounding for way in (one, two))
     in_scale = one is not None and one.spec.poison
-    poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""
-    return OperandPlan(one, two, plain or measured, poison, draws)
+    return OperandPlan(one, two, plain or measured, "scale" if in_scale else "scalar" if wanted.poison else "")
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:

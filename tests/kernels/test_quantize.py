@@ -26,6 +26,7 @@ from quantshard.kernels.quantize.matrix import quantize_matrix
 from quantshard.kernels.quantize.targets import Poison, QuantizedOutput, QuantizeRequest, QuantizeSpec
 from quantshard.numerics import RandomBits
 from tests.covering import exhaustive
+from tests.kernels.asked import request_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]
@@ -103,16 +104,16 @@ def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
             second, words = on_device(grids.get("amax")), words_of(shape, 3, stochastic)
             if ALL in copy.block or not stochastic:
                 given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name]
-                request = QuantizeRequest.of(copy, scaling, multipliers=on_device(given), words=words)
+                request = request_of(copy, scaling, multipliers=on_device(given), words=words)
                 found, _ = quantize_matrix(x.to(DEVICE), request)
                 assert found.scale is None and same(found.codes, expected[copy.codes.name])
             if copy.amax is None:
-                request = QuantizeRequest.of(copy, scaling, amaxes=on_device(grids[copy.scale.name]), words=words)
+                request = request_of(copy, scaling, amaxes=on_device(grids[copy.scale.name]), words=words)
                 found, _ = quantize_matrix(x.to(DEVICE), request)
                 assert same(found.codes, expected[copy.codes.name])
                 assert same(found.scale, expected[copy.scale.name])
             for by_columns in () if ALL in copy.block else (False, True):
-                request = QuantizeRequest.of(copy, scaling, second_amax=second, words=words, by_columns=by_columns)
+                request = request_of(copy, scaling, second_amax=second, words=words, by_columns=by_columns)
                 found, _ = quantize_matrix(x.to(DEVICE), request)
                 assert same(found.codes, expected[copy.codes.name])
                 assert found.scale is not None and same(found.scale, expected[copy.scale.name])
@@ -140,7 +141,7 @@ def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, in
             given = numerics.encode_scales(grids, fmt, scaling, x.dtype)
             words = numerics.random_words(KEY, DRAW, 2, whole, origin, (30, 6))
             expected = numerics.quantize_codes(x, copy, given, origin, words)
-            request = QuantizeRequest.of(
+            request = request_of(
                 copy, scaling, origin=origin, multipliers=on_device(given[copy.scale.name]),
                 words=RandomBits(KEY, torch.tensor(DRAW, device=DEVICE), 2, whole),
             )  # fmt: skip
@@ -192,7 +193,7 @@ def test_both_directions_of_a_piece(name: str) -> None:
         expected.append(numerics.quantize_codes(y, copy, given, at, words))
         multipliers = on_device(given[copy.scale.name])
         words = RandomBits(KEY, DRAW, stream, of)
-        requests.append(QuantizeRequest.of(copy, scaling, origin=at, multipliers=multipliers, words=words))
+        requests.append(request_of(copy, scaling, origin=at, multipliers=multipliers, words=words))
     for target, codes in zip(quantize_matrix(x.to(DEVICE), *requests), expected, strict=True):
         assert target is not None and same(target.codes, codes)
 
@@ -204,7 +205,7 @@ def wanted(
     shape = (rows, cols + (-cols % 16 if scaling.random_hadamard else 0))
     words = dict.fromkeys(Copy, numerics.random_words(KEY, DRAW, stream, shape))
     parts = numerics.quantize(x, fmt, scaling, words=words)
-    request = QuantizeRequest.of(
+    request = request_of(
         fmt.copies[which], scaling, second_amax=on_device(parts.get("amax")),
         words=words_of(shape, stream, scaling.stochastic_rounding),
     )  # fmt: skip
@@ -220,7 +221,7 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
         copy, seen = fmt.copies[Copy.ROWWISE], torch.full((), 2.0, device=DEVICE)
         given = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, Scaling(), x.dtype)[copy.scale.name]
         found, _ = quantize_matrix(
-            x.to(DEVICE), QuantizeRequest.of(copy, Scaling(), multipliers=on_device(given), transposed=True), None, seen
+            x.to(DEVICE), request_of(copy, Scaling(), multipliers=on_device(given), transposed=True), None, seen
         )
         parts = {copy.codes.name: found.codes.cpu()}
         assert found.transposed is not None
@@ -288,12 +289,12 @@ def test_edge_values(fmt: Format) -> None:
     for factor in (1.0, torch.finfo(torch.float32).max):
         given = torch.full_like(numerics.block_amax(x, copy.block), factor)
         expected = numerics.quantize_codes(x, copy, {copy.scale.name: given})
-        found, _ = quantize_matrix(x.to(DEVICE), QuantizeRequest.of(copy, Scaling(), multipliers=on_device(given)))
+        found, _ = quantize_matrix(x.to(DEVICE), request_of(copy, Scaling(), multipliers=on_device(given)))
         assert same(found.codes, expected)
     if ALL not in copy.block:
         expected = numerics.quantize(x, fmt)
         alone, _ = quantize_matrix(
-            x.to(DEVICE), QuantizeRequest.of(copy, Scaling(), second_amax=on_device(expected.get("amax")))
+            x.to(DEVICE), request_of(copy, Scaling(), second_amax=on_device(expected.get("amax")))
         )
         assert alone.scale is not None
         assert same(alone.scale, expected[copy.scale.name]) and same(alone.codes, expected[copy.codes.name])
@@ -314,7 +315,7 @@ def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
             scaling = Scaling(power_of_two=power_of_two)
             expected = numerics.quantize(x, fmt, scaling)
             found, _ = quantize_matrix(
-                x.to(DEVICE), QuantizeRequest.of(copy, scaling, second_amax=on_device(expected.get("amax")))
+                x.to(DEVICE), request_of(copy, scaling, second_amax=on_device(expected.get("amax")))
             )
             assert found.scale is not None and same(found.scale, expected[copy.scale.name])
             assert same(found.codes, expected[copy.codes.name])
@@ -324,9 +325,7 @@ def test_a_word_rounds_up_where_it_and_the_fraction_are_one() -> None:
     """Of the way to the smallest code, 2**-9, E4M3 has 20 bits: with those of the word exactly 1, and 2**-20 less."""
     shape, copy = (32, 256), FORMATS["fp8_e4m3"].copies[Copy.ROWWISE]
     words = numerics.random_words(KEY, DRAW, 3, shape)
-    request = QuantizeRequest.of(
-        copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True)
-    )
+    request = request_of(copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True))
     for less in (0, 1):
         x = ((1 << 20) - (words >> 12) - less).float() * 2.0**-29
         codes = quantize_matrix(x.to(DEVICE), request)[0].codes.cpu()
@@ -364,7 +363,7 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
     expected = numerics.quantize(x, fmt)
     grids = numerics.amaxes(x, fmt)
     known = numerics.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
-    request = QuantizeRequest.of(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
+    request = request_of(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
     outputs = EpilogueRequest(request, amax=torch.zeros((), device=DEVICE), poison=torch.zeros((), device=DEVICE))
     for target, _ in (quantize_matrix(x, request), quantize_gradient(x, outputs)):
         assert torch.equal(target.codes, expected[copy.codes.name])

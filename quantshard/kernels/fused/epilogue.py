@@ -143,10 +143,7 @@ class EpilogueLaunch(NamedTuple):
     def finish(self) -> Targets:
         """What is left to do after the launch; the targets."""
         if self.sums is not None and self.partial is not None:
-            if self.sums.dtype is torch.float32:
-                torch.sum(self.partial, 0, out=self.sums)
-            else:
-                self.sums.copy_(self.partial.sum(0))
+            self.sums.copy_(self.partial.sum(0))
         return self.targets
 
 
@@ -173,15 +170,9 @@ def plan_epilogue(
 
 @lru_cache(MOST_PLANS)
 def _plan(
-    specs: Specs,
-    beside: Specs | None,
-    shape: Pair,
-    dtype: torch.dtype,
-    device: torch.device,
-    backward: bool,
-    rounding: Rounding | None,
-    other_rounding: Rounding | None,
-) -> QuantizePlan:
+    specs: Specs, beside: Specs | None, shape: Pair, dtype: torch.dtype, device: torch.device, backward: bool,
+    rounding: Rounding | None, other_rounding: Rounding | None,
+) -> QuantizePlan:  # fmt: skip
     (spec, other), leader, (rows, cols) = specs, specs, shape
     tile = TILE
     if specs != (None, None) or beside not in (None, (None, None)):
@@ -191,7 +182,7 @@ def _plan(
     if spec is not None:
         one = layout(spec, (rows, cols), dtype, device, tile, rounding)
     if other is not None:
-        two = layout(other, (cols, rows), dtype, device, tile, other_rounding, held_transposed=True)
+        two = layout(other, (cols, rows), dtype, device, tile, other_rounding, transposed=True)
     first, second = leader
     origin = first.origin if first is not None else second.origin[::-1] if second is not None else (0, 0)
     where = Region(rows, cols + padding(cols, first), cols, *origin)

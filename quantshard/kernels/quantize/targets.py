@@ -114,24 +114,6 @@ class QuantizeRequest(NamedTuple):
     words: RandomBits | None = None
     scale: Tensor | None = None
 
-    @staticmethod
-    def of(
-        copy: QuantizedCopy,
-        scaling: Scaling,
-        *,
-        origin: Pair = (0, 0),
-        multipliers: Tensor | None = None,
-        amaxes: Tensor | None = None,
-        second_amax: Tensor | None = None,
-        words: RandomBits | None = None,
-        transposed: bool = False,
-        by_columns: bool = False,
-    ) -> QuantizeRequest:
-        """One whose spec no plan holds; of multipliers and amaxes one is given at most."""
-        given: Given = "multipliers" if multipliers is not None else "amaxes" if amaxes is not None else ""
-        spec = QuantizeSpec(copy, scaling, origin, transposed, by_columns, given)
-        return QuantizeRequest(spec, amaxes if multipliers is None else multipliers, second_amax, words)
-
 
 class QuantizedOutput(NamedTuple):
     """One result of a kernel that quantizes, and its arguments for it; None for what is not asked for.
@@ -171,24 +153,22 @@ class QuantizeLayout(NamedTuple):
     where: Region
     how: KernelConfig
 
-    def outputs(
-        self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None = None
-    ) -> QuantizedOutput:
+    def outputs(self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None) -> QuantizedOutput:
         """Allocate them."""
+        given, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
         codes = torch.empty(self.codes, dtype=torch.uint8, device=device)
-        transposed, scale, cols = None, request.scale, 0
         if self.transposed is not None:
-            transposed, cols = torch.empty(self.transposed, dtype=torch.uint8, device=device), self.transposed[1]
-        if self.scale is not None and scale is None:
-            scale = torch.empty_strided(self.scale, self.strides, dtype=self.stored, device=device)
-            if 0 in self.codes and request.given is not None:  # no kernel runs
-                scale.fill_(1.0)
-        given, (grid_row, grid_col) = request.given, self.strides
-        if given is not None and self.scale is None:  # multipliers, perhaps of a piece of a grid
+            transposed = torch.empty(self.transposed, dtype=torch.uint8, device=device)
+        if self.scale is None and given is not None:  # multipliers, perhaps of a piece of a grid
             grid_row, grid_col = given.stride()
+        elif self.scale is not None and scale is None:
+            scale = torch.empty_strided(self.scale, self.strides, dtype=self.stored, device=device)
+            if given is not None and 0 in self.codes:  # no kernel runs
+                scale.fill_(1.0)
         return QuantizedOutput(
-            codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, transposed, cols, next_amax
-        )
+            codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, transposed,
+            0 if self.transposed is None else self.transposed[1], next_amax,
+        )  # fmt: skip
 
 
 class QuantizePlan(NamedTuple):
@@ -205,16 +185,12 @@ class QuantizePlan(NamedTuple):
     constants: dict[str, Any]
 
     def outputs(
-        self,
-        one: QuantizeRequest | None,
-        two: QuantizeRequest | None,
-        device: torch.device,
-        next_amax: Tensor | None = None,
+        self, one: QuantizeRequest | None, two: QuantizeRequest | None, device: torch.device, next_amax: Any = None
     ) -> tuple[QuantizedOutput | None, QuantizedOutput | None]:
         """Allocate the results of both."""
         return (
             None if one is None or self.one is None else self.one.outputs(one, device, next_amax),
-            None if two is None or self.two is None else self.two.outputs(two, device),
+            None if two is None or self.two is None else self.two.outputs(two, device, None),
         )
 
 
@@ -224,10 +200,7 @@ MOST_PLANS: Final = 1024
 
 def tiles(where: Region, how: KernelConfig) -> tuple[int, int]:
     """How many tiles of the global grid a rectangle touches along both dims."""
-    return (
-        touched(where.row_origin, where.rows, how.rows),
-        touched(where.col_origin, where.cols, how.cols),
-    )
+    return touched(where.row_origin, where.rows, how.rows), touched(where.col_origin, where.cols, how.cols)
 
 
 def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> TileShape:
@@ -262,15 +235,9 @@ def smallest_tile(blocks: TileShape) -> TileShape:
 
 @lru_cache(MOST_PLANS)
 def plan_quantization(
-    spec: QuantizeSpec,
-    other: QuantizeSpec | None,
-    shape: Pair,
-    dtype: torch.dtype,
-    device: torch.device,
-    adjacent: bool = True,
-    rounding: Rounding | None = None,
-    other_rounding: Rounding | None = None,
-) -> QuantizePlan:
+    spec: QuantizeSpec, other: QuantizeSpec | None, shape: Pair, dtype: torch.dtype, device: torch.device,
+    adjacent: bool = True, rounding: Rounding | None = None, other_rounding: Rounding | None = None,
+) -> QuantizePlan:  # fmt: skip
     """For matrices of `shape` [R, C] and their transposes; `adjacent`: elements of a row lie together."""
     shared = tile(spec, other, dtype)
     if not adjacent and shared.together < 16:  # neighbours in a column are read together already
@@ -279,7 +246,7 @@ def plan_quantization(
     two = None
     programs = tiles(one.where, one.how)
     if other is not None:
-        two = layout(other, shape[::-1], dtype, device, shared, other_rounding, held_transposed=True)
+        two = layout(other, shape[::-1], dtype, device, shared, other_rounding, transposed=True)
         down, across = tiles(two.where, two.how)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
     constants = {"H": one.how, "T": two and two.how, **quantize_launch_options(shared, two is not None, dtype)}
@@ -287,43 +254,19 @@ def plan_quantization(
 
 
 def layout(
-    spec: QuantizeSpec,
-    shape: Pair,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: TileShape,
-    rounding: Rounding | None,
-    held_transposed: bool = False,
-) -> QuantizeLayout:
-    """Of matrices of `shape` [R, C] and `dtype`; `held_transposed`: tiles are of the transpose."""
-    copy, origin, encoding = spec.copy, spec.origin, spec.copy.codes.encoding
-    rows, cols = shape[0], shape[1] + padding(shape[1], spec)
-    packed = 8 // encoding.bits
-    codes, transposed = (rows, -(cols // -packed)), (cols, -(rows // -packed))
+    spec: QuantizeSpec, shape: Pair, dtype: torch.dtype, device: torch.device, tile: TileShape,
+    rounding: Rounding | None, transposed: bool = False,
+) -> QuantizeLayout:  # fmt: skip
+    """Of matrices of `shape` [R, C] and `dtype`; `transposed`: tiles are held as those of the transpose."""
+    copy, origin, hadamard = spec.copy, spec.origin, spec.scaling.random_hadamard
     assert spec.given or ALL not in copy.block, "a block larger than a tile needs a multiplier or an amax"
     assert copy.amax is None or spec.given != "amaxes", "a multiplier under a second scale depends on that one too"
+    rows, cols, packed = shape[0], shape[1] + padding(shape[1], spec), 8 // copy.codes.encoding.bits
     down, across = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
-    strides = (1, down) if spec.by_columns and not spec.given else (across, 1)
-    return QuantizeLayout(
-        codes, transposed if spec.transposed else None, None if spec.given == "multipliers" else (down, across),
-        copy.scale.encoding.storage, strides, Region(rows, cols, shape[1], *origin),
-        kernel_config(spec, dtype, device, tile, held_transposed, rounding),
-    )  # fmt: skip
-
-
-def kernel_config(
-    spec: QuantizeSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: TileShape,
-    transposed: bool,
-    rounding: Rounding | None,
-) -> KernelConfig:
-    """Constants of a kernel that quantizes tiles, or their transposes."""
-    copy, hadamard = spec.copy, spec.scaling.random_hadamard
-    rule = ql.scale_rule(copy, spec.scaling, dtype, device)
+    by_columns = spec.by_columns and not spec.given
     by_four, short_index, draw_loaded = rounding or (True, True, False)
-    return tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
+    rule = ql.scale_rule(copy, spec.scaling, dtype, device)
+    how = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
         together=tile.together,
         transposed=transposed,
         hadamard=hadamard,
@@ -332,9 +275,14 @@ def kernel_config(
         short_index=short_index,
         draw_loaded=draw_loaded,
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
-        by_columns=spec.by_columns and not spec.given,
+        by_columns=by_columns,
         poison=spec.poison,
     )
+    return QuantizeLayout(
+        (rows, -(cols // -packed)), (cols, -(rows // -packed)) if spec.transposed else None,
+        None if spec.given == "multipliers" else (down, across), copy.scale.encoding.storage,
+        (1, down) if by_columns else (across, 1), Region(rows, cols, shape[1], *origin), how,
+    )  # fmt: skip
 
 
 def padding(size: int, spec: QuantizeSpec | None) -> int:

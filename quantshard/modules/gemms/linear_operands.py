@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,8 @@ from quantshard.tensor.storage import (
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import DirectionPlan, TensorProducer
+    from quantshard.gemm.producers import TensorProducer
     from quantshard.kernels.fused.epilogue import EpilogueRequest
-    from quantshard.kernels.quantize.targets import QuantizeRequest
 
 
 @dataclass
@@ -166,7 +166,7 @@ def gemm_operands(
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
-    words = _GradientRandomBits.of_layer(state, part)
+    words = _GradientRandomBits(state, part)
     as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted)
     return GemmOperands(as_is, kept, sums, poison)
 
@@ -183,19 +183,13 @@ class OperandRequest:
     """
 
     def __init__(
-        self,
-        role: TensorRole,
-        call: LinearContext,
-        state: LinearState,
-        wanted: OperandUsage,
-        part: int,
-        like: Tensor,
+        self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int, like: Tensor
     ) -> None:
         first, second = cells(call.recipe, role)
         self.delayed = _DelayedScale.of(role, first or second, call, state, part)
         self.plan = producers.plan_operand(first, second, wanted, self.delayed is not None, like.shape)
         self.wanted, self.like = wanted, like
-        self.words = _GradientRandomBits.of_layer(state, part) if self.plan.draws else None
+        self.words = _GradientRandomBits(state, part)
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
@@ -205,49 +199,36 @@ class OperandRequest:
 
     def outputs(self, given: TensorProducer | None = None) -> EpilogueRequest:
         """The same as a kernel is told it; `given`: the values, if they are in memory."""
-        (one, two, _, kind, _), delayed, device = self.plan, self.delayed, self.like.device
-        poison = scale = sums = amax = None
-        if kind == "scalar":
+        (one, two, _, kind), delayed, device = self.plan, self.delayed, self.like.device
+        poison = scale = sums = amax = past = first = second = None
+        if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
             poison = producers.zero(device)
-        elif one is not None and one.spec.poison == "apart":
-            poison = scale = producers.zero(device)
-        if delayed is not None and delayed.notes:
-            amax = producers.zero(device)
+            scale = None if kind == "scalar" else poison
+        if delayed is not None:
+            past, amax = delayed.amax, producers.zero(device) if delayed.notes else None
         if self.wanted.sums:
             sums = torch.empty(self.like.shape[1], dtype=torch.float32, device=device)
-        first, second = self._direction(one, given, False, scale), self._direction(two, given, True)
+        if one is not None:
+            first = one.request(False, given, past, self.words.of(DGRAD_STREAM), scale)
+        if two is not None:
+            second = two.request(True, given, past, self.words.of(WGRAD_STREAM), None)
         return EpilogueRequest(first, second, None, amax, poison, sums)
-
-    def _direction(
-        self, plan: DirectionPlan | None, given: TensorProducer | None, turned: bool, scale: Tensor | None = None
-    ) -> QuantizeRequest | None:
-        if plan is None:
-            return None
-        found = plan.amaxes(given, None if self.delayed is None else self.delayed.amax, turned)
-        words = None
-        if self.words is not None and plan.cell.scaling.stochastic_rounding:
-            words = self.words.of(WGRAD_STREAM if turned else DGRAD_STREAM)(plan.shard)
-        if plan.spec.given:
-            return QuantizeRequest(plan.spec, found, None, words, scale)
-        return QuantizeRequest(plan.spec, None, found, words)
 
     def taken(
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, _, poison, _), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, _, poison), (found, turned), wanted = self.plan, targets, self.wanted
         if self.delayed is not None and outputs.amax is not None:
             self.delayed.note(outputs.amax)
         values = None if given is None else given.values
         first: Operand | None = None if one is None or found is None else one.storage(found)
         second: Operand | None = None if two is None or turned is None else two.storage(turned)
         if one is not None and found is not None and found.transposed is not None:
-            second = one.transposed(found)
-        transposed = second is not None
-        if not transposed and wanted.second:
-            second = values
+            second = one.storage(found, transposed=True)
+        kept = values if second is None and wanted.second else second
         return GemmOperands(
-            _or_nothing(values if first is None else first), WgradOperand(_or_nothing(second), transposed),
+            _or_nothing(values if first is None else first), WgradOperand(_or_nothing(kept), second is not None),
             outputs.sums, outputs.poison if poison == "scalar" else None,
         )  # fmt: skip
 
@@ -326,28 +307,21 @@ class _GradientRandomBits:
     words of the tensor that they hold pieces of, by global index.
     """
 
-    def __init__(self, weight: dict[str, Tensor], group: Groups) -> None:
-        self.weight, self.group = weight, group
+    def __init__(self, state: LinearState, part: int) -> None:
+        self.weight = state.weights[part]
+        self.group = state.tp.group if state.data_group is None else state.data_group
         self.draw: int | Tensor | None = None
-
-    @staticmethod
-    def of_layer(state: LinearState, part: int) -> _GradientRandomBits:
-        """Of the gradient of one of its weights' outputs."""
-        return _GradientRandomBits(
-            state.weights[part], state.tp.group if state.data_group is None else state.data_group
-        )
 
     def of(self, stream: int) -> operands.WordsOf:
         """Words of one of the uses of a gradient, for any rectangle of it."""
+        return partial(self._words, stream)
 
-        def words(shard: Shard) -> RandomBits:
-            if self.draw is None:
-                self.draw = next_draw(self.weight)
-            base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
-            key = int(self.weight[KEY])
-            return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
-
-        return words
+    def _words(self, stream: int, shard: Shard) -> RandomBits:
+        if self.draw is None:
+            self.draw = next_draw(self.weight)
+        base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
+        key = int(self.weight[KEY])
+        return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
 
 
 def note_amaxes(
