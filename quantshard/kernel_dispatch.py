@@ -24,7 +24,7 @@ if kernels.USABLE:
     from quantshard.kernels.quantize import dequantize as dequantize_kernel
     from quantshard.kernels.quantize import matrix as quantize_kernel
     from quantshard.kernels.quantize import transpose as transpose_kernel
-    from quantshard.kernels.quantize.targets import QuantizeRequest
+    from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
 RandomWords = Tensor | RandomBits
 """Random words of a rectangle: int64 of its shape, or which they are."""
@@ -111,7 +111,8 @@ def quantize_codes(
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
-        request = QuantizeRequest(copy, Scaling(), origin, encode_scales[copy.scale.name], words=words)
+        spec = QuantizeSpec(copy, Scaling(), origin, given="multipliers")
+        request = QuantizeRequest(spec, encode_scales[copy.scale.name], words=words)
         return quantize_kernel.quantize_matrix(x, request)[0].codes
     drawn = words.tensor(x.device) if isinstance(words, RandomBits) else words
     return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
@@ -134,7 +135,8 @@ def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None 
     scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
     for copy in fmt.copies.values():
         second = None if copy.amax is None else parts[copy.amax.name]
-        found, _ = quantize_kernel.quantize_matrix(x, QuantizeRequest(copy, scaling, second_amax=second, words=words))
+        request = QuantizeRequest(QuantizeSpec(copy, scaling), second_amax=second, words=words)
+        found, _ = quantize_kernel.quantize_matrix(x, request)
         assert found.scale is not None
         parts |= {copy.codes.name: found.codes, copy.scale.name: found.scale}
     return parts

@@ -99,6 +99,10 @@ class Cell:
     format: formats.Format
     scaling: Scaling = field(default_factory=Scaling)
 
+    def __hash__(self) -> int:
+        """The hash of what tells most cells apart: caches ask for it in each call, so it must be quick."""
+        return hash(self.format.name)
+
     @property
     def tag(self) -> str:
         """Name of what is stored, as a checkpoint records it (at most `FORMAT_NAME_BYTES` ASCII characters)."""

@@ -20,7 +20,7 @@ from tests.interpreter import prepared_once
 
 pytest.importorskip("triton")
 
-from quantshard.gemm.producers import QuantizeSpec
+from quantshard.gemm import producers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled kernels read no tensors of the CPU
@@ -82,7 +82,7 @@ def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[
     recipe = resolve(RECIPES[name])
     inputs = [cell for (role, _), cell in recipe.table.items() if role is not TensorRole.WEIGHT]
     # a GPU's weights are measured by the kernels of FusedAdam, and born on the CPU
-    measured = DEVICE == "cpu" or any(QuantizeSpec(cell).measures and not cell.scaling.history for cell in inputs)
+    measured = DEVICE == "cpu" or any(producers.needs_amax(cell) and not cell.scaling.history for cell in inputs)
     assert set(used) == {"quantize_matrix", "dequantize"} | ({"block_amax"} if measured else set())
     assert found.keys() == expected.keys() and any(AMAX_HISTORY in key for key in found) == (name == "delayed")
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []

@@ -18,7 +18,7 @@ from quantshard.numerics import RandomBits
 
 if kernels.USABLE:
     from quantshard.kernels.quantize import amax, dequantize, matrix, scales, transpose
-    from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
+    from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
 
@@ -54,23 +54,20 @@ def quantization(
 ) -> tuple[QuantizeRequest, list[Expected]]:
     """How one copy of a format is to be quantized, and what of it the oracle makes, as `results_of` gives it.
 
-    With multipliers given where its blocks reach beyond a tile, and then no scales. `transposed`: the codes of the
-    transpose too. `words`: random words, for stochastic rounding.
+    With amaxes given where its blocks reach beyond a tile. `transposed`: the codes of the transpose too. `words`:
+    random words, for stochastic rounding.
     """
     copy = fmt.copies[which]
     drawn = None if words is None else dict.fromkeys(Copy, words.tensor(x.device))
     parts = numerics.quantize(x, fmt, scaling, words=drawn)
-    known = None
-    if ALL in copy.block:
-        known = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, scaling, x.dtype)[copy.scale.name]
-    request = QuantizeRequest(
-        copy, scaling, multipliers=known, second_amax=parts.get("amax"), words=words, transposed=transposed,
-        by_columns=producers.read_by_columns(copy),
-    )  # fmt: skip
+    known = numerics.block_amax(x, copy.block) if ALL in copy.block else None
+    by_columns = producers.read_by_columns(copy)
+    spec = QuantizeSpec(copy, scaling, (0, 0), transposed, by_columns, "" if known is None else "amaxes")
+    request = QuantizeRequest(spec, known, parts.get("amax"), words)
     across = None
     if transposed:
         across = numerics.transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]
-    return request, [parts[copy.codes.name], parts[copy.scale.name] if known is None else None, across]
+    return request, [parts[copy.codes.name], parts[copy.scale.name], across]
 
 
 def results_of(output: QuantizedOutput | None) -> list[Tensor | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,30 @@ Operand = Tensor | QuantizedStorage
 
 WordsOf = Callable[[Shard], RandomBits]
 """Gives the random words of a rectangle, by its global shape and origin."""
+
+
+class OperandUsage(NamedTuple):
+    """What is wanted of an input or output gradient: an operand of its first GEMM, one of wgrad, and of a gradient its
+    sum over tokens and a poison."""
+
+    first: bool
+    second: bool
+    sums: bool = False
+    poison: bool = False
+
+
+def quantized_cells(
+    first: Cell | None, second: Cell | None, wanted: OperandUsage
+) -> tuple[Cell | None, Cell | None, bool]:
+    """By which cells a matrix is quantized, and its transpose, for two GEMMs, of `first` and `second`; and whether both
+    read the first quantization."""
+    shared = wanted.second and serves_both(first, second)
+    return first if wanted.first or shared else None, second if wanted.second and not shared else None, shared
+
+
+def serves_both(first: Cell | None, second: Cell | None) -> bool:
+    """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
+    return first == second and first is not None and first.format.transposable
 
 
 @dataclass(frozen=True)

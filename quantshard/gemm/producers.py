@@ -1,34 +1,41 @@
 """What operands of GEMMs are quantized from where kernels run: values that are there, or that a kernel makes.
 
 A normalization or an activation in front of a linear layer is such a source: one kernel computes a tile of its result,
-quantizes it along both dims and notes amaxes, and the result itself is never written. `BidirectionalQuantization` asks
-a source for the codes, scales and sums that a linear layer needs, and puts them together as storages.
+quantizes it along both dims and notes amaxes, and the result itself is never written. What a kernel is asked for of all
+matrices of one shape is an `OperandPlan`, which is made once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
+from quantshard.gemm.operands import OperandUsage, WordsOf, quantized_cells
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
-from quantshard.kernels.quantize import scales as scale_kernels
-from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
-from quantshard.numerics import Pair, RandomBits
+from quantshard.kernels.quantize.targets import (
+    MOST_PLANS,
+    Given,
+    Poison,
+    QuantizedOutput,
+    QuantizeRequest,
+    QuantizeSpec,
+    padding,
+)
+from quantshard.numerics import Pair
 from quantshard.recipe import Cell
+from quantshard.sharding import Shard
 from quantshard.tensor.storage import QuantizedStorage
-
-WordsOf = Callable[[Pair], RandomBits]
-"""Gives the random words of a whole matrix by its shape."""
 
 
 class OperandProducer(ABC):
@@ -45,25 +52,15 @@ class OperandProducer(ABC):
         """Launch one kernel, which makes all that is asked for."""
 
     @property
-    def shape(self) -> Pair:
-        """Rows and columns."""
-        return (self.like.shape[0], self.like.shape[1])
-
-    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the values."""
         return self.like.dtype
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.like.device
-
     def measured(self) -> TensorProducer:
         """The matrix as values in memory, with their amax; one kernel makes both."""
-        values, amax = torch.empty(self.shape, dtype=self.dtype, device=self.device), zero(self.device)
-        self.emit(EpilogueRequest(high=values, amax=amax))
-        return TensorProducer(values, amax.view(1, 1))
+        producer = TensorProducer.empty(self.like)
+        self.emit(producer.wanted)
+        return producer
 
 
 @dataclass
@@ -72,6 +69,17 @@ class TensorProducer(OperandProducer):
 
     values: Tensor
     amax: Tensor | None = None
+
+    @staticmethod
+    def empty(like: Tensor) -> TensorProducer:
+        """Memory for values of a shape and dtype [R, C], and for their amax, which a kernel is to write as `wanted`."""
+        values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return TensorProducer(values, zero(like.device))
+
+    @property
+    def wanted(self) -> EpilogueRequest:
+        """Both."""
+        return EpilogueRequest(high=self.values, amax=self.amax)
 
     @property
     def like(self) -> Tensor:
@@ -139,148 +147,100 @@ class ActivationProducer(OperandProducer):
 
 
 def zero(device: torch.device) -> Tensor:
-    """A float32 scalar for an amax or a poison."""
-    return torch.zeros((), dtype=torch.float32, device=device)
+    """Float32 [1, 1] for an amax, a poison or the scale of a tensor, which kernels raise."""
+    return torch.zeros((1, 1), dtype=torch.float32, device=device)
 
 
-@dataclass
-class ReductionOutputs:
-    """Where a kernel puts what is wanted of the values besides codes; see `epilogue.EpilogueRequest`."""
-
-    amax: Tensor | None = None
-    sums: Tensor | None = None
+def needs_amax(cell: Cell) -> bool:
+    """True if an amax must be known before values are quantized: theirs, or under delayed scaling one of the past."""
+    return not cell.format.is_local
 
 
-@dataclass(frozen=True)
-class QuantizeSpec:
-    """How a matrix, or its transpose, is quantized: by a cell, under delayed scaling by an amax [1, 1] that is known.
-
-    `words`: for stochastic rounding.
-    """
-
-    cell: Cell
-    amax: Tensor | None = None
-    words: WordsOf | None = None
-
-    @property
-    def copy(self) -> QuantizedCopy:
-        """The copy that operands have."""
-        return self.cell.format.copies[Copy.ROWWISE]
-
-    @property
-    def measures(self) -> bool:
-        """True if an amax must be known before values are quantized, and is not."""
-        return self.amax is None and not self.cell.format.is_local
-
-
+@lru_cache(MOST_PLANS)
 def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
     """True if kernels quantize whole matrices of this dtype by these cells."""
     return dtype in kernel_dispatch.KERNEL_DTYPES and all([cell is None or cell.format.is_narrow for cell in cells])
 
 
-@dataclass
-class BidirectionalQuantization:
-    """A matrix [R, C] that is to be quantized by `first`, and its transpose [C, R] by `second`, each if it is there.
+class DirectionPlan(NamedTuple):
+    """How a matrix, or its transpose, is quantized: by a cell, which to a kernel is a spec, into a rectangle.
 
-    `shared`: one quantization serves both, which `first` names and is to be transposed too. `poisons`: it must be found
-    out if not all values are finite.
+    `turned`: that of the transpose of what is made. `measured`: the blocks whose amaxes a kernel must be given.
     """
 
-    first: QuantizeSpec | None
-    second: QuantizeSpec | None
-    shared: bool
-    poisons: bool
-    sinks: ReductionOutputs
-
-    def prepared(self, like: OperandProducer, given: TensorProducer | None = None) -> PreparedQuantization:
-        """The request to a kernel for a source of the shape of `like`; `given`: its values, if they are in memory."""
-        shape, dtype = like.shape, like.dtype
-        one = None if self.first is None else _ResolvedSpec.of(self.first, shape, dtype, given, False)
-        two = None if self.second is None else _ResolvedSpec.of(self.second, shape[::-1], dtype, given, True)
-        request = None if one is None else replace(one.request, transposed=self.shared)
-        poison = zero(like.device) if self.poisons else None
-        into = poison
-        if self.poisons and self.shared and one is not None and one.is_scalar:  # a scale of NaN is poison enough
-            assert one.stored is not None
-            poison, into = None, one.stored.view(())
-        outputs = EpilogueRequest(
-            request, None if two is None else two.request, None, self.sinks.amax, into, self.sinks.sums
-        )
-        return PreparedQuantization(outputs, one, two, poison)
-
-
-@dataclass
-class PreparedQuantization:
-    """`outputs`: what a kernel is asked for. `finish` makes storages of what it gives.
-
-    `poison`: float32 scalar, which the kernel makes NaN if not all values are finite; None if it is in the scale.
-    """
-
-    outputs: EpilogueRequest
-    one: _ResolvedSpec | None
-    two: _ResolvedSpec | None
-    poison: Tensor | None
-
-    def finish(self, targets: Targets) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
-        """A matrix, and its transpose."""
-        target, other = targets
-        found = None if self.one is None or target is None else self.one.storage(target)
-        if found is not None and target is not None and target.transposed is not None:
-            return found, _transposed(found, target.transposed)
-        return found, None if self.two is None or other is None else self.two.storage(other)
-
-
-@dataclass
-class _ResolvedSpec:
-    """A way with what is known before the kernel runs: stored scales, if they are not taken from the values."""
-
-    way: QuantizeSpec
-    shape: Pair
-    request: QuantizeRequest
-    stored: Tensor | None
+    cell: Cell
+    spec: QuantizeSpec
+    shard: Shard
+    turned: Shard
+    measured: Pair | None
 
     @staticmethod
-    def of(
-        way: QuantizeSpec, shape: Pair, dtype: torch.dtype, given: TensorProducer | None, transposed: bool
-    ) -> _ResolvedSpec:
-        copy, scaling = way.copy, way.cell.scaling
-        hadamard, stored, multipliers, second = scaling.random_hadamard, None, None, None
-        if ALL in copy.block:
-            amax = way.amax
-            if amax is None:
-                assert given is not None, "an amax is needed first"
-                amax = given.amaxes(copy.block, transposed, hadamard)
-            stored, multipliers = scale_kernels.scales(amax, copy, scaling, dtype)
-        elif copy.amax is not None:
-            assert given is not None, "an amax is needed first"
-            second = given.amaxes(copy.amax.covers, transposed, hadamard)
+    def of(cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool) -> DirectionPlan | None:
+        """`shared`: codes of the transpose are made too. `poisons`: not all values may be finite."""
+        if cell is None:
+            return None
+        copy, scaling = cell.format.copies[Copy.ROWWISE], cell.scaling
+        hadamard = scaling.random_hadamard
+        given: Given = "amaxes" if ALL in copy.block else ""
+        poison: Poison = ""
+        if poisons and shared and copy.block == (ALL, ALL) and not hadamard:  # a scale of NaN is poison enough
+            poison = "apart" if delayed else "amax"
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
-        shape = padded(shape, way.cell)
-        words = None if way.words is None or not scaling.stochastic_rounding else way.words(shape)
-        by_columns = read_by_columns(copy)
-        request = QuantizeRequest(copy, plain, (0, 0), multipliers, second, words, by_columns=by_columns)
-        return _ResolvedSpec(way, shape, request, stored)
+        spec = QuantizeSpec(copy, plain, (0, 0), shared, read_by_columns(copy), given, poison)
+        rows, cols = shape[0], shape[1] + padding(shape[1], spec)
+        measured = copy.block if given else None if copy.amax is None else copy.amax.covers
+        return DirectionPlan(cell, spec, sharding.whole((rows, cols)), sharding.whole((cols, rows)), measured)
 
-    @property
-    def is_scalar(self) -> bool:
-        """True if there is one scale, in float32."""
-        return self.stored is not None and self.stored.numel() == 1 and self.stored.dtype is torch.float32
+    def request(
+        self, transposed: bool, values: TensorProducer | None, past: Tensor | None, words: WordsOf, scale: Tensor | None
+    ) -> QuantizeRequest:
+        """That to a kernel, for values or their transpose; their amaxes, or one of the past, are given as needed."""
+        spec, found = self.spec, past
+        if self.measured is None:
+            found = None
+        elif past is None or not spec.given:
+            assert values is not None, "an amax is needed first"
+            found = values.amaxes(self.measured, transposed, spec.scaling.random_hadamard)
+        drawn = words(self.shard) if self.cell.scaling.stochastic_rounding else None
+        return QuantizeRequest(spec, found if spec.given else None, None if spec.given else found, drawn, scale)
 
-    def storage(self, target: QuantizedOutput) -> QuantizedStorage:
-        copy = self.way.copy
-        scale = self.stored if self.stored is not None else target.scale
-        assert scale is not None
-        components = {copy.codes.name: target.codes, copy.scale.name: scale}
-        if copy.amax is not None and self.request.second_amax is not None:
-            components[copy.amax.name] = self.request.second_amax
-        return QuantizedStorage(self.way.cell, sharding.whole(self.shape), components)
+    def storage(self, output: QuantizedOutput, transposed: bool = False) -> QuantizedStorage:
+        """What a kernel has made, or its transpose."""
+        copy, codes, scale = self.spec.copy, output.codes, output.scale
+        if transposed:
+            codes, scale = output.transposed, scale if ALL in copy.block else scale.t()
+        components = {copy.codes.name: codes, copy.scale.name: scale}
+        if copy.amax is not None:
+            components[copy.amax.name] = output.second
+        return QuantizedStorage(self.cell, self.turned if transposed else self.shard, components)
 
 
-def _transposed(storage: QuantizedStorage, transposed: Tensor) -> QuantizedStorage:
-    codes = storage.cell.format.copies[Copy.ROWWISE].codes.name
-    components = {name: transposed if name == codes else part.t() for name, part in storage.components.items()}
-    rows, cols = storage.shard.shape
-    return QuantizedStorage(storage.cell, sharding.whole((cols, rows)), components)
+class OperandPlan(NamedTuple):
+    """What is done with matrices [R, C] of one shape that two GEMMs read: `one` as they stand, `two` transposed; the
+    first's codes are transposed too if the second GEMM reads these.
+
+    `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `poison`:
+    where it is known that not all values are finite: nowhere, in a scalar of its own, or in the scale.
+    """
+
+    one: DirectionPlan | None
+    two: DirectionPlan | None
+    reads_values: bool
+    poison: Literal["", "scalar", "scale"]
+
+
+@lru_cache(MOST_PLANS)
+def plan_operand(
+    first: Cell | None, second: Cell | None, wanted: OperandUsage, delayed: bool, shape: Pair
+) -> OperandPlan:
+    """For matrices of `shape` that are quantized by `first`, and for wgrad by `second`; `delayed`: by past amaxes."""
+    quantized, transposed, shared = quantized_cells(first, second, wanted)
+    one = DirectionPlan.of(quantized, shape, delayed, shared, wanted.poison)
+    two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False)
+    plain = (wanted.first and first is None) or (wanted.second and second is None)
+    measured = not delayed and any(way is not None and needs_amax(way.cell) for way in (one, two))
+    in_scale = one is not None and one.spec.poison
+    return OperandPlan(one, two, plain or measured, "scale" if in_scale else "scalar" if wanted.poison else "")
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:
@@ -290,8 +250,3 @@ def read_by_columns(copy: QuantizedCopy) -> bool:
     """
     eight = copy.codes.encoding.bits == 8
     return eight and copy.scale.encoding is FP32 and copy.block[0] == 1 and copy.block[1] != ALL
-
-
-def padded(shape: Pair, cell: Cell) -> Pair:
-    """The shape of the codes for values of `shape`: rows that are transformed are filled up to a multiple of 16."""
-    return (shape[0], shape[1] + (-shape[1] % 16 if cell.scaling.random_hadamard else 0))

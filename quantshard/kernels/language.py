@@ -75,6 +75,19 @@ def saturate(x, MAX: tl.constexpr):
 
 
 @triton.jit
+def as_bits(ptr):
+    """A pointer to float32 as one to the bits, int32: of numbers that are not negative these are in the same order, and
+    NaN has the most."""
+    return ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def largest_bits(x):
+    """The bits of the largest |x| of a float32 tile, int32, in which NaN is larger than infinity."""
+    return tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
+
+
+@triton.jit
 def widen(x):
     """Any float dtype -> float32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:

@@ -325,7 +325,7 @@ def _run_mlp(
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """The output, and what backward needs."""
     entered, _, source = _entered(front)
-    inner, kept1 = functional.forward_gemms(source, source.shape, *fc1, keeps[0])
+    inner, kept1 = functional.forward_gemms(source, None, *fc1, keeps[0])
     between = ActivationInputs(*inner)
     (out,), kept2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])
     return out, entered, between, [kept1, kept2]

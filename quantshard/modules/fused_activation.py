@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from quantshard import kernels
@@ -15,7 +14,6 @@ from quantshard.modules.gemms.linear_operands import GemmOperands, OperandReques
 from quantshard.recipe import TensorRole
 
 if kernels.USABLE:
-    from quantshard.gemm import producers
     from quantshard.gemm.producers import ActivationProducer, TensorProducer
     from quantshard.kernels.fused import activation as activation_kernels
     from quantshard.kernels.fused import epilogue
@@ -41,19 +39,18 @@ def through_activation(
     parts = 1 if up is None else 2
     asked = [
         OperandRequest(
-            TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part
+            TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part, gate
         )
         for part in range(parts)
     ]
-    rows, device = epilogue.matrix(dh), gate.device
-    if any(each.reads_values for each in asked):
-        given = [TensorProducer(torch.empty_like(gate), producers.zero(device).view(1, 1)) for _ in asked]
-        wanted = [epilogue.EpilogueRequest(high=each.values, amax=each.amax) for each in given]
-        _activation_backward(rows, gate, up, activation, wanted)
+    rows = epilogue.matrix(dh)
+    if any(each.plan.reads_values for each in asked):
+        given = [TensorProducer.empty(gate) for _ in asked]
+        _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
         return [each.of(values) for each, values in zip(asked, given, strict=True)]
-    ready = [each.both(gate.shape[1], device).prepared(TensorProducer(gate)) for each in asked]  # of the shape of gate
-    targets = _activation_backward(rows, gate, up, activation, [each.outputs for each in ready])
-    return [each.taken(told, found) for each, told, found in zip(asked, ready, targets, strict=False)]
+    outputs = [each.outputs() for each in asked]
+    targets = _activation_backward(rows, gate, up, activation, outputs)
+    return [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]
 
 
 def _activation_backward(

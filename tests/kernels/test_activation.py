@@ -14,6 +14,7 @@ from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import EpilogueRequest
 from quantshard.kernels.quantize import targets as kt
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
+from tests.kernels.asked import request_of
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -78,7 +79,9 @@ def test_the_largest_numbers_do_not_become_nan(name):
 def request(fmt, scaling, grids, dtype, transposed=False, words=None):
     copy = fmt.copies[Copy.ROWWISE]
     given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
-    return kt.QuantizeRequest(copy, scaling, (0, 0), given, grids.get("amax"), words, transposed)
+    return request_of(
+        copy, scaling, multipliers=given, second_amax=grids.get("amax"), words=words, transposed=transposed
+    )
 
 
 def same_codes(target, high, fmt, scaling, grids, drawn=None):
@@ -98,11 +101,10 @@ def test_two_programs_fit_on_a_multiprocessor(backward):
     """Where a program would take most of its 65536 registers for itself, they are bounded."""
     like = torch.ones(37, 290, dtype=torch.bfloat16, device=DEVICE)
     asked = request(FP8_1X128, Scaling(), numerics.amaxes(like, FP8_1X128), like.dtype)
-    plan = epilogue.plan_epilogue(EpilogueRequest(asked, asked), like)
-    launch = plan.launch(backward)
-    assert (plan.tile, launch["num_warps"], launch["maxnreg"]) == (kt.TileShape(128, 128, 4), 8, 128)
+    launch = epilogue.plan_epilogue(EpilogueRequest(asked, asked), like, backward=backward).constants
+    assert (launch["TILE"], launch["num_warps"], launch["maxnreg"]) == (kt.TileShape(128, 128, 4), 8, 128)
     assert 2 * 32 * launch["num_warps"] * launch["maxnreg"] == 65536
-    alone = epilogue.plan_epilogue(EpilogueRequest(asked), like).launch(backward)
+    alone = epilogue.plan_epilogue(EpilogueRequest(asked), like, backward=backward).constants
     assert (alone["maxnreg"] is None) != backward
 
 
@@ -110,7 +112,7 @@ def test_either_direction_alone_and_one_gradient_alone():
     shape, fmt, scaling = (37, 290), FP8_1X128, Scaling()
     gate, up, dh = (values(*shape, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
     high, d_up, sums = torch.empty_like(gate), torch.empty_like(gate), torch.empty(290, device=DEVICE)
-    asked = kt.QuantizeRequest(fmt.copies[Copy.ROWWISE], scaling)
+    asked = request_of(fmt.copies[Copy.ROWWISE], scaling)
     one, two = ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(other=asked, high=high))
     assert one is None
     same_codes(two, high.t().contiguous(), fmt, scaling, numerics.amaxes(high.t(), fmt))
@@ -131,7 +133,7 @@ def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
     ka.activate_and_quantize(gate, "relu", None, EpilogueRequest(high=d_up))
     grids = {copy.scale.name: numerics.block_amax(d_up, copy.block, origin)}
     given = numerics.encode_scales(grids, fmt, scaling, d_up.dtype)
-    asked = kt.QuantizeRequest(copy, scaling, origin, given[copy.scale.name])
+    asked = request_of(copy, scaling, origin=origin, multipliers=given[copy.scale.name])
     _, (found, _) = ka.activate_backward_and_quantize(
         ones, gate, "reglu", ones, EpilogueRequest(sums=sums), EpilogueRequest(asked)
     )

@@ -22,7 +22,7 @@ from quantshard.kernels.experts.grouped import ExpertSegments
 from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
 from quantshard.kernels.optimizer import history
 from quantshard.kernels.quantize import scales
-from quantshard.kernels.quantize.targets import QuantizeRequest
+from tests.kernels.asked import request_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -167,7 +167,7 @@ WIDE = {128: (140, 40), 32: (70, 35)}
 def by_blocks(x: Tensor, counts: Sequence[int], block: int) -> tuple[EncodedRows, EncodedRows, list[int]]:
     """Codes of the rows and of their transpose, and the first row of each expert."""
     segments = ExpertSegments.of(counts, DEVICE, grouped.MANY_ROWS)
-    request = QuantizeRequest(FORMATS[BLOCKS[block][0]].copies[Copy.ROWWISE], Scaling())
+    request = request_of(FORMATS[BLOCKS[block][0]].copies[Copy.ROWWISE], Scaling())
     ones = torch.ones(len(counts), device=DEVICE)
     found = grouped.quantize_expert_blocks(x.to(DEVICE), segments, request, request)
     one, two = (EncodedRows(target.codes, target.scale, E4M3, block, ones) for target in found)
@@ -220,7 +220,7 @@ def test_poison_of_blocks_is_their_experts() -> None:
     x, segments = values(sum(rows), IN).to(DEVICE), ExpertSegments.of(rows, DEVICE, grouped.MANY_ROWS)
     x[7, 3] = torch.inf  # the third expert's
     request, poison = (
-        QuantizeRequest(FORMATS["fp8_1x128"].copies[Copy.ROWWISE], Scaling()),
+        request_of(FORMATS["fp8_1x128"].copies[Copy.ROWWISE], Scaling()),
         torch.ones(4, device=DEVICE),
     )
     grouped.quantize_expert_blocks(x, segments, request, None, poison)

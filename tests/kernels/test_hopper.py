@@ -38,12 +38,10 @@ block is a number, half a byte a code, four columns a thread."""
 
 SPILLED = {
     "3.6": {
-        f"quantize fp8_1xrow, {BOTH}": 8, f"quantize nvfp4_1x16, {ROUNDED}": 40, "activation + quantize mxfp8_1x32": 8,
-        "Adam, delayed, FP8 moments": 60,
+        f"quantize nvfp4_1x16, {ROUNDED}": 40, "activation + quantize mxfp8_1x32": 8, "Adam, delayed, FP8 moments": 60,
     },
     "3.7": {
-        f"quantize fp8_1xrow, {BOTH}": 472, f"quantize fp8_1x128, {BOTH}": 8, "gradient + quantize fp8_e4m3": 8,
-        "Adam, delayed, FP8 moments": 16,
+        f"quantize fp8_1x128, {BOTH}": 8, "activation + quantize fp8_e4m3": 4, "Adam, delayed, FP8 moments": 16,
     },
     "3.8": {
         f"quantize fp8_1xrow, {BOTH}": 460, f"quantize fp8_1x128, {BOTH}": 20, "quantize nvfp4_1x16": 8,

@@ -7,7 +7,6 @@ On a machine without a GPU Triton's interpreter runs them (tests/conftest.py ask
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,9 +23,10 @@ from quantshard.kernels.fused.activation import quantize_gradient
 from quantshard.kernels.fused.epilogue import EpilogueRequest
 from quantshard.kernels.quantize import amax, dequantize, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
-from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest
+from quantshard.kernels.quantize.targets import Poison, QuantizedOutput, QuantizeRequest, QuantizeSpec
 from quantshard.numerics import RandomBits
 from tests.covering import exhaustive
+from tests.kernels.asked import request_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]
@@ -75,6 +75,10 @@ def on_device(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(DEVICE)
 
 
+def with_spec(request: QuantizeRequest, **options: bool) -> QuantizeRequest:
+    return request._replace(spec=request.spec._replace(**options))
+
+
 def words_of(shape: tuple[int, int], stream: int, stochastic: bool) -> RandomBits | None:
     return RandomBits(KEY, DRAW, stream, shape) if stochastic else None
 
@@ -88,7 +92,7 @@ def words_of(shape: tuple[int, int], stream: int, stochastic: bool) -> RandomBit
     ids=lambda part: getattr(part, "name", part),
 )
 def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
-    """From the values alone, where a tile sees whole blocks, and with multipliers given."""
+    """From the values alone, where a tile sees whole blocks, and with multipliers or amaxes given."""
     kinds = ((torch.bfloat16, False), (torch.float32, True), (torch.float16, False))
     for shape, (dtype, power_of_two) in zip(IN_A_TILE if stochastic else SHAPES, kinds, strict=False):
         x, scaling = values(shape, dtype), Scaling(power_of_two=power_of_two, stochastic_rounding=stochastic)
@@ -97,14 +101,20 @@ def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
         )
         grids = numerics.amaxes(x, fmt)
         for copy in fmt.copies.values():
-            request = QuantizeRequest(copy, scaling, second_amax=on_device(grids.get("amax")))
-            request = replace(request, words=words_of(shape, 3, stochastic))
+            second, words = on_device(grids.get("amax")), words_of(shape, 3, stochastic)
             if ALL in copy.block or not stochastic:
                 given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name]
-                found, _ = quantize_matrix(x.to(DEVICE), replace(request, multipliers=on_device(given)))
+                request = request_of(copy, scaling, multipliers=on_device(given), words=words)
+                found, _ = quantize_matrix(x.to(DEVICE), request)
+                assert found.scale is None and same(found.codes, expected[copy.codes.name])
+            if copy.amax is None:
+                request = request_of(copy, scaling, amaxes=on_device(grids[copy.scale.name]), words=words)
+                found, _ = quantize_matrix(x.to(DEVICE), request)
                 assert same(found.codes, expected[copy.codes.name])
+                assert same(found.scale, expected[copy.scale.name])
             for by_columns in () if ALL in copy.block else (False, True):
-                found, _ = quantize_matrix(x.to(DEVICE), replace(request, by_columns=by_columns))
+                request = request_of(copy, scaling, second_amax=second, words=words, by_columns=by_columns)
+                found, _ = quantize_matrix(x.to(DEVICE), request)
                 assert same(found.codes, expected[copy.codes.name])
                 assert found.scale is not None and same(found.scale, expected[copy.scale.name])
                 assert (found.scale.t() if by_columns else found.scale).is_contiguous()
@@ -131,8 +141,8 @@ def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, in
             given = numerics.encode_scales(grids, fmt, scaling, x.dtype)
             words = numerics.random_words(KEY, DRAW, 2, whole, origin, (30, 6))
             expected = numerics.quantize_codes(x, copy, given, origin, words)
-            request = QuantizeRequest(
-                copy, scaling, origin, on_device(given[copy.scale.name]),
+            request = request_of(
+                copy, scaling, origin=origin, multipliers=on_device(given[copy.scale.name]),
                 words=RandomBits(KEY, torch.tensor(DRAW, device=DEVICE), 2, whole),
             )  # fmt: skip
             assert same(quantize_matrix(x.to(DEVICE), request)[0].codes, expected)
@@ -158,7 +168,7 @@ def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None
     ]:
         fmt, x = FORMATS[name], values(shape)
         requests, expected = zip(*(wanted(v, fmt, scaling, s) for v, s in ((x, 1), (x.t(), 2))), strict=True)
-        by_columns = [replace(request, by_columns=True) for request in requests]
+        by_columns = [with_spec(request, by_columns=True) for request in requests]
         found: list[QuantizedOutput | None] = [
             *quantize_matrix(x.to(DEVICE), *requests),
             quantize_matrix(x.to(DEVICE).t(), requests[1])[0],
@@ -182,7 +192,8 @@ def test_both_directions_of_a_piece(name: str) -> None:
         words = numerics.random_words(KEY, DRAW, stream, of, at, shape)
         expected.append(numerics.quantize_codes(y, copy, given, at, words))
         multipliers = on_device(given[copy.scale.name])
-        requests.append(QuantizeRequest(copy, scaling, at, multipliers, words=RandomBits(KEY, DRAW, stream, of)))
+        words = RandomBits(KEY, DRAW, stream, of)
+        requests.append(request_of(copy, scaling, origin=at, multipliers=multipliers, words=words))
     for target, codes in zip(quantize_matrix(x.to(DEVICE), *requests), expected, strict=True):
         assert target is not None and same(target.codes, codes)
 
@@ -194,7 +205,7 @@ def wanted(
     shape = (rows, cols + (-cols % 16 if scaling.random_hadamard else 0))
     words = dict.fromkeys(Copy, numerics.random_words(KEY, DRAW, stream, shape))
     parts = numerics.quantize(x, fmt, scaling, words=words)
-    request = QuantizeRequest(
+    request = request_of(
         fmt.copies[which], scaling, second_amax=on_device(parts.get("amax")),
         words=words_of(shape, stream, scaling.stochastic_rounding),
     )  # fmt: skip
@@ -210,12 +221,32 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
         copy, seen = fmt.copies[Copy.ROWWISE], torch.full((), 2.0, device=DEVICE)
         given = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, Scaling(), x.dtype)[copy.scale.name]
         found, _ = quantize_matrix(
-            x.to(DEVICE), QuantizeRequest(copy, Scaling(), multipliers=on_device(given), transposed=True), None, seen
+            x.to(DEVICE), request_of(copy, Scaling(), multipliers=on_device(given), transposed=True), None, seen
         )
         parts = {copy.codes.name: found.codes.cpu()}
         assert found.transposed is not None
         assert same(found.transposed, numerics.transpose_parts(fmt, parts, shape)[copy.codes.name])
         assert same(seen, torch.maximum(x.float().abs().amax(), torch.tensor(2.0)))
+
+
+@pytest.mark.parametrize(("odd", "at"), [(None, 0), (float("inf"), -1), (float("-inf"), 0), (float("nan"), -1)])
+@pytest.mark.parametrize("poison", ["amax", "apart"])
+def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(poison: Poison, odd: float | None, at: int) -> None:
+    """By its own amax, or found in the same pass, in the tile that stores the scale or another; codes stay."""
+    fmt, x = FORMATS["fp8_e5m2"], values((300, 530))
+    if odd is not None:
+        x[at, at] = odd
+    known = numerics.block_amax(x if poison == "amax" else values((300, 530)), (ALL, ALL))
+    grids = {"scale_inv": known}
+    given = numerics.encode_scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
+    scale = torch.zeros(1, 1, device=DEVICE) if poison == "apart" else None
+    spec = QuantizeSpec(fmt.copies[Copy.ROWWISE], Scaling(), transposed=True, given="amaxes", poison=poison)
+    request = QuantizeRequest(spec, on_device(known), scale=scale)
+    found, _ = quantize_gradient(x.to(DEVICE), EpilogueRequest(request, poison=scale))
+    assert found is not None
+    assert same(found.codes, numerics.quantize_codes(x, fmt.copies[Copy.ROWWISE], {"scale_inv": given}))
+    expected = numerics.scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
+    assert same(found.scale, expected if odd is None else torch.full((1, 1), float("nan")))
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -234,7 +265,7 @@ def test_what_fills_a_byte_up_is_zero(fmt: Format, stochastic: bool) -> None:
             assert target is not None and same(target.codes, expected[fmt.copies[which].codes.name])
             assert (target.codes[:, -1] >> 4 == 0).all()
         if fmt.transposable:
-            found, _ = quantize_matrix(x.to(DEVICE), replace(asked[0][0], transposed=True))
+            found, _ = quantize_matrix(x.to(DEVICE), with_spec(asked[0][0], transposed=True))
             across = numerics.transpose_parts(fmt, asked[0][1], (35, 37))[fmt.copies[which].codes.name]
             assert found.transposed is not None and same(found.transposed, across)
             assert (found.transposed[:, -1] >> 4 == 0).all()
@@ -258,12 +289,12 @@ def test_edge_values(fmt: Format) -> None:
     for factor in (1.0, torch.finfo(torch.float32).max):
         given = torch.full_like(numerics.block_amax(x, copy.block), factor)
         expected = numerics.quantize_codes(x, copy, {copy.scale.name: given})
-        found, _ = quantize_matrix(x.to(DEVICE), QuantizeRequest(copy, Scaling(), multipliers=on_device(given)))
+        found, _ = quantize_matrix(x.to(DEVICE), request_of(copy, Scaling(), multipliers=on_device(given)))
         assert same(found.codes, expected)
     if ALL not in copy.block:
         expected = numerics.quantize(x, fmt)
         alone, _ = quantize_matrix(
-            x.to(DEVICE), QuantizeRequest(copy, Scaling(), second_amax=on_device(expected.get("amax")))
+            x.to(DEVICE), request_of(copy, Scaling(), second_amax=on_device(expected.get("amax")))
         )
         assert alone.scale is not None
         assert same(alone.scale, expected[copy.scale.name]) and same(alone.codes, expected[copy.codes.name])
@@ -284,7 +315,7 @@ def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
             scaling = Scaling(power_of_two=power_of_two)
             expected = numerics.quantize(x, fmt, scaling)
             found, _ = quantize_matrix(
-                x.to(DEVICE), QuantizeRequest(copy, scaling, second_amax=on_device(expected.get("amax")))
+                x.to(DEVICE), request_of(copy, scaling, second_amax=on_device(expected.get("amax")))
             )
             assert found.scale is not None and same(found.scale, expected[copy.scale.name])
             assert same(found.codes, expected[copy.codes.name])
@@ -294,9 +325,7 @@ def test_a_word_rounds_up_where_it_and_the_fraction_are_one() -> None:
     """Of the way to the smallest code, 2**-9, E4M3 has 20 bits: with those of the word exactly 1, and 2**-20 less."""
     shape, copy = (32, 256), FORMATS["fp8_e4m3"].copies[Copy.ROWWISE]
     words = numerics.random_words(KEY, DRAW, 3, shape)
-    request = QuantizeRequest(
-        copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True)
-    )
+    request = request_of(copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True))
     for less in (0, 1):
         x = ((1 << 20) - (words >> 12) - less).float() * 2.0**-29
         codes = quantize_matrix(x.to(DEVICE), request)[0].codes.cpu()
@@ -334,7 +363,7 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
     expected = numerics.quantize(x, fmt)
     grids = numerics.amaxes(x, fmt)
     known = numerics.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
-    request = QuantizeRequest(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
+    request = request_of(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
     outputs = EpilogueRequest(request, amax=torch.zeros((), device=DEVICE), poison=torch.zeros((), device=DEVICE))
     for target, _ in (quantize_matrix(x, request), quantize_gradient(x, outputs)):
         assert torch.equal(target.codes, expected[copy.codes.name])

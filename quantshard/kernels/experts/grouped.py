@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
-from quantshard.kernels.fused.epilogue import by_rows, largest_bits, load_tile
+from quantshard.kernels.fused.epilogue import by_rows, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import device_table
 from quantshard.kernels.quantize.matrix import emit
@@ -30,10 +30,7 @@ from quantshard.kernels.quantize.matrix import tile_of as quantize_tile_of
 from quantshard.kernels.quantize.targets import (
     QuantizedOutput,
     QuantizeRequest,
-    programs,
-    quantize_launch_options,
-    target,
-    tile,
+    plan_quantization,
 )
 
 FEW_ROWS: Final = 64
@@ -91,7 +88,7 @@ def expert_tile(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def expert_amax_kernel(x_ptr, stride, cols, tiles, amaxes, ROWS: tl.constexpr, COLS: tl.constexpr):
     expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
-    tl.atomic_max(amaxes + expert, largest_bits(load_tile(x_ptr, stride, i, j, valued)), sem="relaxed")
+    tl.atomic_max(ql.as_bits(amaxes + expert), ql.largest_bits(load_tile(x_ptr, stride, i, j, valued)), sem="relaxed")
 
 
 @triton.jit
@@ -102,9 +99,9 @@ def expert_quantize_kernel(
     expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
     x = load_tile(x_ptr, stride, i, j, valued)
     if next_amaxes is not None:
-        tl.atomic_max(next_amaxes + expert, largest_bits(x), sem="relaxed")
+        tl.atomic_max(ql.as_bits(next_amaxes + expert), ql.largest_bits(x), sem="relaxed")
     if poisoned is not None:
-        tl.store(poisoned + expert, float("nan"), mask=largest_bits(x) >= 0x7F800000)
+        tl.store(poisoned + expert, float("nan"), mask=ql.largest_bits(x) >= 0x7F800000)
     codes = ql.encode(x * tl.load(multipliers + expert), E)
     tl.store(codes_ptr + i[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=valued)
 
@@ -119,7 +116,7 @@ def quantize_blocks_kernel(
     valued = valued & (i < tl.load(segment + 2))[:, None]
     values = tl.load(x_ptr + (i - tl.load(segment + 3))[:, None] * stride + j[None, :], mask=valued, other=0.0)
     if poisoned is not None:
-        tl.store(poisoned + tl.load(segment), float("nan"), mask=largest_bits(ql.widen(values)) >= 0x7F800000)
+        tl.store(poisoned + tl.load(segment), float("nan"), mask=ql.largest_bits(ql.widen(values)) >= 0x7F800000)
     words = (0, 0, 0, 0, 0)  # none
     emit(values, row, col, where, out, words, other_where, other_out, words, values.dtype, H, T)
 
@@ -149,8 +146,7 @@ def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
     if x.numel() > 0:
         launch_kernel(
             expert_amax_kernel, _programs(x, segments), x.device,
-            x, x.stride(0), x.shape[1], segments.tiles, found.view(torch.int32), segments.rows, COLS,
-            num_warps=WARPS,
+            x, x.stride(0), x.shape[1], segments.tiles, found, segments.rows, COLS, num_warps=WARPS,
         )  # fmt: skip
     return found
 
@@ -174,8 +170,7 @@ def quantize_expert_rows(
     if x.numel() > 0:
         launch_kernel(
             expert_quantize_kernel, _programs(x, segments), x.device,
-            x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes,
-            None if next_amaxes is None else next_amaxes.view(torch.int32), poisoned,
+            x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes, next_amaxes, poisoned,
             ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return codes
@@ -193,17 +188,18 @@ def quantize_expert_blocks(
     Blocks of neither have more than `MANY_ROWS` rows of x, and `segments` begin at multiples of that. `poisoned`: as of
     `quantize_expert_rows`.
     """
-    shared, x = tile(request, other, x.dtype), by_rows(x)
-    assert segments.rows == MANY_ROWS and MANY_ROWS % shared.rows == 0, "a tile has rows of one expert"
-    rows, cols = segments.total, x.shape[1]
-    one = target((rows, cols), x.dtype, x.device, request, shared)
-    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
+    x = by_rows(x)
+    plan = plan_quantization(
+        request.spec, None if other is None else other.spec, (segments.total, x.shape[1]), x.dtype, x.device
+    )
+    one, two = plan.outputs(request, other, x.device)
+    assert plan.one is not None and one is not None
+    assert segments.rows == MANY_ROWS and MANY_ROWS % plan.one.how.rows == 0, "a tile has rows of one expert"
     if x.numel() > 0:
         launch_kernel(
-            quantize_blocks_kernel, programs(one, two), x.device,
-            x, x.stride(0), segments.tiles, one.where, one.out, two and two.where, two and two.out, poisoned,
-            H=one.how, T=two and two.how, ROWS=MANY_ROWS,
-            **quantize_launch_options(shared, two is not None, x.dtype),
+            quantize_blocks_kernel, plan.programs, x.device,
+            x, x.stride(0), segments.tiles, plan.where, one, plan.two and plan.two.where, two, poisoned,
+            ROWS=MANY_ROWS, **plan.constants,
         )  # fmt: skip
     return one, two
 

@@ -198,8 +198,8 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     if gate.numel() > 0:
         launch_kernel(
             activate_kernel, p.programs, gate.device,
-            gate, gate.stride(0), up, 0 if up is None else up.stride(0), p.where, p.sink, *p.out, *p.words,
-            KIND=kind, TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+            gate, gate.stride(0), up, 0 if up is None else up.stride(0), *p.arguments,
+            KIND=kind, **p.constants, enable_fp_fusion=False,
         )  # fmt: skip
     return p.finish()
 
@@ -222,16 +222,17 @@ def activate_backward_and_quantize(
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    p, q = epilogue.plan_epilogue(d_gate, gate, d_up), epilogue.plan_epilogue(d_up or EpilogueRequest(), gate, d_gate)
-    assert (p.where, p.programs) == (q.where, q.programs), "both gradients need one origin and padding"
+    p = epilogue.plan_epilogue(d_gate, gate, d_up, backward=True)
+    q = epilogue.plan_epilogue(d_up or EpilogueRequest(), gate, d_gate, backward=True)
+    assert (p.arguments[0], p.programs) == (q.arguments[0], q.programs), "both gradients need one origin and padding"
+    options = {name: value for name, value in p.constants.items() if name not in ("H", "T")}
     dh, gate, up = epilogue.by_rows(dh), epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
         launch_kernel(
             activate_backward_kernel, p.programs, gate.device,
             dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
-            p.where, p.sink, *p.out, *p.words, q.sink, *q.out, *q.words, KIND=kind, TILE=p.tile,
-            GATE_H=p.how[0], GATE_T=p.how[1], UP_H=q.how[0], UP_T=q.how[1],
-            **p.launch(backward=True), enable_fp_fusion=False,
+            *p.arguments, *q.arguments[1:], KIND=kind, GATE_H=p.constants["H"], GATE_T=p.constants["T"],
+            UP_H=q.constants["H"], UP_T=q.constants["T"], **options, enable_fp_fusion=False,
         )  # fmt: skip
     return p.finish(), q.finish()
 
@@ -246,7 +247,6 @@ def quantize_gradient(grad: Tensor, outputs: EpilogueRequest) -> Targets:
     if grad.numel() > 0:
         launch_kernel(
             deliver_kernel, p.programs, grad.device,
-            grad, grad.stride(0), p.where, p.sink, *p.out, *p.words,
-            TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+            grad, grad.stride(0), *p.arguments, **p.constants, enable_fp_fusion=False,
         )  # fmt: skip
     return p.finish()

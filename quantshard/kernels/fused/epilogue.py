@@ -14,7 +14,7 @@ on nothing but shape, format and device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,17 +23,28 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.quantize import targets
 from quantshard.kernels.quantize.matrix import emit
 from quantshard.kernels.quantize.targets import (
-    NO_WORDS,
-    KernelConfig,
-    OutputPointers,
+    BOTH_WAYS,
+    MOST_PLANS,
+    WARPS,
     QuantizedOutput,
+    QuantizePlan,
     QuantizeRequest,
+    QuantizeSpec,
     Region,
+    Rounding,
     TileShape,
+    layout,
+    padding,
+    random_arguments,
+    registers,
+    smallest_tile,
+    touched,
 )
+from quantshard.numerics import Pair
+
+NAN = tl.constexpr(0x7FC00000)
 
 
 class EpilogueArguments(NamedTuple):
@@ -45,12 +56,6 @@ class EpilogueArguments(NamedTuple):
     poison: Any
     sums: Any
     sums_stride: int
-
-
-@triton.jit
-def largest_bits(x):
-    """The bits of the largest |x| of a float32 tile, int32, in which NaN is larger than infinity."""
-    return tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
 
 
 @triton.jit
@@ -75,9 +80,9 @@ def deliver(
         at = i.to(tl.int64)[:, None] * sink.high_stride + j[None, :]
         tl.store(sink.high + at, ql.narrow(x, dtype), mask=valued)
     if sink.amax is not None:
-        tl.atomic_max(sink.amax, largest_bits(x), sem="relaxed")
-    if sink.poison is not None:
-        tl.store(sink.poison, float("nan"), mask=largest_bits(x) >= 0x7F800000)
+        tl.atomic_max(ql.as_bits(sink.amax), ql.largest_bits(x), sem="relaxed")
+    if sink.poison is not None:  # not a store: a scale may be written there by another program
+        tl.atomic_max(ql.as_bits(sink.poison), NAN, mask=ql.largest_bits(x) >= 0x7F800000, sem="relaxed")
     if sink.sums is not None:
         at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
         tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
@@ -89,8 +94,7 @@ def deliver(
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
-@dataclass(frozen=True)
-class EpilogueRequest:
+class EpilogueRequest(NamedTuple):
     """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
 
     Args:
@@ -98,7 +102,7 @@ class EpilogueRequest:
         other: how their transpose is, with scales of its own. Words of both have one key and draw.
         high: the results themselves, [R, C] with adjacent columns, of the kernel's dtype.
         amax: float32 scalar, made the larger of itself and the amax of the results; NaN wins.
-        poison: float32 scalar, made NaN if not all results are finite, else left as it is.
+        poison: float32 scalar, not negative, made NaN if not all results are finite, else left as it is.
         sums: [C], any float dtype: the sum of the rounded results over rows, taken in float32.
     """
 
@@ -110,37 +114,12 @@ class EpilogueRequest:
     sums: Tensor | None = None
 
     @property
-    def quantizes(self) -> bool:
-        """Whether codes are asked for."""
-        return self.request is not None or self.other is not None
-
-    @property
-    def tile(self) -> TileShape:
-        """The smallest that has whole blocks of both directions, and is written fast in both."""
-        one, two = (request.block if request is not None else (1, 1) for request in (self.request, self.other))
-        blocks = TileShape(max(one[0], two[1]), max(one[1], two[0]))
-        if self.other is None:
-            return blocks
-        return blocks._replace(together=16) if self.other.scaling.random_hadamard else targets.smallest_tile(blocks)
-
-    def extent(self, rows: int, cols: int) -> Region:
-        """Where the results lie in the global matrix, and how many columns codes have besides."""
-        origin = self.request.origin if self.request else self.other.origin[::-1] if self.other else (0, 0)
-        return Region(rows, cols + _padding(cols, self.request), cols, *origin)
-
-    def programs(self, rows: int, cols: int, tile: TileShape) -> tuple[int, int]:
-        """Tiles along both dims; either direction may pad."""
-        where = self.extent(rows, cols)
-        return (
-            targets.touched(where.row_origin, rows + _padding(rows, self.other), tile.rows),
-            targets.touched(where.col_origin, where.cols, tile.cols),
-        )
+    def specs(self) -> Specs:
+        """How results and their transpose are quantized, as far as it is the same in each call."""
+        return None if self.request is None else self.request.spec, None if self.other is None else self.other.spec
 
 
-def _padding(size: int, request: QuantizeRequest | None) -> int:
-    return -size % 16 if request is not None and request.scaling.random_hadamard else 0
-
-
+Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
 Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
 """Codes and scales of a matrix and of its transpose, as far as asked for."""
 
@@ -151,89 +130,102 @@ _MOST_REGISTERS: Final = 255
 """The most registers that a thread can have."""
 
 
-@dataclass(frozen=True)
-class EpilogueLaunch:
-    """`EpilogueRequest` as the arguments of a kernel."""
+class EpilogueLaunch(NamedTuple):
+    """`EpilogueRequest` as the launch of a kernel. `arguments`: those of `deliver` that follow the tile's place."""
 
-    outputs: EpilogueRequest
     targets: Targets
-    tile: TileShape
-    where: Region
-    sink: EpilogueArguments
-    programs: tuple[int, int]
-
-    @property
-    def out(self) -> tuple[OutputPointers | None, Region | None, OutputPointers | None]:
-        """Arguments of `deliver` after `sink`."""
-        one, two = self.targets
-        return one.out if one else None, two.where if two else None, two.out if two else None
-
-    @property
-    def words(self) -> tuple[Any, ...]:
-        """Arguments of `deliver` after those of `out`."""
-        one, two = (NO_WORDS if target is None else target.words for target in self.targets)
-        drawn = one if self.outputs.request is not None and self.outputs.request.words is not None else two
-        widths = one.global_shape[1], two.global_shape[1]
-        return *targets.halves(drawn.key), drawn.draw, one.stream, widths[0], two.stream, widths[1]
-
-    @property
-    def how(self) -> tuple[KernelConfig | None, KernelConfig | None]:
-        """Constants H and T of `deliver`."""
-        one, two = self.targets
-        return one.how if one else None, two.how if two else None
-
-    def launch(self, backward: bool = False) -> dict[str, Any]:
-        """Keyword arguments of a launch: warps and, where the compiler would take more, the registers of a thread with
-        which two programs run beside each other, or three of four warps, as some wait for memory or for their threads.
-
-        Measured on an H200; forward, in one direction, a bound makes the compiler take more registers than without.
-        """
-        size = self.tile.rows * self.tile.cols
-        both = self.tile.together == targets.BOTH_WAYS.together
-        if both:
-            warps = self.tile.warps
-        else:
-            warps = min(max(targets.WARPS, size // (512 if backward and self.tile.together == 1 else 1024)), 16)
-        registers = targets.registers(warps, 3 if backward and warps == 4 else 2)
-        bound = both or (backward and self.tile.together == 1)
-        return {"num_warps": warps, "maxnreg": registers if bound and registers <= _MOST_REGISTERS else None}
+    programs: Pair
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    sums: Tensor | None
+    partial: Tensor | None
 
     def finish(self) -> Targets:
         """What is left to do after the launch; the targets."""
-        if self.outputs.sums is not None:
-            self.outputs.sums.copy_(self.sink.sums.sum(0))
+        if self.sums is not None and self.partial is not None:
+            self.sums.copy_(self.partial.sum(0))
         return self.targets
+
+
+def plan_epilogue(
+    outputs: EpilogueRequest, like: Tensor, beside: EpilogueRequest | None = None, backward: bool = False
+) -> EpilogueLaunch:
+    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
+    one, two, high, amax, poison, sums = outputs
+    words, *roundings = random_arguments(one, two)
+    plan = _plan(
+        outputs.specs, None if beside is None else beside.specs, like.shape, like.dtype, like.device, backward,
+        *roundings,
+    )  # fmt: skip
+    partial, cols = None, like.shape[1]
+    assert high is None or high.shape == like.shape, "high must have the shape of the results"
+    if sums is not None:
+        new = torch.empty if like.numel() > 0 else torch.zeros
+        partial = new((plan.programs[0], cols), dtype=torch.float32, device=like.device)
+    targets = plan.outputs(one, two, like.device)
+    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, poison, partial, cols)
+    arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *words
+    return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)
+
+
+@lru_cache(MOST_PLANS)
+def _plan(
+    specs: Specs, beside: Specs | None, shape: Pair, dtype: torch.dtype, device: torch.device, backward: bool,
+    rounding: Rounding | None, other_rounding: Rounding | None,
+) -> QuantizePlan:  # fmt: skip
+    (spec, other), leader, (rows, cols) = specs, specs, shape
+    tile = TILE
+    if specs != (None, None) or beside not in (None, (None, None)):
+        tile = _joint(_tile(*specs), _tile(*(beside or specs)))
+        leader = specs if specs != (None, None) or beside is None else beside
+    one = two = None
+    if spec is not None:
+        one = layout(spec, (rows, cols), dtype, device, tile, rounding)
+    if other is not None:
+        two = layout(other, (cols, rows), dtype, device, tile, other_rounding, transposed=True)
+    first, second = leader
+    origin = first.origin if first is not None else second.origin[::-1] if second is not None else (0, 0)
+    where = Region(rows, cols + padding(cols, first), cols, *origin)
+    programs = (  # either direction may pad
+        touched(where.row_origin, rows + padding(rows, second), tile.rows),
+        touched(where.col_origin, where.cols, tile.cols),
+    )
+    constants = {"TILE": tile, "H": one and one.how, "T": two and two.how, **_launch_options(tile, backward)}
+    return QuantizePlan(one, two, where, programs, constants)
+
+
+def _tile(spec: QuantizeSpec | None, other: QuantizeSpec | None) -> TileShape:
+    """The smallest that has whole blocks of both directions, and is written fast in both."""
+    one, two = ((1, 1) if each is None else each.block for each in (spec, other))
+    blocks = TileShape(max(one[0], two[1]), max(one[1], two[0]))
+    if other is None:
+        return blocks
+    return blocks._replace(together=16) if other.scaling.random_hadamard else smallest_tile(blocks)
 
 
 def _joint(one: TileShape, other: TileShape) -> TileShape:
     """Whole blocks of both. Rows are held in order unless the transpose has scales of its own: beside what such a
     kernel computes, another order is slower."""
     joint = TileShape(*map(max, one, other))
-    if joint.together == targets.BOTH_WAYS.together:
+    if joint.together == BOTH_WAYS.together:
         return joint
     return joint._replace(rows=max(joint.rows, 64), cols=max(joint.cols, 128))
 
 
-def plan_epilogue(outputs: EpilogueRequest, like: Tensor, beside: EpilogueRequest | None = None) -> EpilogueLaunch:
-    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
-    (rows, cols), beside = like.shape, beside or outputs
-    tile = TILE
-    if outputs.quantizes or beside.quantizes:
-        tile = _joint(outputs.tile, beside.tile)
-    one = two = None
-    if outputs.request is not None:
-        one = targets.target((rows, cols), like.dtype, like.device, outputs.request, tile)
-    if outputs.other is not None:
-        two = targets.target((cols, rows), like.dtype, like.device, outputs.other, tile, held_transposed=True)
-    leader = outputs if outputs.quantizes else beside
-    programs = leader.programs(rows, cols, tile)
-    high, sums = outputs.high, None
-    assert high is None or high.shape == like.shape, "high must have the shape of the results"
-    if outputs.sums is not None:
-        sums = torch.zeros((programs[0], cols), dtype=torch.float32, device=like.device)
-    amax = None if outputs.amax is None else outputs.amax.view(torch.int32)
-    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, outputs.poison, sums, cols)
-    return EpilogueLaunch(outputs, (one, two), tile, leader.extent(rows, cols), sink, programs)
+def _launch_options(tile: TileShape, backward: bool) -> dict[str, Any]:
+    """Warps and, where the compiler would take more, the registers of a thread with which two programs run beside each
+    other, or three of four warps, as some wait for memory or for their threads.
+
+    Measured on an H200; forward, in one direction, a bound makes the compiler take more registers than without.
+    """
+    size, both = tile.rows * tile.cols, tile.together == BOTH_WAYS.together
+    if both:
+        warps = tile.warps
+    else:
+        warps = min(max(WARPS, size // (512 if backward and tile.together == 1 else 1024)), 16)
+    most = registers(warps, 3 if backward and warps == 4 else 2)
+    bound = both or (backward and tile.together == 1)
+    return {"num_warps": warps, "maxnreg": most if bound and most <= _MOST_REGISTERS else None}
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.activation import RANDOM
-from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, largest_bits, load_tile
+from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 
@@ -137,8 +137,12 @@ def statistics_kernel(
             if PIECES > 1:
                 z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
             y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED, OFFSET)
-            amax = tl.maximum(amax, largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))))
-        tl.atomic_max(amax_ptr, amax, sem="relaxed")  # of integers, so the order of programs does not matter
+            amax = tl.maximum(
+                amax, ql.largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty)))
+            )
+        tl.atomic_max(
+            ql.as_bits(amax_ptr), amax, sem="relaxed"
+        )  # of integers, so the order of programs does not matter
 
 
 @triton.jit(do_not_specialize=RANDOM)  # else a draw that is 1, or a multiple of 16, would compile another kernel
@@ -359,7 +363,7 @@ def norm_statistics(
         launch_kernel(
             statistics_kernel, (-(rows // -r.rows),), x.device,
             *rows_of_x, *rows_of_residual, total, found.mean, rstd,
-            gamma, beta, None if amax is None else amax.view(torch.int32), rows, size, eps, CENTERED=centered,
+            gamma, beta, amax, rows, size, eps, CENTERED=centered,
             OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return found, x if total is None else total
@@ -384,8 +388,8 @@ def normalize_and_quantize(
         launch_kernel(
             normalize_kernel, p.programs, x.device,
             x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
-            p.where, p.sink, *p.out, *p.words, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
-            TILE=p.tile, H=p.how[0], T=p.how[1], **p.launch(), enable_fp_fusion=False,
+            *p.arguments, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
+            **p.constants, enable_fp_fusion=False,
         )  # fmt: skip
     return p.finish()
 
@@ -413,11 +417,10 @@ def norm_backward(
     rows_of_dy, rows_of_x, rows_of_residual = _addressed(dy), _addressed(x), _addressed(residual_gradient)
     dx = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
     # zeros: the kernel in pieces adds to them, and without rows or columns no kernel runs
-    new = torch.zeros if r.pieces > 1 or rows * size == 0 else torch.empty
+    new = torch.empty if r.pieces == 1 and rows * size > 0 else torch.zeros
     dgamma = new((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
-    dbeta = (
-        None if dgamma is None or parameters.beta is None else new(dgamma.shape, dtype=dgamma.dtype, device=x.device)
-    )
+    has_beta = dgamma is not None and parameters.beta is not None
+    dbeta = new((grid, size), dtype=torch.float32, device=x.device) if has_beta else None
     if rows * size > 0:
         kernel, layout = backward_kernel, {"ROWS": r.rows}
         if r.pieces > 1:

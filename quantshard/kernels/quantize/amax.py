@@ -7,6 +7,8 @@ For what `quantize` cannot see within one tile: the whole tensor, a whole row, a
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,8 @@ from quantshard.formats import ALL
 from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import grid_of_tile, tile_of
-from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, tiles, tiling, touched
+from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, tiles, tiling, touched
+from quantshard.numerics import Pair
 
 
 @triton.jit
@@ -32,10 +35,10 @@ def amax_kernel(
         x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols, 1), values.dtype)
     found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
     entries, inside = grid_of_tile(row, col, where, grid_stride, 1, grid_rows, grid_cols, H)
-    if H.row_all or H.col_all:  # several tiles share an entry; bits of numbers that are not negative are in their order
-        tl.atomic_max(grid_ptr + entries, found.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+    if H.row_all or H.col_all:  # several tiles share an entry
+        tl.atomic_max(ql.as_bits(grid_ptr + entries), found.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
     else:
-        tl.store(grid_ptr + entries, found.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(grid_ptr + entries, found, mask=inside)
 
 
 def block_amax(
@@ -45,24 +48,27 @@ def block_amax(
 
     x: any strides; float32, bfloat16 or float16. `hadamard`: of its rows after `numerics.hadamard16`.
     """
-    rows, cols = x.shape[0], x.shape[1] + (-x.shape[1] % 16 if hadamard else 0)
-    spans = [touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), covers, strict=True)]
-    grid = torch.zeros(spans, dtype=torch.float32, device=x.device)
-    if x.numel() == 0:
-        return grid
-    how, where = _tiling(covers, hadamard), Region(rows, cols, x.shape[1], *origin)
-    launch_kernel(
-        amax_kernel, tiles(where, how), x.device,
-        x, x.stride(0), x.stride(1), where, grid.view(torch.int32), grid.stride(0), *grid.shape,
-        H=how, num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    where, spans, how, programs = _plan(x.shape, covers, origin, hadamard)
+    if x.numel() == 0 or how.row_all or how.col_all:  # several programs share an entry, or none runs
+        grid = torch.zeros(spans, dtype=torch.float32, device=x.device)
+    else:
+        grid = torch.empty(spans, dtype=torch.float32, device=x.device)
+    if x.numel() > 0:
+        launch_kernel(
+            amax_kernel, programs, x.device,
+            x, *x.stride(), where, grid, spans[1], *spans, H=how, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
     return grid
 
 
-def _tiling(covers: tuple[int, int], hadamard: bool) -> KernelConfig:
+@lru_cache(MOST_PLANS)
+def _plan(shape: Pair, covers: Pair, origin: Pair, hadamard: bool) -> tuple[Region, Pair, KernelConfig, Pair]:
+    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0)
+    down, across = (touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), covers, strict=True))
     finite = [1 if cover == ALL else cover for cover in covers]
     how = tiling(covers, (max(32, finite[0]), max(256 if finite[0] <= 32 else 128, finite[1])), NO_RULE)
-    return how._replace(hadamard=hadamard)
+    where = Region(rows, cols, shape[1], *origin)
+    return where, (down, across), how._replace(hadamard=hadamard), tiles(where, how)
 
 
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0)

@@ -4,8 +4,8 @@
     code[i, j] = round(x[i, j] * multiplier of its block)
 
 A program takes a tile of whole blocks, by the global block grid: amaxes of such blocks are taken in the same pass. Of
-blocks that reach beyond a tile (a scale for the whole tensor or a whole row) or beyond this rank's rectangle, the
-multipliers are given, from amaxes that were taken and reduced before.
+blocks that reach beyond a tile (a scale for the whole tensor or a whole row) or beyond this rank's rectangle, amaxes or
+multipliers are given, which were taken and reduced before.
 
 Kernels that compute the values themselves (`norm`, `activation`) hand their tiles to the same `emit`.
 """
@@ -22,11 +22,8 @@ from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.targets import (
     QuantizedOutput,
     QuantizeRequest,
-    halves,
-    programs,
-    quantize_launch_options,
-    target,
-    tile,
+    plan_quantization,
+    random_arguments,
 )
 
 
@@ -55,8 +52,7 @@ def emit(
     """
     if H is not None:
         if out.next_amax is not None:
-            bits = tl.abs(ql.widen(values)).to(tl.int32, bitcast=True)
-            tl.atomic_max(out.next_amax, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+            tl.atomic_max(ql.as_bits(out.next_amax), ql.largest_bits(ql.widen(values)), sem="relaxed")
         x = _transformed(values, dtype, H)
         amax = _amaxes(values, x, out, H)
         if T is None or T.hadamard:
@@ -119,8 +115,8 @@ def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _amaxes(values, x, out, H: tl.constexpr):
-    """Amaxes of the blocks of a tile x of `values`, in the order in which it is held. If multipliers are given nobody
-    reads them, and x serves."""
+    """Amaxes of the blocks of a tile x of `values`, in the order in which it is held. If they or multipliers are given
+    nobody reads them, and x serves."""
     ROWS: tl.constexpr = H.cols if H.transposed else H.rows
     COLS: tl.constexpr = H.rows if H.transposed else H.cols
     BLOCK_ROWS: tl.constexpr = H.block_cols if H.transposed else H.block_rows
@@ -171,7 +167,7 @@ def _as_held(entries, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
 @triton.jit
 def _multipliers(amax, row, col, where, out, H: tl.constexpr):
     """A multiplier for each element of the tile: the one given for its block, or one from the block's amax, whose scale
-    is stored here too."""
+    is stored here too. Of a block that is in several tiles the first one's program stores it."""
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows // H.block_rows
     COLS: tl.constexpr = H.cols // H.block_cols
@@ -180,7 +176,13 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
     grid_cols = 1 if H.col_all else touched_by(where.col_origin, where.cols, H.block_cols)
     at, inside = grid_of_tile(row, col, where, out.grid_row, out.grid_col, grid_rows, grid_cols, H)
     if out.given is not None:
-        multiplier = tl.load(out.given + at, mask=inside, other=0.0)
+        amax = tl.load(out.given + at, mask=inside, other=0.0)
+        if H.row_all:
+            inside = inside & (row <= where.row_origin)
+        if H.col_all:
+            inside = inside & (col <= where.col_origin)
+    if out.scale is None:
+        multiplier = amax  # which they are
     else:
         second = tl.load(out.second) if out.second is not None else 0.0
         if ENTRIES >= 32:
@@ -191,7 +193,12 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
             multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
-            tl.store(out.scale + at, stored, mask=inside)
+            if H.poison == "amax":
+                stored = tl.where(amax < float("inf"), stored, float("nan"))
+            if H.poison == "apart":
+                tl.atomic_max(ql.as_bits(out.scale + at), stored.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+            else:
+                tl.store(out.scale + at, stored, mask=inside)
     if H.transposed:
         return ql.expand(multiplier, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
     else:
@@ -247,21 +254,17 @@ def quantize_matrix(
 ) -> tuple[QuantizedOutput, QuantizedOutput | None]:
     """Quantize x [R, C], of any strides, float32, bfloat16 or float16; and its transpose, as `other` says.
 
-    `next_amax`: float32 scalar, made the larger of itself and the amax of x. Words of both have one key and draw.
+    `next_amax`: float32 scalar, made the larger of itself and the amax of x.
     """
-    rows, cols = x.shape
-    shared = tile(request, other, x.dtype)
-    if x.stride(1) != 1 and shared.together < 16:  # neighbours in a column are read together already
-        shared = shared._replace(together=1)
-    one = target((rows, cols), x.dtype, x.device, request, shared, next_amax)
-    two = None if other is None else target((cols, rows), x.dtype, x.device, other, shared, held_transposed=True)
-    drawn = one.words if two is None or request.words is not None else two.words
+    words, *roundings = random_arguments(request, other)
+    plan = plan_quantization(
+        request.spec, None if other is None else other.spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings
+    )
+    one, two = plan.outputs(request, other, x.device, next_amax)
+    assert one is not None
     if x.numel() > 0:
         launch_kernel(
-            quantize_kernel, programs(one, two), x.device,
-            x, x.stride(0), x.stride(1), one.where, one.out, two and two.where, two and two.out,
-            *halves(drawn.key), drawn.draw, one.words.stream, one.words.global_shape[1],
-            two and two.words.stream, two and two.words.global_shape[1],
-            H=one.how, T=two and two.how, **quantize_launch_options(shared, two is not None, x.dtype),
+            quantize_kernel, plan.programs, x.device,
+            x, *x.stride(), plan.where, one, plan.two and plan.two.where, two, *words, **plan.constants,
         )  # fmt: skip
     return one, two

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
-from quantshard.numerics import RandomBits
+from quantshard.numerics import Pair, RandomBits
 
 
 class TileShape(NamedTuple):
@@ -27,11 +26,18 @@ class TileShape(NamedTuple):
         return max(4, self.rows * self.cols // 2048)
 
 
+Given = Literal["", "multipliers", "amaxes"]
+"""What is known of blocks before their values are read: nothing, what values are multiplied by, or their amaxes."""
+Poison = Literal["", "amax", "apart"]
+"""What makes a scale for the whole tensor NaN: nothing, an amax that is given and not finite, or others that write it
+too, by `tl.atomic_max` of its bits."""
+
+
 class KernelConfig(NamedTuple):
     """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
 
     `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
-    `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column.
+    `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column. `poison`: see `Poison`.
     """
 
     rows: int
@@ -50,25 +56,7 @@ class KernelConfig(NamedTuple):
     draw_loaded: bool = False
     pairs: bool = False
     by_columns: bool = False
-
-
-class OutputPointers(NamedTuple):
-    """Arguments of a kernel: where its results lie; None for what is not asked for.
-
-    `codes_cols`: stored, of a row. `given`: the multipliers, if they are not taken from the values. `grid_row` and
-    `grid_col`: strides of these or of the scales. `second`: amax of the whole tensor.
-    """
-
-    codes: Any
-    codes_cols: int
-    scale: Any
-    given: Any
-    grid_row: int
-    grid_col: int
-    second: Any
-    transposed: Any
-    transposed_cols: int
-    next_amax: Any
+    poison: Poison = ""
 
 
 class Region(NamedTuple):
@@ -84,81 +72,152 @@ class Region(NamedTuple):
     col_origin: int
 
 
-@dataclass(frozen=True)
-class QuantizeRequest:
-    """How a matrix [R, C] is quantized.
+class QuantizeSpec(NamedTuple):
+    """How matrices [R, C] are quantized, as far as it is the same in each call.
 
-    With `scaling.random_hadamard` it is transformed first, and C is padded to a multiple of 16.
+    With `scaling.random_hadamard` they are transformed first, and C is padded to a multiple of 16.
 
     `origin`: in the global matrix; a multiple of 2 along columns for packed codes, of 16 for the transform.
-    `multipliers`: float32, the touched grid of `numerics.encode_scales`. Required where blocks are not wholly inside.
-    `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, if no multipliers are given.
-    `words`: for stochastic rounding; those of the transformed and padded matrix.
     `transposed`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what
     quantizing the transpose gives.
     `by_columns`: scales that are made lie column by column, with strides (1, rows); see `producers.read_by_columns`.
+    `given`: multipliers where blocks are not wholly inside, amaxes or these where a block is larger than a tile.
     """
 
     copy: QuantizedCopy
     scaling: Scaling
-    origin: tuple[int, int] = (0, 0)
-    multipliers: Tensor | None = None
-    second_amax: Tensor | None = None
-    words: RandomBits | None = None
+    origin: Pair = (0, 0)
     transposed: bool = False
     by_columns: bool = False
+    given: Given = ""
+    poison: Poison = ""
 
     @property
-    def block(self) -> tuple[int, int]:
+    def block(self) -> Pair:
         """Rows and columns that share a scale within one tile."""
         rows, cols = self.copy.block
         return (1 if rows == ALL else rows, 1 if cols == ALL else cols)
 
 
-class QuantizedOutput(NamedTuple):
-    """One result of a kernel that quantizes, and what the kernel must be told of it.
+class QuantizeRequest(NamedTuple):
+    """How one matrix is quantized: what is the same in each call, and the tensors of this one.
 
-    `codes`: uint8 [R, C], packed as stored. `scale`: of the blocks that they touch; None if multipliers were given.
-    `transposed`: codes of the transpose, [C, R] and packed likewise, if asked for.
+    `given`: float32, the touched grid of `numerics.encode_scales`, or of amaxes, as `spec.given` says.
+    `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, unless multipliers are given.
+    `words`: for stochastic rounding; those of the transformed and padded matrix.
+    `scale`: where the scale goes, which is zero, if others poison it.
     """
 
-    codes: Tensor
-    scale: Tensor | None
-    transposed: Tensor | None
-    where: Region
-    out: OutputPointers
-    how: KernelConfig
-    words: RandomBits
+    spec: QuantizeSpec
+    given: Tensor | None = None
+    second_amax: Tensor | None = None
+    words: RandomBits | None = None
+    scale: Tensor | None = None
 
-    @property
-    def programs(self) -> tuple[int, int]:
-        """Tiles along both dims."""
-        return tiles(self.where, self.how)
+
+class QuantizedOutput(NamedTuple):
+    """One result of a kernel that quantizes, and its arguments for it; None for what is not asked for.
+
+    `codes`: uint8 [R, C], packed as stored, `codes_cols` in a row. `scale`: of the blocks that they touch, unless
+    multipliers are `given`. `grid_row` and `grid_col`: strides of either. `second`: amax of the whole tensor.
+    `transposed`: codes of the transpose, [C, R] and packed likewise. `next_amax`: float32 scalar, made the larger of
+    itself and the amax of the values.
+    """
+
+    codes: Any
+    codes_cols: int
+    scale: Any
+    given: Any
+    grid_row: int
+    grid_col: int
+    second: Any
+    transposed: Any
+    transposed_cols: int
+    next_amax: Any
+
+
+Rounding = tuple[bool, bool, bool]
+"""Of random words: whether four neighbours share a call of the generator, whether an index of them fits into 32 bits,
+and whether their draw is read from memory."""
+
+
+class QuantizeLayout(NamedTuple):
+    """What quantizing matrices of one shape by one spec makes: shapes of codes, of those of the transpose and of
+    scales, where these are asked for, strides of the latter, and the kernel's constants."""
+
+    codes: Pair
+    transposed: Pair | None
+    scale: Pair | None
+    stored: torch.dtype
+    strides: Pair
+    where: Region
+    how: KernelConfig
+
+    def outputs(self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None) -> QuantizedOutput:
+        """Allocate them."""
+        given, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
+        codes = torch.empty(self.codes, dtype=torch.uint8, device=device)
+        if self.transposed is not None:
+            transposed = torch.empty(self.transposed, dtype=torch.uint8, device=device)
+        if self.scale is None and given is not None:  # multipliers, perhaps of a piece of a grid
+            grid_row, grid_col = given.stride()
+        elif self.scale is not None and scale is None:
+            scale = torch.empty_strided(self.scale, self.strides, dtype=self.stored, device=device)
+            if given is not None and 0 in self.codes:  # no kernel runs
+                scale.fill_(1.0)
+        return QuantizedOutput(
+            codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, transposed,
+            0 if self.transposed is None else self.transposed[1], next_amax,
+        )  # fmt: skip
+
+
+class QuantizePlan(NamedTuple):
+    """What a launch that quantizes needs besides tensors, the same for all of one shape.
+
+    `one`, `two`: of the matrix, and of its transpose. `where`: of both together. `constants`: keyword arguments of the
+    launch.
+    """
+
+    one: QuantizeLayout | None
+    two: QuantizeLayout | None
+    where: Region
+    programs: Pair
+    constants: dict[str, Any]
+
+    def outputs(
+        self, one: QuantizeRequest | None, two: QuantizeRequest | None, device: torch.device, next_amax: Any = None
+    ) -> tuple[QuantizedOutput | None, QuantizedOutput | None]:
+        """Allocate the results of both."""
+        return (
+            None if one is None or self.one is None else self.one.outputs(one, device, next_amax),
+            None if two is None or self.two is None else self.two.outputs(two, device, None),
+        )
+
+
+MOST_PLANS: Final = 1024
+"""So many are kept of each kind: of a model with 100 shapes of activations, each under some 10 specs."""
 
 
 def tiles(where: Region, how: KernelConfig) -> tuple[int, int]:
     """How many tiles of the global grid a rectangle touches along both dims."""
-    return (
-        touched(where.row_origin, where.rows, how.rows),
-        touched(where.col_origin, where.cols, how.cols),
-    )
+    return touched(where.row_origin, where.rows, how.rows), touched(where.col_origin, where.cols, how.cols)
 
 
-def tile(request: QuantizeRequest, other: QuantizeRequest | None, dtype: torch.dtype) -> TileShape:
+def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> TileShape:
     """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together.
 
     `dtype`: of the values. Where both directions have scales, bfloat16 is faster (by 3 and 8 % on an H200) in tiles of
     twice the size, or of 4 bits with four bytes of the transpose together.
     """
-    block_rows, block_cols = request.block
+    block_rows, block_cols = spec.block
     if other is not None:
         block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
-    if not request.transposed and other is None:
+    if not spec.transposed and other is None:
         return TileShape(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
     if other is not None and other.scaling.random_hadamard:
         return TileShape(128, 128, 16)
     if other is not None and dtype is torch.bfloat16:
-        return LARGE_BOTH_WAYS if request.copy.codes.encoding.bits == 8 else BOTH_WAYS._replace(together=8)
+        return LARGE_BOTH_WAYS if spec.copy.codes.encoding.bits == 8 else BOTH_WAYS._replace(together=8)
     return smallest_tile(TileShape(block_rows, block_cols))
 
 
@@ -174,71 +233,84 @@ def smallest_tile(blocks: TileShape) -> TileShape:
     return TileShape(*map(max, blocks, BOTH_WAYS))
 
 
-def target(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    request: QuantizeRequest,
-    tile: TileShape,
-    next_amax: Tensor | None = None,
-    held_transposed: bool = False,
-) -> QuantizedOutput:
-    """Allocate what quantizing `shape` [R, C] of `dtype` gives; `held_transposed`: tiles are of its transpose."""
-    copy, origin, words = request.copy, request.origin, request.words or NO_WORDS
-    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if request.scaling.random_hadamard else 0)
-    packed = 8 // copy.codes.encoding.bits
-    codes = torch.empty((rows, -(cols // -packed)), dtype=torch.uint8, device=device)
-    transposed = (
-        torch.empty((cols, -(rows // -packed)), dtype=torch.uint8, device=device) if request.transposed else None
-    )
-    given, scale = request.multipliers, None
-    if given is None:
-        assert ALL not in copy.block, "a block larger than a tile needs a multiplier"
-        spans = [touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True)]
-        scale = torch.empty(spans[:: -1 if request.by_columns else 1], dtype=copy.scale.encoding.storage, device=device)
-        scale = scale.t() if request.by_columns else scale
-    grid = scale if given is None else given
-    assert grid is not None
-    out = OutputPointers(
-        codes, codes.shape[1], scale, given, grid.stride(0), grid.stride(1), request.second_amax,
-        transposed, 0 if transposed is None else transposed.shape[1],
-        None if next_amax is None else next_amax.view(torch.int32),
-    )  # fmt: skip
-    how = kernel_config(
-        copy, request.scaling, dtype, device, tile, held_transposed, request.words is not None,
-        words.global_shape[1] % 4 == 0, words.global_shape[0] * words.global_shape[1] < 1 << 32,
-        isinstance(words.draw, Tensor), request.by_columns,
-    )  # fmt: skip
-    return QuantizedOutput(codes, scale, transposed, Region(rows, cols, shape[1], *origin), out, how, words)
+@lru_cache(MOST_PLANS)
+def plan_quantization(
+    spec: QuantizeSpec, other: QuantizeSpec | None, shape: Pair, dtype: torch.dtype, device: torch.device,
+    adjacent: bool = True, rounding: Rounding | None = None, other_rounding: Rounding | None = None,
+) -> QuantizePlan:  # fmt: skip
+    """For matrices of `shape` [R, C] and their transposes; `adjacent`: elements of a row lie together."""
+    shared = tile(spec, other, dtype)
+    if not adjacent and shared.together < 16:  # neighbours in a column are read together already
+        shared = shared._replace(together=1)
+    one = layout(spec, shape, dtype, device, shared, rounding)
+    two = None
+    programs = tiles(one.where, one.how)
+    if other is not None:
+        two = layout(other, shape[::-1], dtype, device, shared, other_rounding, transposed=True)
+        down, across = tiles(two.where, two.how)
+        programs = max(programs[0], across), max(programs[1], down)  # either may pad
+    constants = {"H": one.how, "T": two and two.how, **quantize_launch_options(shared, two is not None, dtype)}
+    return QuantizePlan(one, two, one.where, programs, constants)
 
 
-@lru_cache
-def kernel_config(
-    copy: QuantizedCopy,
-    scaling: Scaling,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: TileShape,
-    transposed: bool,
-    stochastic: bool,
-    by_four: bool,
-    short_index: bool,
-    draw_loaded: bool,
-    by_columns: bool,
-) -> KernelConfig:
-    """Constants of a kernel that quantizes tiles, or their transposes."""
-    rule = ql.scale_rule(copy, scaling, dtype, device)
-    return tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
+def layout(
+    spec: QuantizeSpec, shape: Pair, dtype: torch.dtype, device: torch.device, tile: TileShape,
+    rounding: Rounding | None, transposed: bool = False,
+) -> QuantizeLayout:  # fmt: skip
+    """Of matrices of `shape` [R, C] and `dtype`; `transposed`: tiles are held as those of the transpose."""
+    copy, origin, hadamard = spec.copy, spec.origin, spec.scaling.random_hadamard
+    assert spec.given or ALL not in copy.block, "a block larger than a tile needs a multiplier or an amax"
+    assert copy.amax is None or spec.given != "amaxes", "a multiplier under a second scale depends on that one too"
+    rows, cols, packed = shape[0], shape[1] + padding(shape[1], spec), 8 // copy.codes.encoding.bits
+    down, across = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
+    by_columns = spec.by_columns and not spec.given
+    by_four, short_index, draw_loaded = rounding or (True, True, False)
+    rule = ql.scale_rule(copy, spec.scaling, dtype, device)
+    how = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
         together=tile.together,
         transposed=transposed,
-        hadamard=scaling.random_hadamard,
-        stochastic=stochastic,
+        hadamard=hadamard,
+        stochastic=rounding is not None,
         by_four=by_four and (not transposed or tile.together % 4 == 0),
         short_index=short_index,
         draw_loaded=draw_loaded,
-        pairs=dtype is torch.bfloat16 and 1 in copy.block and not scaling.random_hadamard and ql.takes_pairs(device),
+        pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
+        poison=spec.poison,
     )
+    return QuantizeLayout(
+        (rows, -(cols // -packed)), (cols, -(rows // -packed)) if spec.transposed else None,
+        None if spec.given == "multipliers" else (down, across), copy.scale.encoding.storage,
+        (1, down) if by_columns else (across, 1), Region(rows, cols, shape[1], *origin), how,
+    )  # fmt: skip
+
+
+def padding(size: int, spec: QuantizeSpec | None) -> int:
+    """How many columns the Hadamard transform adds to so many."""
+    return -size % 16 if spec is not None and spec.scaling.random_hadamard else 0
+
+
+def random_arguments(
+    one: QuantizeRequest | None, two: QuantizeRequest | None
+) -> tuple[tuple[Any, ...], Rounding | None, Rounding | None]:
+    """What kernels are told of random words: key, draw, and of both directions stream and columns; and what they are
+    compiled for."""
+    first, second = None if one is None else one.words, None if two is None else two.words
+    drawn = first or second
+    if drawn is None:
+        return NO_WORDS, None, None
+    rounding, other_rounding = _rounding(first), _rounding(second)
+    first, second = first or drawn, second or drawn
+    columns = first.global_shape[1], second.global_shape[1]
+    words = *halves(drawn.key), drawn.draw, first.stream, columns[0], second.stream, columns[1]
+    return words, rounding, other_rounding
+
+
+def _rounding(words: RandomBits | None) -> Rounding | None:
+    if words is None:
+        return None
+    rows, cols = words.global_shape
+    return cols % 4 == 0, rows * cols < 1 << 32, isinstance(words.draw, Tensor)
 
 
 def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.ScaleRule) -> KernelConfig:
@@ -260,7 +332,7 @@ def touched(origin: int, size: int, covers: int) -> int:
 
 
 WARPS = 8
-NO_WORDS: Final = RandomBits(0, 0, 0, (1, 1))
+NO_WORDS: Final = (0, 0, 0, 0, 1, 0, 1)
 
 
 def quantize_launch_options(shared: TileShape, both: bool, dtype: torch.dtype) -> dict[str, Any]:
@@ -277,10 +349,3 @@ def registers(warps: int, beside: int) -> int:
     """Registers that each thread may have if so many programs are to run beside each other on a multiprocessor of an
     NVIDIA GPU, which has 65536."""
     return 65536 // (beside * 32 * warps) // 8 * 8
-
-
-def programs(one: QuantizedOutput, two: QuantizedOutput | None) -> tuple[int, int]:
-    """Tiles along both dims of a matrix of which `two` quantizes the transpose: either may pad."""
-    if two is None:
-        return one.programs
-    return max(one.programs[0], two.programs[1]), max(one.programs[1], two.programs[0])

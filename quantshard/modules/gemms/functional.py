@@ -24,13 +24,12 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend
-from quantshard.gemm.operands import OperandSplit
+from quantshard.gemm.operands import OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
     GemmOperands,
     LinearState,
-    OperandUsage,
     WgradOperand,
     gemm_operands,
     weight_operand,
@@ -285,7 +284,7 @@ class SavedLinear(NamedTuple):
 
 def forward_gemms(
     source: Tensor | OperandProducer,
-    x_shape: Sequence[int],
+    x_shape: Sequence[int] | None,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     call: LinearContext,
@@ -295,8 +294,8 @@ def forward_gemms(
 ) -> tuple[list[Tensor], WgradOperand]:
     """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`.
 
-    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape; `read`: its
-    operands, if they are there.
+    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape, None if the outputs are to
+    be [tokens, out_features]; `read`: its operands, if they are there.
     """
     if call.repeated:
         context.flush_after_backward()
@@ -311,7 +310,7 @@ def forward_gemms(
             read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias,
             fast=Gemm.FPROP in call.recipe.fast_gemms,
         )  # fmt: skip
-        y = _with_leading(y, x_shape, split)
+        y = y if x_shape is None else _with_leading(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
         outputs.append(y)

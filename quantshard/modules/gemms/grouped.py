@@ -31,7 +31,7 @@ if kernels.USABLE:
     from quantshard.kernels.experts.grouped import ExpertSegments
     from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
     from quantshard.kernels.quantize import scales
-    from quantshard.kernels.quantize.targets import QuantizeRequest
+    from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
 
 class ExpertsLayer(NamedTuple):
@@ -84,14 +84,14 @@ class ExpertsLayer(NamedTuple):
         if role is TensorRole.GRAD_OUTPUT:
             poison = torch.ones(len(segments), dtype=torch.float32, device=values.device)
         one, two = (
-            None if cell is None else QuantizeRequest(cell.format.copies[Copy.ROWWISE], cell.scaling)
+            None if cell is None else QuantizeRequest(QuantizeSpec(cell.format.copies[Copy.ROWWISE], cell.scaling))
             for cell in cells(self.call.recipe, role)
         )
         assert one is not None
         found, transposed = grouped_kernel.quantize_expert_blocks(
             values, segments, one, two if second else None, poison
         )
-        encoding = one.copy.codes.encoding
+        encoding = one.spec.copy.codes.encoding
         first, *more = (
             EncodedRows(target.codes, target.scale, encoding, self.block, poison)
             for target in (found, transposed)

@@ -6,21 +6,22 @@ run, both forms come from one read of the values; else, and for pieces under ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, private_torch, sharding
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.collectives.process_groups import Groups, including
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.formats import ALL
 from quantshard.gemm import operands
-from quantshard.gemm.operands import Operand, OperandSplit
+from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
@@ -39,7 +40,8 @@ from quantshard.tensor.storage import (
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import QuantizeSpec, ReductionOutputs, TensorProducer
+    from quantshard.gemm.producers import TensorProducer
+    from quantshard.kernels.fused.epilogue import EpilogueRequest
 
 
 @dataclass
@@ -124,16 +126,6 @@ class WgradOperand:
         return WgradOperand(whole, self.transposed)
 
 
-class OperandUsage(NamedTuple):
-    """What is wanted of an input or output gradient: an operand of its first GEMM, one of wgrad, and of a gradient its
-    sum over tokens and a poison."""
-
-    first: bool
-    second: bool
-    sums: bool = False
-    poison: bool = False
-
-
 class GemmOperands(NamedTuple):
     """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
 
@@ -160,16 +152,13 @@ def gemm_operands(
     `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
     input whose tokens are spread over ranks is not gathered for wgrad yet.
     """
-    if not isinstance(values, Tensor):
-        return OperandRequest(role, call, state, wanted, part).of(values)
-    values = private_torch.plain(values)
     first, second = cells(call.recipe, role)
-    if (
-        state.split(role) is None
-        and kernel_dispatch.has_kernels(values)
-        and producers.covers(values.dtype, first, second)
-    ):
-        return OperandRequest(role, call, state, wanted, part).of(TensorProducer(values))
+    if not isinstance(values, Tensor):
+        return OperandRequest(role, call, state, wanted, part, values.like).of(values)
+    values = private_torch.plain(values)
+    split = state.split(role)
+    if split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, first, second):
+        return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values))
     delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(values)
@@ -177,8 +166,8 @@ def gemm_operands(
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
-    words = _GradientRandomBits.of_layer(state, part)
-    as_is, kept = _in_pieces(values, role, first, second, state.split(role), amax, words, wanted)
+    words = _GradientRandomBits(state, part)
+    as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted)
     return GemmOperands(as_is, kept, sums, poison)
 
 
@@ -188,63 +177,62 @@ def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
 
 
 class OperandRequest:
-    """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer."""
+    """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer.
+
+    `like`: a tensor of its shape and dtype.
+    """
 
     def __init__(
-        self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int = 0
+        self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int, like: Tensor
     ) -> None:
-        self.wanted = wanted
-        self.first, self.second = cells(call.recipe, role)
-        self.shared = wanted.second and serves_both(self.first, self.second)
-        self.delayed = _DelayedScale.of(role, self.first or self.second, call, state, part)
-        self.words = _GradientRandomBits.of_layer(state, part)
-        amax = None if self.delayed is None else self.delayed.amax.view(1, 1)
-        reads = wanted.first or self.shared
-        self.ways = (
-            QuantizeSpec(self.first, amax, self.words.whole(DGRAD_STREAM))
-            if self.first is not None and reads
-            else None,
-            QuantizeSpec(self.second, amax, self.words.whole(WGRAD_STREAM))
-            if self.second is not None and wanted.second and not self.shared
-            else None,
-        )
-
-    @property
-    def reads_values(self) -> bool:
-        """True if a GEMM takes the values themselves, or they must be measured before they are quantized."""
-        plain = (self.wanted.first and self.first is None) or (self.wanted.second and self.second is None)
-        return plain or any(way is not None and way.measures for way in self.ways)
+        first, second = cells(call.recipe, role)
+        self.delayed = _DelayedScale.of(role, first or second, call, state, part)
+        self.plan = producers.plan_operand(first, second, wanted, self.delayed is not None, like.shape)
+        self.wanted, self.like = wanted, like
+        self.words = _GradientRandomBits(state, part)
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        given = source.measured() if self.reads_values else None
-        source = source if given is None else given
-        ready = self.both(source.shape[1], source.device).prepared(source, given)
-        return self.taken(ready, source.emit(ready.outputs), None if given is None else given.values)
+        given = source.measured() if self.plan.reads_values else None
+        outputs = self.outputs(given)
+        return self.taken(outputs, (source if given is None else given).emit(outputs), given)
 
-    def both(self, features: int, device: torch.device) -> producers.BidirectionalQuantization:
-        """The same as a kernel is told it."""
-        delayed, wanted = self.delayed, self.wanted
-        sinks = ReductionOutputs(
-            delayed.slot(device) if delayed is not None and delayed.notes else None,
-            torch.empty(features, dtype=torch.float32, device=device) if wanted.sums else None,
-        )
-        return producers.BidirectionalQuantization(*self.ways, self.shared, wanted.poison, sinks)
+    def outputs(self, given: TensorProducer | None = None) -> EpilogueRequest:
+        """The same as a kernel is told it; `given`: the values, if they are in memory."""
+        (one, two, _, kind), delayed, device = self.plan, self.delayed, self.like.device
+        poison = scale = sums = amax = past = first = second = None
+        if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
+            poison = producers.zero(device)
+            scale = None if kind == "scalar" else poison
+        if delayed is not None:
+            past, amax = delayed.amax, delayed.slot(device) if delayed.notes else None
+        if self.wanted.sums:
+            sums = torch.empty(self.like.shape[1], dtype=torch.float32, device=device)
+        if one is not None:
+            first = one.request(False, given, past, self.words.of(DGRAD_STREAM), scale)
+        if two is not None:
+            second = two.request(True, given, past, self.words.of(WGRAD_STREAM), None)
+        return EpilogueRequest(first, second, None, amax, poison, sums)
 
     def taken(
-        self, ready: producers.PreparedQuantization, targets: producers.Targets, values: Tensor | None = None
+        self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
-        """What a kernel has made of a source; `values`: its own, where a GEMM takes them as they are."""
-        as_is, transposed = ready.finish(targets)
-        outputs = ready.outputs
-        first, second = as_is if as_is is not None else values, transposed if transposed is not None else values
-        nothing = torch.empty(0, dtype=torch.float32)
+        """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
+        (one, two, _, poison), (found, turned), wanted = self.plan, targets, self.wanted
+        values = None if given is None else given.values
+        first: Operand | None = None if one is None or found is None else one.storage(found)
+        second: Operand | None = None if two is None or turned is None else two.storage(turned)
+        if one is not None and found is not None and found.transposed is not None:
+            second = one.storage(found, transposed=True)
+        kept = values if second is None and wanted.second else second
         return GemmOperands(
-            nothing if first is None else first,
-            WgradOperand(nothing if second is None or not self.wanted.second else second, transposed is not None),
-            outputs.sums,
-            ready.poison,
-        )
+            _or_nothing(values if first is None else first), WgradOperand(_or_nothing(kept), second is not None),
+            outputs.sums, outputs.poison if poison == "scalar" else None,
+        )  # fmt: skip
+
+
+def _or_nothing(operand: Operand | None) -> Operand:
+    return torch.empty(0, dtype=torch.float32) if operand is None else operand
 
 
 def _in_pieces(
@@ -258,11 +246,11 @@ def _in_pieces(
     wanted: OperandUsage,
 ) -> tuple[Operand, WgradOperand]:
     """The same step by step, of a piece too."""
-    shared = serves_both(first, second)
+    quantized, _, shared = quantized_cells(first, second, wanted)
     spread = split if split is not None and split.dim == 0 else None
     piece: Operand = values
-    if first is not None and (wanted.first or shared):
-        piece = _quantized(values, first, split, amax, words.of(DGRAD_STREAM))
+    if quantized is not None:
+        piece = _quantized(values, quantized, split, amax, words.of(DGRAD_STREAM))
     as_is = piece
     if spread is not None and (wanted.first or (shared and role is not TensorRole.INPUT)):
         as_is = _gathered(piece, spread)
@@ -300,11 +288,6 @@ def _transposed_operand(
     return WgradOperand(_quantized(values, cell, tokens, amax, words), True, tokens)
 
 
-def serves_both(first: Cell | None, second: Cell | None) -> bool:
-    """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
-    return first == second and first is not None and first.format.transposable
-
-
 def keeps_transposed(first: Cell | None, second: Cell | None, values: Tensor) -> bool:
     """True if what `gemm_operands` gives for wgrad is of the transposed values, where these are not cut.
 
@@ -322,32 +305,21 @@ class _GradientRandomBits:
     words of the tensor that they hold pieces of, by global index.
     """
 
-    def __init__(self, weight: dict[str, Tensor], group: Groups) -> None:
-        self.weight, self.group = weight, group
+    def __init__(self, state: LinearState, part: int) -> None:
+        self.weight = state.weights[part]
+        self.group = state.tp.group if state.data_group is None else state.data_group
         self.draw: int | Tensor | None = None
-
-    @staticmethod
-    def of_layer(state: LinearState, part: int) -> _GradientRandomBits:
-        """Of the gradient of one of its weights' outputs."""
-        return _GradientRandomBits(
-            state.weights[part], state.tp.group if state.data_group is None else state.data_group
-        )
 
     def of(self, stream: int) -> operands.WordsOf:
         """Words of one of the uses of a gradient, for any rectangle of it."""
+        return partial(self._words, stream)
 
-        def words(shard: Shard) -> RandomBits:
-            if self.draw is None:
-                self.draw = next_draw(self.weight)
-            base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
-            key = int(self.weight[KEY])
-            return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
-
-        return words
-
-    def whole(self, stream: int) -> Callable[[tuple[int, int]], RandomBits]:
-        """The same, of a matrix that is whole, by its shape."""
-        return lambda shape: self.of(stream)(sharding.whole(shape))
+    def _words(self, stream: int, shard: Shard) -> RandomBits:
+        if self.draw is None:
+            self.draw = next_draw(self.weight)
+        base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
+        key = int(self.weight[KEY])
+        return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
 
 
 AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from quantshard import private_torch
+from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, OperandUsage, cells, gemm_operands
+from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, cells, gemm_operands
 from quantshard.recipe import Cell, Recipe, TensorRole
 
 Wanted = tuple[int, tuple[Cell | None, Cell | None], bool]
