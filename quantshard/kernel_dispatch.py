@@ -163,6 +163,15 @@ def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
     return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
 
 
+def transpose_blocks(codes: Tensor, scales: Tensor, poison: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes of 8 bits [R, C] under scales of 128 x 128 -> those of the transpose; and the transpose of the scales plus
+    `poison`, a float32 scalar, its rows filled up with zeros to a multiple of 4."""
+    if has_kernels(codes):
+        return transpose_kernel.transpose_blocks(codes, scales, poison)
+    turned = scales.t() if poison is None else scales.t() + poison
+    return codes.t().contiguous(), torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous()
+
+
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The sum of tensors of one shape and dtype, taken in float32 (or wider, as they are) in their order, rounded once.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import kernels, numerics, recipe
+from quantshard import kernel_dispatch, kernels, numerics, recipe
 from quantshard.doctor.cases import Expected, KernelCase, KernelRow, recipe_names
 from quantshard.doctor.results import UnavailableError
 from quantshard.doctor.timing import bytes_of
@@ -178,18 +178,29 @@ def dequantize_case(x: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16)
     )
 
 
-def transpose_case(x: Tensor) -> KernelCase:
-    """Bytes."""
+def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
+    """Bytes; `blocks`: and the scales of their blocks of 128 x 128, to which a poison of 0 is added."""
     codes = x.view(torch.uint8)[:, : x.shape[1]].contiguous()
+    if not blocks:
+        return KernelCase(
+            lambda: [transpose.transpose(codes)], lambda: [codes.t().contiguous()], 2 * bytes_of(codes)
+        )  # fmt: skip
+    scales, zero = numerics.block_amax(x, (128, 128)), torch.zeros((), dtype=torch.float32, device=x.device)
+
+    def oracle() -> list[Tensor | None]:
+        with kernel_dispatch.kernels_only_on():
+            return list(kernel_dispatch.transpose_blocks(codes, scales, zero))
+
     return KernelCase(
-        lambda: [transpose.transpose(codes)], lambda: [codes.t().contiguous()], 2 * bytes_of(codes)
-    )  # fmt: skip
+        lambda: list(transpose.transpose_blocks(codes, scales, zero)), oracle, 2 * bytes_of(codes, scales)
+    )
 
 
 QUANTIZE, BOTH = _quantize_cases(), _both_cases()
 AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
 DEQUANTIZE: Cases = {f"dequantize {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
+TRANSPOSE: Cases = {"transpose of bytes": {}, "transpose of bytes and scales": {"blocks": True}}
 WIDE: Cases = {f"{name} to fp32": {**options, "dtype": torch.float32} for name, options in DEQUANTIZE.items()}
 
 ROWS = (
@@ -198,5 +209,5 @@ ROWS = (
     KernelRow({"amax_kernel"}, amax_case, AMAX, timed_of(AMAX), (35, 290)),
     KernelRow({"scales_kernel"}, scales_case, SCALES, timed_of(SCALES), (131, 257)),
     KernelRow({"dequantize_kernel"}, dequantize_case, DEQUANTIZE | WIDE, timed_of(DEQUANTIZE), (35, 290)),
-    KernelRow({"transpose_kernel"}, transpose_case, {"transpose of bytes": {}}, ["transpose of bytes"], (35, 290)),
+    KernelRow({"transpose_kernel"}, transpose_case, TRANSPOSE, ["transpose of bytes"], (35, 290)),
 )

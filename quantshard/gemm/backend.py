@@ -139,6 +139,8 @@ class OperandReader:
         self.more_codes = (0, self.width - ceil_div(cols * bits, 8), 0, self.size - size)
         self.more_scales = (0, entries[1][1] - entries[0][1], 0, entries[1][0] - entries[0][0])
         self.is_padded = any(self.more_codes)
+        # of blocks of 128 x 128 one pass transposes the codes and lays the scales out
+        self.lays_blocks = spec.transposed and scales.layout is scaled_products.by_four and not self.is_padded
 
     def read(self, storage: QuantizedStorage, poison: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Codes [rows, bytes] of a dtype that PyTorch multiplies, and scales, to which `poison` is added."""
@@ -151,7 +153,10 @@ class OperandReader:
             codes = codes[of_codes]
         if of_scales is not None:
             grid = grid[of_scales]
-        if spec.transposed:
+        if self.lays_blocks:
+            codes, grid = kernel_dispatch.transpose_blocks(codes, grid, poison)
+            poison = None
+        elif spec.transposed:
             codes = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0])
             grid = grid.t()
         if self.repeats:

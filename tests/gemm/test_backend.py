@@ -200,6 +200,13 @@ def test_bias_and_poison(name: str, capability: tuple[int, int]) -> None:
         assert found.dtype is dtype and ((found.float() - plain - bias.float()).abs() <= bound).all()
         assert torch.equal(backend.matmul(a, b, dtype, transpose_b=True, bias=bias, poison=nothing), found)
         assert backend.matmul(a, b, dtype, transpose_b=True, poison=nan).isnan().all()
+    if FORMATS[right].transposable:  # dgrad; of an aligned shape too, whose scales are transposed with the codes
+        for n in (9, 144):
+            b = quantized(40 if n == 9 else 304, n, right, 2)
+            a = quantized(7, b.shard.shape[0], left, 0)
+            plain = backend.matmul(a, b, torch.bfloat16)
+            assert torch.equal(backend.matmul(a, b, torch.bfloat16, poison=nothing), plain) and plain.isfinite().all()
+            assert backend.matmul(a, b, torch.bfloat16, poison=nan).isnan().all()
 
 
 def test_what_has_no_native_product_is_emulated(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

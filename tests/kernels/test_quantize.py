@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard import numerics
+from quantshard import kernel_dispatch, numerics
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 from quantshard.gemm import scaled_products
 
@@ -336,6 +336,27 @@ def test_a_word_rounds_up_where_it_and_the_fraction_are_one() -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 def test_nothing_is_transposed(shape: tuple[int, int]) -> None:
     assert transpose.transpose(torch.empty(shape, dtype=torch.uint8, device=DEVICE)).shape == shape[::-1]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 300), (300, 129), (512, 640), (640, 513)])
+def test_scales_are_transposed_with_their_codes(shape: tuple[int, int]) -> None:
+    """Of grids that lie by rows, by columns and within a larger one; with a poison in every scale."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    rows, cols = -(-shape[0] // 128), -(-shape[1] // 128)
+    larger = torch.rand(rows + 2, cols + 3, generator=generator)
+    grids = [larger[1:-1, 2:-1], larger[1:-1, 2:-1].contiguous(), larger[1:-1, 2:-1].t().contiguous().t()]
+    for grid, poison in itertools.product(grids, (None, 0.0, torch.nan)):
+        given = [codes, grid, None if poison is None else torch.tensor(poison)]
+        with kernel_dispatch.kernels_only_on():
+            expected = kernel_dispatch.transpose_blocks(*given)
+        found = transpose.transpose_blocks(*(part if part is None else part.to(DEVICE) for part in given))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.is_contiguous()
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+        laid = expected[1]
+        assert laid.shape == (cols, -(-rows // 4) * 4) and not laid[:, rows:].any()
+        assert laid[:, :rows].isnan().all() if poison is torch.nan else torch.equal(laid[:, :rows], grid.t())
 
 
 TRANSPOSABLE = ["fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16"]
