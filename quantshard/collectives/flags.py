@@ -27,7 +27,7 @@ class PendingFlag:
 
 
 def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    arriving = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
+    arriving = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
     arrival = torch.cuda.Event()
     arrival.record(torch.cuda.current_stream(flag.device))
     return arriving, arrival

@@ -5,6 +5,7 @@ On a CPU the same steps run without the guard, and what a GPU tells later is tol
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +66,9 @@ def no_waiting(device: str) -> Iterator[None]:
     if device != "cuda":
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
