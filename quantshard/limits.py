@@ -153,7 +153,7 @@ REFUSALS: Final[dict[str, Limit]] = {
     "captured replicas": Limit(
         "make_graphed_callables does not take what DistributedDataParallel wraps together with the wrapper",
         "its reduction of gradients belongs to the whole backward",
-        "capture the layers of the module first, then wrap it",
+        "capture the module or its layers, then wrap it",
     ),
     "captured region": Limit(
         "a captured callable is not called in a checkpointed function",

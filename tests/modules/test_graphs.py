@@ -173,7 +173,7 @@ def test_capturing_leaves_no_trace(rerun: None, recipe: str) -> None:
         assert torch.equal(random, torch.get_rng_state())
         assert bits(training.model, training.optimizer) == before
     for param, kept, grad in zip(training.model.parameters(), held, grads, strict=True):
-        assert param.grad is kept and torch.equal(kept, grad)
+        assert param.grad is kept and torch.equal(kept, grad) and not callables._is_in_graph(param)
 
 
 def test_a_converted_model_may_be_captured_before_its_optimizer_is_made(
@@ -409,6 +409,16 @@ def watched(model: nn.Module) -> nn.Module:
     return model
 
 
+LOSSES: list[Tensor] = []
+
+
+def unfinished(model: nn.Module) -> nn.Module:
+    with qs.autocast(recipe="current"):
+        LOSSES[:] = [model(X).float().sum()]
+    LOSSES[0].backward()
+    return model
+
+
 def compiled(model: nn.Module) -> nn.Module:
     model[0].compile()
     return model
@@ -425,6 +435,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "hooks inside": (lambda: (hooked(linear()), (X,)), {}, r"Sequential\.0 has hooks"),
     "compiled inside": (lambda: (compiled(linear()), (X,)), {}, r"Sequential\.0 has hooks or was compiled"),
     "hook of a parameter": (lambda: (watched(linear()), (X,)), {}, r"Sequential\.0\.bias has a hook"),
+    "in a graph": (lambda: (unfinished(linear()), (X,)), {}, r"a graph of autograd holds Sequential\.0\.weight"),
     "trained buffer": (lambda: (trained_buffer(linear()), (X,)), {}, "a buffer of Sequential requires gradients"),
     "no warm-up": (lambda: (linear(), (X,)), {"num_warmup_iters": 0}, "give 1 or more"),
     "a recipe for a flag": (lambda: (linear(), (X,)), {"enabled": "current"}, "must be True or False"),
@@ -495,7 +506,7 @@ def test_torch_autocast_must_not_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sharded_refusals(_: object) -> list[str]:
-    """What is said of a module that FSDP2 shards, of a layer in it, of a gathered one, and of DDP."""
+    """What is said of a module that FSDP2 shards, of a layer in it, of a gathered one, of DDP and of a layer in it."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -504,10 +515,11 @@ def sharded_refusals(_: object) -> list[str]:
         fully_shard(model)
     gathered.unshard()
     said = []
-    for subject in (whole, inner[0], gathered[0], DistributedDataParallel(linear())):
+    replica = DistributedDataParallel(linear())
+    for subject in (whole, inner[0], gathered[0], replica, replica.module):
         try:
             qs.make_graphed_callables(subject, (X,))
-        except UnsupportedOperationError as error:
+        except (UnsupportedOperationError, ConfigurationError) as error:
             said.append(str(error))
     return said
 
@@ -516,8 +528,8 @@ def sharded_refusals(_: object) -> list[str]:
 def test_sharded_parameters_are_refused() -> None:
     """1 rank."""
     (said,) = run_ranks(1, sharded_refusals, None)
-    assert len(said) == 4 and all("parameters that FSDP2 shards" in text for text in said[:3])
-    assert "torch.cuda.graph" in said[0] and "DistributedDataParallel" in said[3]
+    assert len(said) == 5 and all("parameters that FSDP2 shards" in text for text in said[:3])
+    assert "torch.cuda.graph" in said[0] and "with the wrapper" in said[3] and "after the capture" in said[4]
 
 
 def test_the_page(rerun: None) -> None:
@@ -554,11 +566,9 @@ def trained_on_ranks(recipe: str, way: str, captured: bool) -> dict[str, str]:
         patch.setattr(callables, "GraphRecorder", RerunRecorder)
         patch.setattr(callables, "_device", lambda *_: torch.device("cpu"))
         x = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
-        if captured and way != "DDP before":
+        if captured:
             qs.make_graphed_callables(layer, (x,), recipe=RECIPES[recipe])
         model = layer if tp else DistributedDataParallel(layer, init_sync=False)
-        if captured and way == "DDP before":
-            qs.make_graphed_callables(layer, (x,), recipe=RECIPES[recipe])
         optimizer = FusedAdam(layer.named_parameters(), lr=1e-2)
         for number in range(3):
             with qs.autocast(recipe=RECIPES[recipe]):
@@ -570,7 +580,7 @@ def trained_on_ranks(recipe: str, way: str, captured: bool) -> dict[str, str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", ["DDP", "DDP before", "tensor parallel"])
+@pytest.mark.parametrize("way", ["DDP", "tensor parallel"])
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_replicas_and_tensor_parallelism(recipe: str, way: str) -> None:
     """2 ranks."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -239,6 +240,21 @@ def _check(subject: Callables, name: str) -> None:
                     f"{_CALL}: {inside}.{key} has a hook, which would run in the graph and again outside of it; "
                     "register it after the capture"
                 )
+            if param.requires_grad and _is_in_graph(param):
+                raise ConfigurationError(
+                    f"{_CALL}: a graph of autograd holds {inside}.{key}, on a stream that is not captured; delete what "
+                    "is left of earlier forwards (the loss), and wrap in DistributedDataParallel after the capture"
+                )
+
+
+def _is_in_graph(param: Tensor) -> bool:
+    """True if something holds the node that accumulates a parameter's gradient, as graphs with it do: the backward of a
+    capture would let the stream of that node wait, and could not end."""
+    mark: Any = get_gradient_edge(param).node.metadata
+    mark[_CALL] = True
+    del mark
+    found: Any = get_gradient_edge(param).node.metadata  # of a new node, unless the first one lives on
+    return _CALL in found
 
 
 def _check_owners(subject: nn.Module, name: str) -> None:
