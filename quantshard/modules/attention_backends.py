@@ -14,6 +14,7 @@ work.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,8 +66,13 @@ def order(asked: str, device: torch.device, dtype: torch.dtype, head_size: int, 
 
 
 def _cudnn_is_fastest(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == _HOPPER
-    return is_hopper and dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 128
+    fits = dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 128
+    return fits and torch.version.hip is None and _is_hopper(device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def _enabled(*names: str) -> Order:

@@ -25,6 +25,13 @@ CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.fixture(autouse=True)
+def _machine_is_asked_anew():
+    attention_backends._is_hopper.cache_clear()
+    yield
+    attention_backends._is_hopper.cache_clear()
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -394,10 +394,9 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
-        histories = {
-            role: self._history(prefix + HISTORIES[role], length, weights[0], recipe)
-            for role, length in recipe.histories.items()
-        }
+        histories = {}
+        for role, length in recipe.histories.items():
+            histories[role] = self._history(prefix + HISTORIES[role], length, weights[0], recipe)
         states, cell = self._states(weights), recipe.weight
         if cell is not None and cell.scaling.history:
             for weight, state in zip(weights, states, strict=True):

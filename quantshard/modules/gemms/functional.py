@@ -231,7 +231,8 @@ class _LinearFunction(torch.autograd.Function):
         layer, keeps_input, again, shared = others
         keeps = keeps_input and again is None
         read = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
-        outputs, x_wgrad = forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps, read)
+        source = x if read is not None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        outputs, x_wgrad = forward_gemms(source, x.shape, *layer, keeps, read)
         ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
         ctx.again = None if again is None else again.function
         ctx.save_for_backward(*saved, *(() if again is None else again.tensors))
@@ -295,7 +296,7 @@ def forward_gemms(
     """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`.
 
     `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape, None if the outputs are to
-    be [tokens, out_features]; `read`: its operands, if they are there.
+    be [tokens, out_features]; `read`: its operands, if they are there, for which the shape of `source` is no matter.
     """
     if call.repeated:
         context.flush_after_backward()
