@@ -230,7 +230,7 @@ def _launch_options(tile: TileShape, backward: bool) -> dict[str, Any]:
 
 def matrix(x: Tensor) -> Tensor:
     """x [..., C] as [R, C]; a scalar as [1, 1]."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -405,10 +405,8 @@ def norm_backward(
     residual = None if residual_gradient is None else epilogue.by_rows(residual_gradient)
     dx = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     # zeros: the kernel in pieces adds to them, and without rows or columns no kernel runs
-    new = torch.empty if r.pieces == 1 and rows * size > 0 else torch.zeros
-    dgamma = new((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
-    has_beta = dgamma is not None and parameters.beta is not None
-    dbeta = new((grid, size), dtype=torch.float32, device=x.device) if has_beta else None
+    dgamma = torch.zeros((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
+    dbeta = torch.zeros_like(dgamma) if dgamma is not None and parameters.beta is not None else None
     if rows * size > 0:
         kernel, layout = backward_kernel, {"ROWS": r.rows}
         if r.pieces > 1:
