@@ -417,10 +417,8 @@ def norm_backward(
     rows_of_dy, rows_of_x, rows_of_residual = _addressed(dy), _addressed(x), _addressed(residual_gradient)
     dx = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
     # zeros: the kernel in pieces adds to them, and without rows or columns no kernel runs
-    new = torch.empty if r.pieces == 1 and rows * size > 0 else torch.zeros
-    dgamma = new((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
-    has_beta = dgamma is not None and parameters.beta is not None
-    dbeta = new((grid, size), dtype=torch.float32, device=x.device) if has_beta else None
+    dgamma = torch.zeros((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
+    dbeta = torch.zeros_like(dgamma) if dgamma is not None and parameters.beta is not None else None
     if rows * size > 0:
         kernel, layout = backward_kernel, {"ROWS": r.rows}
         if r.pieces > 1:
