@@ -11,8 +11,7 @@ the table above with the summed dim last, so the wgrad operands are quantized fr
 stored once, so its two entries are one row: one with square blocks, which is its own transpose, one with two copies, or
 one with blocks along its rows, whose values dgrad reads (the fallback "turned").
 
-The named recipes have TransformerEngine's numerics and argument names (reference: its `common/recipe`); users can write
-another with `TableRecipe`.
+The named recipes have TransformerEngine's numerics and argument names (its `common/recipe`); `TableRecipe` is any other.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Cell:
     scaling: Scaling = field(default_factory=Scaling)
 
     def __hash__(self) -> int:
-        """The hash of what tells most cells apart: caches ask for it in each call, so it must be quick."""
+        """That of what tells most cells apart: caches ask for it in each call."""
         return hash(self.format.name)
 
     @property
@@ -186,17 +185,14 @@ class Recipe(RecipePredicates):
     @cached_property
     def activations(self) -> Mapping[TensorRole, tuple[Cell | None, Cell | None]]:
         """How an input and an output gradient are quantized: as it stands, and for wgrad."""
-        first = {TensorRole.INPUT: Gemm.FPROP, TensorRole.GRAD_OUTPUT: Gemm.DGRAD}
-        return {
-            role: (self.table.get((role, gemm)), self.table.get((role, Gemm.WGRAD))) for role, gemm in first.items()
-        }
+        first = ((TensorRole.INPUT, Gemm.FPROP), (TensorRole.GRAD_OUTPUT, Gemm.DGRAD))
+        return {role: (self.table.get((role, gemm)), self.table.get((role, Gemm.WGRAD))) for role, gemm in first}
 
     @cached_property
     def histories(self) -> Mapping[TensorRole, int]:
         """The lengths of the amax histories that it needs of inputs and output gradients."""
-        pairs = self.activations.items()
-        lengths = {role: max(cell.scaling.history if cell else 0 for cell in pair) for role, pair in pairs}
-        return {role: length for role, length in lengths.items() if length}
+        read = {role: [cell.scaling.history for cell in pair if cell] for role, pair in self.activations.items()}
+        return {role: max(lengths) for role, lengths in read.items() if any(lengths)}
 
     @cached_property
     def is_delayed(self) -> bool:
