@@ -139,6 +139,21 @@ def test_eval_and_other_shapes_between() -> None:
     assert bits(eager.model, eager.optimizer) == bits(graphed.model, graphed.optimizer)
 
 
+def test_tensors_among_keywords_are_read_in_each_replay() -> None:
+    """1 process: a table that is made of angles once must not be that of the capture for good."""
+    eager, graphed = (built("TransformerLayer", "current") for _ in range(2))
+    x = torch.randn(96, 1, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    angles = qs.RotaryPositionEmbedding(16)(96, device="cuda")
+    qs.make_graphed_callables(graphed, (x,), sample_kwargs={"rotary_pos_emb": angles}, recipe="current")
+    found = []
+    for scale in (1.0, 0.5, 2.0, 0.5):
+        with qs.autocast(recipe="current"):
+            pair_of_outputs = [module(x, rotary_pos_emb=angles * scale).detach().clone() for module in (eager, graphed)]
+        assert torch.equal(*pair_of_outputs)
+        found.append(pair_of_outputs[0])
+    assert not torch.equal(found[0], found[1]) and torch.equal(found[1], found[3])
+
+
 def test_torch_autocast() -> None:
     """1 process: float32 parameters, captured and called under torch.autocast."""
     found = []
