@@ -11,7 +11,7 @@ the table above with the summed dim last, so the wgrad operands are quantized fr
 stored once, so its two entries are one row: one with square blocks, which is its own transpose, one with two copies, or
 one with blocks along its rows, whose values dgrad reads (the fallback "turned").
 
-The named recipes have TransformerEngine's numerics and argument names (its `common/recipe`); `TableRecipe` is any other.
+The named recipes have TransformerEngine's numerics and argument names (its `common/recipe`); `TableRecipe` is another.
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ def test_torch_autocast() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_the_host_launches_little() -> None:
     """1 process: a guard against a replay that runs the module again."""
     _, graphed = pair("delayed", ["TransformerLayer"])
