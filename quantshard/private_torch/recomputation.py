@@ -38,9 +38,6 @@ _NAMES = (
 )  # fmt: skip
 
 
-_has_no_hooks = missing(_top_hooks) is not None
-
-
 @dataclass(frozen=True)
 class CheckpointedRegions:
     """The regions of `torch.utils.checkpoint` around the running code: objects that autograd keeps until they are done.
@@ -69,7 +66,7 @@ def checkpointed_regions() -> CheckpointedRegions:
     only where a region is possible: without gradients, under saved-tensor hooks, or in backward.
     """
     backward = current_backward()
-    if backward is None and torch.is_grad_enabled() and (_has_no_hooks or _top_hooks(True) is None):
+    if backward is None and torch.is_grad_enabled() and (type(_top_hooks) is MissingName or _top_hooks(True) is None):
         return NO_REGIONS
     if (error := missing(*_NAMES)) is not None:
         return NO_REGIONS if backward is None else CheckpointedRegions(unknown=error)

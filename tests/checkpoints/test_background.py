@@ -7,7 +7,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,9 +68,15 @@ def raising(manager: Manager) -> None:
 
 def interrupted(manager: Manager) -> None:
     """At the end of the `with`, where the save is waited for."""
-    with mock.patch.object(Future, "exception", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        with manager:
-            pass
+    wait, interrupts = managers.wait_for, [KeyboardInterrupt()]
+
+    def interrupted_once(*args: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return wait(*args)
+
+    with mock.patch.object(managers, "wait_for", interrupted_once), pytest.raises(KeyboardInterrupt), manager:
+        pass
 
 
 def closing(manager: Manager) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.functional import ScalingType
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
@@ -125,12 +126,20 @@ def fake(folder: Path) -> None:
         assert private_torch.is_traced(torch.ones(2))
 
 
+def product(folder: Path) -> None:
+    """Of tensors on a CPU, which torch 2.11 has no such product for."""
+    codes, one, whole = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(()), (ScalingType.TensorWise.value,)
+    with contextlib.suppress(NotImplementedError):
+        private_torch.scaled_mm(codes, codes.t(), [one], whole, (), [one], whole, (), None, torch.bfloat16, (), False)
+
+
 _DCP, _DTENSOR, _CHECKPOINT = "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.utils.checkpoint"
 _RECOMPUTED: list[Callable[[Path], object]] = [
     lambda _: trained(region=partial(checkpoint, use_reentrant=False)),
     lambda _: trained(region=partial(checkpoint, use_reentrant=True)),
 ]
 USES: dict[str, list[Callable[[Path], object]]] = {
+    "torch._scaled_mm_v2": [product],
     "torch.autograd.Variable._execution_engine": [lambda _: trained("delayed")],
     "torch._subclasses.fake_tensor.FakeTensor": [fake],
     "torch._higher_order_ops.effects._register_effectful_op": [compiled],
