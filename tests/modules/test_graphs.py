@@ -611,3 +611,22 @@ def test_transformer_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_device_is_asked_of_samples_too() -> None:
     with pytest.raises(ConfigurationError, match="none"):
         callables._device([lambda: None], [()])
+
+
+@pytest.mark.parametrize("way", ["cat", "add"])
+def test_a_leaf_further_up_accumulates(rerun: None, way: str) -> None:
+    """As a soft prompt or positions in front of the first captured layer, over two micro-batches."""
+    found = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        layer = built("Linear", "current")
+        if captured:
+            qs.make_graphed_callables(layer, (torch.zeros_like(X, requires_grad=True),), recipe=RECIPES["current"])
+        leaf = torch.zeros_like(X if way == "add" else X[:1]).requires_grad_()
+        for step in range(2):
+            x = torch.full_like(X if way == "add" else X[1:], step + 1.0)
+            with qs.autocast(recipe=RECIPES["current"]):
+                y = layer(x + leaf if way == "add" else torch.cat([leaf, x]))
+            (y.float() * (step + 1)).square().sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)

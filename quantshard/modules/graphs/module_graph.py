@@ -295,10 +295,8 @@ class ModuleGraph:
         found = dict(zip((id(tensor) for _, tensor in self._trained()), self._grads.tensors, strict=True))
         of_inputs = [found.get(id(tensor)) for _, tensor in self.arguments.named]
         of_params = [found[id(param)] for _, param in self._params]
-        return [
-            *(None if grad is None else grad.detach() for grad in of_inputs),
-            *(None if grad is None else grad.clone() for grad in of_params),  # autograd takes it for .grad
-        ]
+        # autograd takes them for .grad, of leaves further up too, where the nodes between hand gradients on
+        return [None if grad is None else grad.clone() for grad in (*of_inputs, *of_params)]
 
 
 def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -321,7 +319,6 @@ class _Replay(torch.autograd.Function):
         ctx.graph = graph
         ctx.set_materialize_grads(False)
         inputs = tensors[: len(graph.arguments.named)]
-        ctx.leaves = [each.is_leaf and each.requires_grad for each in inputs]
         ctx.token, outputs = graph.replay_forward(inputs)
         ctx.changes = graph.in_place_changes()
         ctx.mark_non_differentiable(*graph.constant_outputs(outputs))
@@ -330,8 +327,4 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = ctx.graph.replay_backward(ctx.token, grads, ctx.changes)
-        for index, leaf in enumerate(ctx.leaves):
-            if leaf and found[index] is not None:
-                found[index] = found[index].clone()  # autograd takes it for .grad
-        return (None, *found)
+        return (None, *ctx.graph.replay_backward(ctx.token, grads, ctx.changes))
