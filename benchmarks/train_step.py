@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 benchmarks/train_step.py [--shapes llama-1b,llama-8b] [--batches 4x2048,1x8192]
         [--arms 'bf16,ours-*'] [--layers 8] [--jsonl FILE] [--picture FILE.svg]
 
-Arms take turns in one job, each with the same weights, input and gradient of the output. BF16 and torchao compile each
+Arms run one after the other in one job, since not all fit into memory together, each with the same weights, input and
+gradient of the output; what drifts meanwhile, as clocks do, is in their differences. BF16 and torchao compile each
 layer, as torchtitan does, and step PyTorch's fused AdamW with states of BF16; torchao gathers FP8 where it can. Ours
 run eagerly with `FusedAdam`: "lean" has masters of 16 bits and moments of 8. With one process nothing is sharded.
 Tokens are of one GPU and second, with the host's time and the most memory; MFU is of a BF16 product of 8192 x 8192 x
-8192 that is timed in the same job. Collectives are counted where they are called, with the bytes that they give; what
+8192 that is timed in the same job. Collectives are counted where they are called, with the bytes of their results; what
 of them is exposed is the time in which NCCL's kernels run and no other one.
 """
 
@@ -19,6 +20,7 @@ import fnmatch
 import gc
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -36,6 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import quantshard as qs
 from benchmarks.block_step import GIB, Ours, Plain, Shape, data, fill
@@ -50,7 +53,9 @@ SHAPES = {
 """Blocks of Llama 3.2 1B and 3B, and a quarter of those of Llama 3 8B; "tiny" tries the script."""
 
 LEAN = {"master_weight_dtype": torch.float16, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
-COLLECTIVES = ("allgather", "reduce_scatter", "allreduce", "all_gather", "all_reduce")
+NAMESPACES = ("c10d", "_c10d_functional")
+NO_RESULTS = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan", "send", "isend"}
+"""Operators there that give no other rank's values."""
 WARMUP = 3
 GEMM = 8192
 
@@ -80,18 +85,22 @@ ARMS = [
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what is communicated: calls, and the bytes that they give this rank."""
+    """Counts what is communicated: calls, and the bytes of their results on this rank.
+
+    Operators of c10d write their results into their first argument, functional ones return theirs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.bytes = 0, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace in ("c10d", "_c10d_functional") and any(x in str(function) for x in COLLECTIVES):
-            outputs = args[0] if isinstance(args[0], list) else [args[0]]
+        found = function(*args, **(kwargs or {}))
+        if function.namespace in NAMESPACES and function.overloadpacket.__name__ not in NO_RESULTS:
+            results = [args[0]] if function.namespace == "c10d" else [found]
             self.calls += 1
-            self.bytes += sum(each.numel() * each.element_size() for each in outputs)
-        return function(*args, **(kwargs or {}))
+            self.bytes += sum(each.nbytes for each in tree_leaves(results) if isinstance(each, torch.Tensor))
+        return found
 
 
 class TrainingArm:
@@ -316,25 +325,36 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def shapes(options: argparse.Namespace) -> Iterator[tuple[str, str, Shape]]:
-    """The name of each shape, of each batch, and both together."""
+def shapes(options: argparse.Namespace) -> list[tuple[str, str, Shape]]:
+    """The name of each shape, of each batch, and both together.
+
+    Raises:
+        SystemExit: there is no shape of a name, or a batch is not two numbers.
+    """
+    found = []
     for name in options.shapes.split(","):
+        if name not in SHAPES:
+            sys.exit(f"--shapes: {name!r} is none of {', '.join(SHAPES)}")
         for batch in options.batches.split(","):
+            if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", batch):
+                sys.exit(f"--batches: {batch!r} is not SEQUENCESxTOKENS, as in 4x2048")
             sequences, tokens = map(int, batch.split("x"))
             shape = replace(SHAPES[name], batch=sequences, tokens=tokens, device=options.device)
-            yield name, batch, shape if options.layers is None else replace(shape, layers=options.layers)
+            found.append((name, batch, shape if options.layers is None else replace(shape, layers=options.layers)))
+    return found
 
 
 def main(given: list[str] | None = None) -> None:
     options = parse(given)
+    asked, arms = shapes(options), chosen(options.arms)
     rows: list[dict[str, Any]] = []
     say: Callable[[str], None] = partial(print, flush=True) if is_first() else lambda line: None
     with process_group(options.device) as mesh:
         peak, ranks = peak_flops(options.device), 1 if mesh is None else mesh.size()
         where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
         say(f"## {ranks} x {where}, torch {torch.__version__}, {datetime.date.today()}; {peak / 1e12:.0f} TFLOP/s\n")
-        for name, batch, shape in shapes(options):
-            for arm in chosen(options.arms):
+        for name, batch, shape in asked:
+            for arm in arms:
                 try:
                     found = measure(arm, shape, mesh, options.steps, peak)
                 except ImportError as error:

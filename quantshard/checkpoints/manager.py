@@ -32,6 +32,7 @@ from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.load_plan import LoadRequest
+from quantshard.checkpoints.pending import PendingSave, SaveReport, wait_for_process
 from quantshard.checkpoints.staging import CopiedStateStager, Stager
 from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.metadata import read_metadata
@@ -43,25 +44,6 @@ _NAME = re.compile(r"step-(\d{6,})")
 MODES = (None, "thread", "process")
 CLOSE_SECONDS = 60.0
 """For how long the end of a run waits for the save that is under way: ranks that are gone may keep it from ending."""
-POLL_SECONDS = 10.0
-"""After how long a rank whose writing goes on asks the others about theirs."""
-POLLS_AFTER_FAILURE = 3
-"""How often it does so once one has failed, before it counts its own as lost."""
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save cost this rank.
-
-    `bytes`: of the tensors that it holds. `held_seconds`: for how long training stood still; `background_seconds`: how
-    long the save then took beside it, None while it runs.
-    """
-
-    step: int
-    path: str
-    bytes: int
-    held_seconds: float
-    background_seconds: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,39 +59,6 @@ class Restored:
     left: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
     requantized: str = ""
-
-
-@dataclass
-class _PendingSave:
-    """A save in the background. Until it is done its future holds it, and so the `owner`, whatever the Manager does."""
-
-    report: SaveReport
-    target: SaveTarget
-    future: Future[Any]
-    owner: Ownership | None
-    began: float
-    ended: float | None = None
-
-    def end(self, _: object) -> None:
-        """What its future calls when it is done."""
-        self.ended, self.owner = time.perf_counter(), None
-
-    def failures(self) -> list[str | None]:
-        """What failed on each rank, once all have written, or soon after one has failed. A collective call.
-
-        The ranks ask each other every `POLL_SECONDS`. To wait for its own writing first, a rank could wait for one that
-        has failed: a process that saves looks half an hour for the others of its group.
-        """
-        asked_again = 0
-        while True:
-            done = bool(wait_for([self.future], POLL_SECONDS).done)
-            error = self.future.exception() if done else None
-            said = None if error is None else commit.said_of(self.report.path, error)
-            ranks = agreement.gathered((done, said))
-            found = [of_rank for _, of_rank in ranks]
-            asked_again += any(found)
-            if all(ended for ended, _ in ranks) or asked_again > POLLS_AFTER_FAILURE:
-                return found
 
 
 class Manager:
@@ -133,6 +82,9 @@ class Manager:
 
     _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
     """Saves by the process that all Managers share, which takes one at a time: torch would mix up the answers."""
+    _given_up: ClassVar[list[Manager]] = []
+    """Those whose last save failed and still ran on some rank, the same on every rank. The save reads their memory, so
+    they are kept until all ranks have agreed that it has ended."""
 
     def __init__(
         self,
@@ -154,11 +106,14 @@ class Manager:
         self.state = rank_state.with_generators(state or {})
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
-        self._pending: _PendingSave | None = None
+        self._pending: PendingSave | None = None
+        self._failed: PendingSave | None = None  # why this is among those given up
         self._closed = False
         self._left_behind: set[int] = set()  # later steps than the restored one, which are saved anew
         self._damaged: set[int] = set()  # of the checksums that `restore` has compared
         if not read_only:
+            agreement.alike(self._check_given_up)
+            self._forget_given_up()
             agreement.from_rank0(self._own)
         self._read_only = read_only
         self._group: Any = dist.new_group(backend="gloo") if async_ and world() is not None else None
@@ -215,14 +170,18 @@ class Manager:
 
         Raises:
             CheckpointError: the step is saved already (unless the run went back behind it by `restore`), or cannot be
-                written; the same on every rank, and what was saved before is as it was.
+                written; or a save that failed has not ended on every rank. The same on every rank, and what was saved
+                before is as it was.
             ConfigurationError, RankMismatchError: the step is not an int of 0 or more, `extra` or what `state` names is
                 no plain data, `extra` is not equal on all ranks, or the Manager is read_only or closed; raised by this
                 call in any mode, on every rank.
         """
         began = time.perf_counter()
         agreement.alike(lambda: self._check_save(step))
+        self._forget_given_up()
         self.wait()
+        if self.async_ == "process":
+            wait_for_process(Manager._by_process)
         state = saving.checkpoint_state(model, optimizer, extra)
         state[rank_state.RANKS] = agreement.alike(lambda: rank_state.entries(self.state))
         target = agreement.from_rank0(lambda: self._prepare(step))
@@ -236,7 +195,7 @@ class Manager:
         future = self._start(state, writer)
         now = time.perf_counter()
         report = replace(report, held_seconds=now - began, background_seconds=None)
-        pending = self._pending = _PendingSave(report, target, future, self._owner, now)
+        pending = self._pending = PendingSave(report, target, future, self._owner, now)
         future.add_done_callback(pending.end)
         return report
 
@@ -247,6 +206,33 @@ class Manager:
             raise ConfigurationError(f"this Manager of {self.directory} is closed, so it cannot save; make another")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")
+        self._check_given_up()
+
+    def _in_the_way(self) -> list[Manager]:
+        """Those given up that share this one's directory, or the process that saves."""
+        return [
+            other
+            for other in Manager._given_up
+            if other._folder == self._folder or self.async_ == other.async_ == "process"
+        ]
+
+    def _check_given_up(self) -> None:
+        """A new save would meet one that still runs: in its collective calls, its memory, or its files."""
+        for failed in (other._failed for other in self._in_the_way()):
+            if failed is not None and not failed.future.done():
+                raise CheckpointError(
+                    f"the save of {failed.report.path} failed and has not ended on this rank, which may wait for "
+                    "others until the timeout of its process group; save again when it has, or end the run and start "
+                    "it from the last checkpoint"
+                )
+
+    def _forget_given_up(self) -> None:
+        """Once all ranks have agreed that their saves have ended."""
+        for other in self._in_the_way():
+            Manager._given_up.remove(other)
+            other._failed = None
+            if other._closed:
+                other._let_go()
 
     def _prepare(self, step: int) -> SaveTarget:
         assert self._owner is not None
@@ -266,7 +252,6 @@ class Manager:
         copy = agreement.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
         if self._thread is not None:
             return self._thread.submit(saving.write_checkpoint, copy, writer, self._group)
-        wait_for(Manager._by_process)
         future = dcp.async_save(
             copy,
             storage_writer=writer,
@@ -290,6 +275,9 @@ class Manager:
             return None
         failures = pending.failures()
         self._pending = None  # only now: whoever interrupts the waiting closes what is still being written
+        if pending.running:
+            self._failed = pending
+            Manager._given_up.append(self)
         step = pending.report.step
         with commit.abandoned_if_it_fails(pending.target):
             agreement.raise_first(failures)
@@ -409,24 +397,40 @@ class Manager:
         """Let go of the directory, and of what saving in the background takes. Not a collective call.
 
         A save that is under way is waited for first, but no longer than `CLOSE_SECONDS`. Then it goes on alone, and the
-        directory stays this run's until it is done. `wait` says how it ended, and removes nothing any more.
+        directory stays this run's until it is done. `wait` says how it ended, and removes nothing any more. So does one
+        that failed and still ran on some rank, which a warning tells: what another rank does nobody can tell alone, so
+        the directory then stays this run's until its processes end, or make a Manager of it when all is done.
         """
         self._closed = True
         if self._thread is not None:
             self._thread.shutdown(wait=False)
-        if self._pending is not None:
-            future = self._pending.future
-            future.add_done_callback(lambda _: self._release())
-            if wait_for([future], CLOSE_SECONDS).not_done:
+        running = self._pending or self._failed
+        if running is not None:
+            running.future.add_done_callback(lambda _: self._release())
+            ended = not wait_for([running.future], CLOSE_SECONDS).not_done
+            if self._failed is not None and not (ended and self._may_release()):
+                warnings.warn(
+                    f"the save of {running.report.path} failed and had not ended on ranks {list(running.running)}; it "
+                    f"is left alone, and {self.directory} stays this run's until it, or this process, has ended",
+                    stacklevel=2,
+                )
+            if not ended:
                 return
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._stager is not None:
             self._stager.close()
-        if self.async_ == "process":
+        if self.async_ == "process" and not wait_for(Manager._by_process, 0).not_done:
             private_torch.end_checkpoint_process()
         self._release()
 
+    def _may_release(self) -> bool:
+        """Whether no other rank may still write, as far as this one knows."""
+        return self._failed is None or set(self._failed.running) <= {agreement.rank()}
+
     def _release(self) -> None:
-        if self._owner is not None:
+        if self._owner is not None and self._may_release():
             self._owner.release()
 
     def __enter__(self) -> Manager:

@@ -37,7 +37,8 @@ class MismatchRecord:
     """Whether ranks were found to disagree, which the host of each learns at the same `check`, whenever it gets there.
 
     What a CPU finds is said by the next `check`. What a GPU finds is said by the first `check` after that, as all ranks
-    of a group take the same ones in the same order: none may go on to a collective that the others do not come to. A
+    of a group take the same ones in the same order: none may wait on its host for a collective that the others do not
+    come to; before it would, there is a `check`. A
     captured CUDA graph notes it in each replay, for the first `check` after the next `add` that is not captured.
     """
 
@@ -61,6 +62,10 @@ class MismatchRecord:
             self._is_captured = True
         else:
             self._sent.append(PendingFlag(found))
+
+    def is_pending(self) -> bool:
+        """Whether the next `check` may wait for the device."""
+        return bool(self._sent)
 
     def check(self, waits: bool = True) -> None:
         """Raise if any was true; `waits`: also of those that the device has yet to send.

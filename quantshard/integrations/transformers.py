@@ -197,6 +197,7 @@ class QuantshardQuantizer(HfQuantizer):
         stored = quantization_config.stored
         self.stored_layout = None if stored is None or stored.get("quant_method") == METHOD else stored
         self.layout: table.Layout | None = None
+        self.in_layout: set[str] = set()  # the layers that have scales in the files; others have values there
         self.serialized_names = {"weight": ["weight"]}
 
     # What transformers asks
@@ -279,12 +280,14 @@ class QuantshardQuantizer(HfQuantizer):
         return model
 
     def _dtypes_read(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """By patterns of names, the dtype that weights have when they are read: that of the model, or of a layout.
+        """By patterns of names, the dtype that weights have when they are read: the model's, or a layout's of codes.
 
         Before 5.23 transformers casts what it reads to the dtype of the parameter's entry, here of codes, unless told.
         """
-        read = dtype if self.layout is None else torch.float8_e4m3fn
-        return {re.escape(f"{name}.weight"): read for name in self.layers}
+        return {
+            re.escape(f"{name}.weight"): torch.float8_e4m3fn if name in self.in_layout else dtype
+            for name in self.layers
+        }
 
     def _read_layout(self, paths: Iterable[str]) -> None:
         """Find the layout of the files, and the amaxes that our exports have in the headers."""
@@ -295,6 +298,8 @@ class QuantshardQuantizer(HfQuantizer):
                 self.noted.update(opened.metadata() or {})
         self.layout = table.detect(self.stored_layout, names, "config.json")
         assert self.layout is not None
+        scale = f".{self.layout.scale_key}"
+        self.in_layout = {name.removesuffix(scale) for name in names if name.endswith(scale)}
         self.serialized_names = {"weight": list(dict.fromkeys(["weight", *files.layout_keys(self.layout)]))}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:

@@ -29,6 +29,7 @@ from quantshard.private_torch.fsdp import (
     fsdp_gathers,
     fsdp_plan,
     has_gathered_parameters,
+    has_offloaded_parameters,
     sharded_parameters,
 )
 from quantshard.private_torch.meshes import (
@@ -103,6 +104,7 @@ __all__ = [
     "has_call_hooks",
     "has_gathered_parameters",
     "has_hooks",
+    "has_offloaded_parameters",
     "has_tensor_hooks",
     "in_backward",
     "in_place_changes",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from quantshard.private_torch.lookup import missing, needs_attributes, private_name
@@ -55,6 +55,14 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
                     other = after is not None and getattr(after, "shard_mesh_size", None) != size
                     return FsdpPlan(_frees_between_passes(group), other, weakref.ref(group))
     return FsdpPlan()
+
+
+@needs_attributes(_GATHERS)
+def has_offloaded_parameters() -> bool:
+    """Whether FSDP2 keeps parameters of this process on the CPU: at the end of a backward pass the host then waits for
+    the gradients, and so for all ranks. There is no public way to ask."""
+    groups = (group for state in _known_states() for group in _param_groups(state))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 
 @needs_attributes(_GATHERS)

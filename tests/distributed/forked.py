@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,9 +24,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests.distributed.pool import IMPORTED
+
+SECONDS = 240
+"""How long a test waits for a rank."""
 
 
 class _Process:
@@ -141,3 +147,38 @@ def forked_savers(server: dict[str, Any]) -> Any:
     vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
     context = multiprocessing.get_context("forkserver")
     return mock.patch.object(torch.multiprocessing, "get_context", lambda method: context)
+
+
+# Ranks that may have children, which those of the pool may not
+
+
+def on_new_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function returns on each of some new processes, by rank; of one that raised, the traceback."""
+    context = multiprocessing.get_context("forkserver")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as meeting:
+        told = (count, f"{meeting}/store", function, arguments, answers)
+        processes = [context.Process(target=_serve, args=(rank, *told)) for rank in range(count)]
+        for process in processes:
+            process.start()
+        try:
+            found = dict(answers.get(timeout=SECONDS) for _ in processes)
+        finally:
+            for process in processes:
+                process.join(30)
+                process.kill()
+    return [found[rank] for rank in range(count)]
+
+
+def _serve(
+    rank: int, count: int, meeting: str, function: Callable[..., Any], arguments: tuple[Any, ...], answers: Any
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(meeting, count), rank=rank, world_size=count)
+        answers.put((rank, function(*arguments)))
+        dist.barrier()
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
+        raise

@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import re
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +25,7 @@ from torch.distributed.checkpoint import FileSystemWriter, _async_process_execut
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from quantshard import private_torch, recipe
-from quantshard.checkpoints import Manager
+from quantshard.checkpoints import Manager, pending
 from quantshard.checkpoints import manager as managers
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
@@ -41,7 +37,7 @@ from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.mesh import MeshSpec
 from tests.distributed import durability
-from tests.distributed.forked import fork_server, forked_savers
+from tests.distributed.forked import SECONDS, fork_server, forked_savers, on_new_ranks
 from tests.distributed.models import RECIPES
 from tests.distributed.shelf import SCHEME
 
@@ -49,7 +45,6 @@ pytestmark = pytest.mark.distributed
 
 MESHES = ("dp_shard=2", "tp=2")
 TINY = {"hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "layers": 1, "seq_length": 8}
-SECONDS = 240
 
 
 class WaitingWriter(FileSystemWriter):
@@ -262,7 +257,7 @@ def one_cannot_begin(folder: str) -> list[str]:
 
     with Manager(folder, async_="thread") as manager, mock.patch.object(managers.saving, "write_checkpoint", write):
         manager.save(1, run.model, run.optimizer)
-        with mock.patch.object(managers, "POLL_SECONDS", 0.1), pytest.raises(CheckpointError) as raised:
+        with mock.patch.object(pending, "POLL_SECONDS", 0.1), pytest.raises(CheckpointError) as raised:
             manager.wait()
         ended.set()
         return [str(raised.value), str(manager.steps())]
@@ -279,40 +274,11 @@ def all_of_them(folder: str, turn: int, server: dict[str, Any]) -> tuple[list[st
     return tuple(said)
 
 
-def _serve(rank: int, meeting: str, function: Callable[..., Any], arguments: tuple[Any, ...], answers: Any) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2)
-        answers.put((rank, function(*arguments)))
-        dist.barrier()
-    except BaseException:
-        answers.put((rank, traceback.format_exc()))
-        raise
-
-
-def on_two(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as meeting:
-        told = (f"{meeting}/store", function, arguments, answers)
-        processes = [context.Process(target=_serve, args=(rank, *told)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        try:
-            found = dict(answers.get(timeout=SECONDS) for _ in processes)
-        finally:
-            for process in processes:
-                process.join(30)
-                process.kill()
-    return [found[0], found[1]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_saved_by_a_thread_and_by_a_process(tmp_path: Path, turn: int) -> None:
     """2 ranks: by stock PyTorch, recipes by both, on FSDP2 or tensor-parallel; a process fails, and a run."""
-    by_rank = on_two(all_of_them, str(tmp_path), turn, fork_server())
+    by_rank = on_new_ranks(2, all_of_them, str(tmp_path), turn, fork_server())
     assert by_rank[0] == by_rank[1]
     plain, failed, disk, urls, left, two, begun = by_rank[0]
     assert plain == []

@@ -259,6 +259,25 @@ def test_layouts_are_read_by_transformers_and_trained_on(
     assert train(found, adam_of(found), 2)[0] == train(model, adam_of(model), 2)[0]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("block", "hf-fp8-block"),
+        ("nvfp4", "compressed-tensors"),
+        pytest.param("mxfp8", "compressed-tensors", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_layers_that_a_layout_left_are_quantized_from_their_values(
+    recipe: str, layout: str, folder: Path, tmp_path: Path
+) -> None:
+    """Of a file in which some layers are quantized and others in BF16, into a model in which all are."""
+    some = load(folder, recipe, layout=layout, filter="*.mlp.*")
+    some.save_pretrained(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, config=qt.training_config(tmp_path, recipe))
+    assert len(quantized(found)) == LAYERS > len(quantized(some)) > 0
+    assert all(name.endswith("_draws") for name in differing(converted(folder, recipe), found))
+
+
 def test_second_scales_that_are_no_inverse_come_back(folder: Path, tmp_path: Path) -> None:
     """NVFP4's amax, which the layout has as 2688 / amax: our export notes it in the header of the file."""
     model = load(folder, "nvfp4")

@@ -184,7 +184,8 @@ def remove(path: Path_) -> None:
 
 @contextmanager
 def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
-    """Rank 0 removes what a failed save wrote; no rank writes any more when all have learned of it."""
+    """Rank 0 removes what a failed save wrote. A rank that still writes for it can commit nothing without these files,
+    and what it adds the next save removes, which begins when none writes any more."""
     try:
         yield
     except BaseException:  # a Ctrl-C too: if others still write there, the next save removes the rest

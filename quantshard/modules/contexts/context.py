@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.collectives.delayed_scaling import PendingAmaxes
+from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, is_told
 from quantshard.modules.contexts import context_warnings
@@ -158,6 +158,9 @@ def flush_after_backward() -> None:
 
     Called first thing in a recomputed forward too: a reentrant checkpoint then runs a backward pass within this one, at
     whose end it would be too early.
+
+    Raises:
+        RankMismatchError: ranks used different modules in the forward, and the host is about to wait for the others.
     """
     global _queued_flush
     if _queued_flush is not None and _queued_flush() is None:
@@ -167,6 +170,8 @@ def flush_after_backward() -> None:
         flush = _BackwardFlush()
         _queued_flush = weakref.ref(flush)
         private_torch.at_end_of_backward(flush)
+        if MISMATCHES.is_pending() and private_torch.has_offloaded_parameters():
+            MISMATCHES.check()  # at the end it is too late: there FSDP2 comes first
 
 
 class _BackwardFlush:

@@ -1,0 +1,183 @@
+"""A save in the background that failed on one rank and runs on elsewhere: nothing meets it until it has ended.
+
+2 and 3 ranks, in processes of their own: those of the pool may not have children, which saving by a process needs.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import _async_process_executor
+
+from quantshard.checkpoints import Manager, pending, saving
+from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints.disk import ownership
+from quantshard.errors import CheckpointError
+from quantshard.optimizers import FusedAdam
+from tests.distributed.forked import fork_server, forked_savers, on_new_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def said_by(action: Callable[[], object], folder: str) -> str:
+    """Its error, or its warnings, without the folder."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            action()
+        except CheckpointError as error:
+            return str(error).replace(folder, "")
+    return "; ".join(str(each.message).replace(folder, "") for each in caught)
+
+
+@contextmanager
+def in_haste() -> Iterator[None]:
+    with (
+        mock.patch.object(pending, "POLL_SECONDS", 0.1),
+        mock.patch.object(managers, "CLOSE_SECONDS", 0.1),
+        mock.patch.object(ownership, "LOCK_SECONDS", 0.1),
+    ):
+        yield
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    return model, FusedAdam(model.named_parameters(), lr=1e-3)
+
+
+def by_threads(folder: str, failing: int) -> dict[str, Any]:
+    """What is said on this rank while the writing of all but the failing rank goes on, and after it."""
+    model, optimizer = trained()
+    copies: list[torch.Tensor] = []
+    may_end, write = threading.Event(), saving.write_checkpoint
+
+    def held_up(state: dict[str, Any], *rest: Any) -> None:
+        if dist.get_rank() == failing:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        copies.append(state["model"]["weight"])
+        may_end.wait()
+
+    manager, found = Manager(folder, async_="thread"), {}
+    with in_haste():
+        with mock.patch.object(managers.saving, "write_checkpoint", held_up):
+            manager.save(1, model, optimizer)
+            before = model.weight.detach().clone()
+            found["wait"] = said_by(manager.wait, folder)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        with mock.patch.object(managers.saving, "write_checkpoint", write):
+            found["save"] = said_by(lambda: manager.save(2, model, optimizer), folder)
+        found["elsewhere"] = said_by(lambda: saved_at(f"{folder}/elsewhere", model, optimizer), folder)
+        found["close"] = said_by(manager.close, folder)
+        found["intact"] = all(torch.equal(copy, before) for copy in copies)
+        found["another"] = said_by(lambda: Manager(folder), folder)
+        dist.barrier()
+        found["lock"] = "free" if dist.get_rank() else lock_of(folder)
+        dist.barrier()
+        may_end.set()
+        failed = manager._failed
+        assert failed is not None
+        pending.wait_for([failed.future])
+        dist.barrier()
+        saved_at(folder, model, optimizer)
+        found["steps"] = manager.steps()
+    return found
+
+
+def saved_at(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with Manager(folder, async_="thread") as manager:
+        manager.save(3, model, optimizer)
+
+
+def lock_of(folder: str) -> str:
+    try:
+        handle = ownership.lock(folder)
+    except BlockingIOError:
+        return "held"
+    assert handle is not None
+    handle.close()
+    return "free"
+
+
+@pytest.mark.parametrize(("ranks", "failing"), [(2, 0), pytest.param(2, 1, marks=pytest.mark.exhaustive), (3, 1)])
+def test_a_thread_that_still_writes(tmp_path: Path, ranks: int, failing: int) -> None:
+    """Its memory, its collective calls and its directory are its own; then the run can go on."""
+    by_rank = on_new_ranks(ranks, by_threads, str(tmp_path), failing)
+    assert all(isinstance(found, dict) for found in by_rank), by_rank
+    running = [rank for rank in range(ranks) if rank != failing]
+    where = f"on rank {running[0]}: " if running[0] else ""
+    for rank, found in enumerate(by_rank):
+        assert "step-000001 could not be written: " in found["wait"] and "Address already in use" in found["wait"]
+        refused = f"{where}the save of /step-000001 failed and has not ended on this rank, which may wait for others "
+        assert found["save"].startswith(refused) and "save again when it has, or end the run" in found["save"]
+        assert found["another"] == found["save"]
+        assert found["elsewhere"] == "" and found["intact"] and found["steps"] == [3]
+        known = rank in running or rank == 0
+        told = f"the save of /step-000001 failed and had not ended on ranks {running}"
+        assert not known or found["close"].startswith(told), found
+    assert by_rank[0]["lock"] == "held"
+
+
+def by_processes(folder: str, server: dict[str, Any]) -> dict[str, Any]:
+    """What is said on this rank while the process that saves for rank 0 waits for the others', which never began."""
+    model, optimizer = trained()
+    executor: Any = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
+    found = {}
+
+    def cannot_begin(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+    with forked_savers(server), in_haste():
+        manager = Manager(f"{folder}/first", async_="process")
+        with mock.patch.object(executor, "_execute_save_impl", cannot_begin) if dist.get_rank() else mock.MagicMock():
+            manager.save(1, model, optimizer)
+        another = Manager(f"{folder}/second", async_="process")
+        found["early"] = said_by(lambda: another.save(1, model, optimizer), folder)
+        found["wait"] = said_by(manager.wait, folder)
+        found["save"] = said_by(lambda: manager.save(2, model, optimizer), folder)
+        found["late"] = said_by(lambda: another.save(1, model, optimizer), folder)
+        another.close()
+        found["close"] = said_by(manager.close, folder)
+        failed = manager._failed
+        assert failed is not None
+        found["runs"] = not failed.future.done()
+        dist.barrier()
+        for child in multiprocessing.active_children():
+            child.kill()
+        pending.wait_for([failed.future])
+    with forked_savers(server), Manager(f"{folder}/first", async_="process") as manager:
+        manager.save(2, model, optimizer)
+        manager.wait()
+        found["steps"] = manager.steps()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_a_process_that_still_waits(tmp_path: Path, ranks: int) -> None:
+    """No rank waits by itself for the process that all Managers share."""
+    by_rank = on_new_ranks(ranks, by_processes, str(tmp_path), fork_server())
+    assert all(isinstance(found, dict) for found in by_rank), by_rank
+    for rank, found in enumerate(by_rank):
+        assert found["early"].startswith("on rank 0: the process that saves is busy with a save of another Manager")
+        assert re.match(
+            "on rank 1: /first/step-000001 could not be written: .*Address already in use", found["wait"]
+        ), found
+        assert found["save"].startswith("the save of /first/step-000001 failed and has not ended on this rank")
+        assert found["late"] == found["save"]
+        assert rank or "failed and had not ended on ranks [0]" in found["close"]
+        assert found["runs"] is (rank == 0) and found["steps"] == [2]
