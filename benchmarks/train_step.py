@@ -168,9 +168,6 @@ def measure(arm: Arm, shape: Shape, mesh: DeviceMesh | None, steps: int, peak_fl
     trained = TrainingArm(arm, shape, mesh)
     for _ in range(WARMUP):
         trained.step()
-    with Collectives() as seen:
-        trained.step()
-    exposed = _exposed_milliseconds(trained) if shape.device == "cuda" and mesh is not None else 0.0
     if shape.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times, host = [], []
@@ -181,6 +178,10 @@ def measure(arm: Arm, shape: Shape, mesh: DeviceMesh | None, steps: int, peak_fl
         host.append(time.perf_counter() - start)
         synchronize(shape)
         times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / GIB if shape.device == "cuda" else 0.0
+    exposed = _exposed_milliseconds(trained) if shape.device == "cuda" and mesh is not None else 0.0
+    with Collectives() as seen:  # last: under a mode compiled layers run eagerly, and are compiled anew after it
+        trained.step()
     seconds, tokens = statistics.median(times), shape.batch * shape.tokens
     return {
         "arm": arm.name,
@@ -188,7 +189,7 @@ def measure(arm: Arm, shape: Shape, mesh: DeviceMesh | None, steps: int, peak_fl
         "host ms": statistics.median(host) * 1e3,
         "tokens/s/GPU": tokens / seconds,
         "MFU": flops(shape) / seconds / peak_flops,
-        "peak GiB": torch.cuda.max_memory_allocated() / GIB if shape.device == "cuda" else 0.0,
+        "peak GiB": peak,
         "collectives": seen.calls,
         "MiB": seen.bytes / 2**20,
         "exposed ms": exposed,
