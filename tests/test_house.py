@@ -690,6 +690,7 @@ def test_no_machine_paths():
         pytest.skip("not a git checkout")
     found = {}
     for name in filter(None, result.stdout.split("\0")):
+        assert not (ROOT / name).is_symlink(), f"{name} is a link, which leads nowhere in a clone"
         if (path := ROOT / name).is_file() and (paths := machine_paths(path.read_text("utf-8", errors="ignore"))):
             found[name] = paths
     assert not found
