@@ -11,8 +11,9 @@ for all operands of the same formats and shards, and found out once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -112,13 +113,22 @@ def _touched(shard: Shard, component: Component) -> tuple[slice, slice] | None:
     return None if all(at.start == 0 and at.stop == size for at, size in zip(found, sizes, strict=True)) else found
 
 
+@cache
+def _native_codes(native: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]:
+    """Codes as PyTorch's dtype; those of a right operand by columns."""
+    if right:
+        return lambda codes: codes.t() if codes.dtype is native else codes.view(native).t()
+    return lambda codes: codes if codes.dtype is native else codes.view(native)
+
+
 class OperandReader:
     """How the codes and scales of an operand are read and brought into the form that a scaled product demands.
 
-    `rows`: what its rows are padded to a multiple of. `expands`: every row gets a scale of its own.
+    `rows`: what its rows are padded to a multiple of. `expands`: every row gets a scale of its own. `right`: it is the
+    right operand, whose codes are given by columns.
     """
 
-    def __init__(self, spec: OperandSpec, scales: ScaleLayout, rows: int, expands: bool) -> None:
+    def __init__(self, spec: OperandSpec, scales: ScaleLayout, rows: int, expands: bool, right: bool) -> None:
         self.spec, self.scales = spec, scales
         copy, (size, cols), block = spec.copy, spec.shape, spec.block
         self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
@@ -139,26 +149,45 @@ class OperandReader:
         self.more_codes = (0, self.width - ceil_div(cols * bits, 8), 0, self.size - size)
         self.more_scales = (0, entries[1][1] - entries[0][1], 0, entries[1][0] - entries[0][0])
         self.is_padded = any(self.more_codes)
+        self.native_codes = _native_codes(self.native, right)
+        # how transposed codes are made: PyTorch pads nothing of its own dtypes
+        self.made = torch.uint8 if self.is_padded or self.size == 1 else self.native
+        # what is stored is all that is read, and only looked at in another way
+        self.is_viewed = not (spec.transposed or any(spec.cuts) or self.repeats or self.is_padded or self.size == 1)
+        self.turns_scales = scales.layout is not scaled_products.as_single
         # of blocks of 128 x 128 one pass transposes the codes and lays the scales out
         self.lays_blocks = spec.transposed and scales.layout is scaled_products.by_four and not self.is_padded
 
     def read(self, storage: QuantizedStorage, poison: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Codes [rows, bytes] of a dtype that PyTorch multiplies, and scales, to which `poison` is added."""
-        spec, parts = self.spec, storage.components
-        if self.codes not in parts:
-            parts = storage.with_copy(spec.which).components
-        codes, grid = parts[self.codes], parts[self.scale]
+        """Codes of a dtype that PyTorch multiplies, [rows, bytes] or for a right operand the transpose of that, and
+        scales, to which `poison` is added."""
+        if self.codes not in storage.components:
+            storage = storage.with_copy(self.spec.which)
+        if not self.is_viewed:
+            codes, first = self._made(storage.components, poison)
+        else:
+            codes = storage.view(self.codes, self.native_codes)
+            first = storage.components[self.scale]
+            if poison is not None:
+                first = self.scales.layout(first + poison)
+            elif self.turns_scales:
+                first = storage.view(self.scale, self.scales.layout)
+        return codes, (first,) if self.amax is None else (first, self._second(storage.components[self.amax]))
+
+    def _made(self, parts: Mapping[str, Tensor], poison: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same as new tensors."""
+        spec, codes, grid = self.spec, parts[self.codes], parts[self.scale]
         of_codes, of_scales = spec.cuts
         if of_codes is not None:
             codes = codes[of_codes]
         if of_scales is not None:
             grid = grid[of_scales]
         if self.lays_blocks:
-            codes, grid = kernel_dispatch.transpose_blocks(codes, grid, poison)
+            codes, grid = kernel_dispatch.transpose_blocks(codes, grid, poison, self.native)
             poison = None
         elif spec.transposed:
-            codes = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0])
-            grid = grid.t()
+            codes = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0], self.made)
+            grid = grid.t() if self.turns_scales else grid
         if self.repeats:
             grid = grid.repeat_interleave(self.repeats, 0)[: spec.shape[0]]
         if poison is not None:
@@ -167,8 +196,7 @@ class OperandReader:
             codes, grid = F.pad(codes, self.more_codes), F.pad(grid, self.more_scales)
         if self.size == 1:  # a transposed column may have any stride here
             codes = scaled_products.strided(codes.contiguous(), (self.width, 1))
-        first = self.scales.layout(grid)
-        return codes.view(self.native), (first,) if self.amax is None else (first, self._second(parts[self.amax]))
+        return self.native_codes(codes), self.scales.layout(grid)
 
     def _second(self, amax: Tensor) -> Tensor:
         return (amax * self.unit).view(())
@@ -182,8 +210,8 @@ class ProductPlan:
         out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
     ) -> None:  # fmt: skip
         expands = (left.kind, right.kind) not in scaled_products.NATIVE  # it was found by blocks of one row
-        self.left = OperandReader(left, product.left, product.rows, expands)
-        self.right = OperandReader(right, product.right, 16, expands)
+        self.left = OperandReader(left, product.left, product.rows, expands, False)
+        self.right = OperandReader(right, product.right, 16, expands, True)
         self.rows, self.cols = left.shape[0], right.shape[0]
         self.more_cols = self.right.size - self.cols
         self.is_padded = (self.left.size, self.more_cols) != (self.rows, 0)
@@ -202,7 +230,7 @@ class ProductPlan:
         a_codes, a_scales = left.read(a, None)
         b_codes, b_scales = right.read(b, poison if right.takes_poison else None)
         out: Tensor = private_torch.scaled_mm(
-            a_codes, b_codes.t(), a_scales, left.scales.recipes, left.scales.swizzle,
+            a_codes, b_codes, a_scales, left.scales.recipes, left.scales.swizzle,
             b_scales, right.scales.recipes, right.scales.swizzle, fused, self.sums, (), self.fast,
         )  # fmt: skip
         if self.is_padded:

@@ -27,7 +27,11 @@ def transpose_kernel(
     x_at = i.to(tl.int64)[:, None] * x_stride + j[None, :]
     x = tl.load(x_ptr + x_at, mask=(i < rows)[:, None] & (j < cols)[None, :], other=0)
     out_at = j.to(tl.int64)[:, None] * out_stride + i[None, :]
-    tl.store(out_ptr + out_at, tl.trans(x), mask=(j < cols)[:, None] & (i < rows)[None, :])
+    tl.store(
+        out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + out_at,
+        tl.trans(x),
+        mask=(j < cols)[:, None] & (i < rows)[None, :],
+    )
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + row * scale_row + col * scale_col)
         if poison_ptr is not None:
@@ -37,28 +41,34 @@ def transpose_kernel(
         tl.store(laid_ptr + col * laid_stride + at, tl.where(at == row, scale, 0.0), mask=(at == row) | fills)
 
 
-def transpose(x: Tensor) -> Tensor:
-    """x uint8 [R, C], rows contiguous -> [C, R], contiguous."""
-    return _launch(x)
+def transpose(x: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """x uint8 [R, C], rows contiguous -> [C, R], contiguous, as a dtype of 8 bits."""
+    return _launch(x, dtype)
 
 
-def transpose_blocks(x: Tensor, scales: Tensor, poison: Tensor | None) -> tuple[Tensor, Tensor]:
+def transpose_blocks(
+    x: Tensor, scales: Tensor, poison: Tensor | None, dtype: torch.dtype = torch.uint8
+) -> tuple[Tensor, Tensor]:
     """The same of codes under `scales` float32 of blocks of a tile; and the transpose of these, [blocks of C, n], plus
     the scalar `poison`: n is a multiple of 4, and behind the blocks of R there are zeros."""
     rows, cols = scales.shape
     laid = torch.empty((cols, rows + -rows % 4), dtype=torch.float32, device=x.device)
-    return _launch(x, scales, laid, poison), laid
+    return _launch(x, dtype, scales, laid, poison), laid
 
 
 def _launch(
-    x: Tensor, scales: Tensor | None = None, laid: Tensor | None = None, poison: Tensor | None = None
+    x: Tensor,
+    dtype: torch.dtype,
+    scales: Tensor | None = None,
+    laid: Tensor | None = None,
+    poison: Tensor | None = None,
 ) -> Tensor:
     rows, cols = x.shape
     strides = (0, 0) if scales is None else scales.stride()
-    out = torch.empty((cols, rows), dtype=torch.uint8, device=x.device)
+    out = torch.empty((cols, rows), dtype=dtype, device=x.device)
     if x.numel() > 0:
         launch_kernel(
-            transpose_kernel, (triton.cdiv(rows, TILE[0]), triton.cdiv(cols, TILE[1])), x.device,
+            transpose_kernel, (-(rows // -TILE[0]), -(cols // -TILE[1])), x.device,
             x, x.stride(0), out, out.stride(0), rows, cols,
             scales, *strides, laid, 0 if laid is None else laid.shape[1], poison, *TILE, num_warps=8,
         )  # fmt: skip

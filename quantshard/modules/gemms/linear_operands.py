@@ -6,9 +6,10 @@ run, both forms come from one read of the values; else, and for pieces under ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.formats import ALL
 from quantshard.gemm import operands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
+from quantshard.kernels import workspace
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
@@ -157,7 +159,7 @@ def gemm_operands(
         return OperandRequest(role, call, state, wanted, part, values.like).of(values)
     values = private_torch.plain(values)
     split = state.split(role)
-    if split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, first, second):
+    if _fits_kernels(values, split, first, second):
         return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values))
     delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
@@ -169,6 +171,47 @@ def gemm_operands(
     words = _GradientRandomBits(state, part)
     as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted)
     return GemmOperands(as_is, kept, sums, poison)
+
+
+def gradient_operands(
+    grads: Sequence[Tensor], call: LinearContext, state: LinearState, wanted: Sequence[OperandUsage]
+) -> Iterator[GemmOperands]:
+    """Gradients [tokens, features] of the outputs of a layer's weights, one for each: by one kernel those beside each
+    other that are alike, else one at a time."""
+    first, second = cells(call.recipe, TensorRole.GRAD_OUTPUT)
+    together = not (first and first.scaling.stochastic_rounding) and not (second and second.scaling.stochastic_rounding)
+
+    def kind(part: int) -> Hashable:
+        grad = grads[part]
+        return grad.shape, grad.stride(), grad.dtype, wanted[part], together or part
+
+    for _, group in groupby(range(len(grads)), kind):
+        parts = list(group)
+        values = [private_torch.plain(grads[part]) for part in parts]
+        if len(parts) == 1 or not _fits_kernels(values[0], state.split(TensorRole.GRAD_OUTPUT), first, second):
+            for part, value in zip(parts, values, strict=True):
+                yield gemm_operands(value, TensorRole.GRAD_OUTPUT, call, state, wanted[part], part)
+            continue
+        asked = [OperandRequest(TensorRole.GRAD_OUTPUT, call, state, wanted[part], part, grads[part]) for part in parts]
+        yield from operands_together(asked, [TensorProducer(value) for value in values])
+
+
+def operands_together(asked: Sequence[OperandRequest], given: Sequence[TensorProducer]) -> list[GemmOperands]:
+    """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
+    plan = asked[0].plan
+    if plan.by_amax and given[0].amax is None:
+        producers.measure_all(given)
+    elif plan.reads_values and not plan.by_amax:
+        return [each.of(source) for each, source in zip(asked, given, strict=True)]
+    outputs = [
+        each.outputs(known=source.amax if plan.by_amax else None) for each, source in zip(asked, given, strict=True)
+    ]
+    found = TensorProducer.emit_all(given, outputs)
+    return [each.taken(told, targets) for each, told, targets in zip(asked, outputs, found, strict=True)]
+
+
+def _fits_kernels(values: Tensor, split: OperandSplit | None, *by: Cell | None) -> bool:
+    return split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, *by)
 
 
 def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
@@ -193,16 +236,17 @@ class OperandRequest:
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        given = source.measured() if self.plan.reads_values else None
-        outputs = self.outputs(given)
+        known = source.amax if self.plan.by_amax else None
+        given = source.measured() if self.plan.reads_values and known is None else None
+        outputs = self.outputs(given, known)
         return self.taken(outputs, (source if given is None else given).emit(outputs), given)
 
-    def outputs(self, given: TensorProducer | None = None) -> EpilogueRequest:
-        """The same as a kernel is told it; `given`: the values, if they are in memory."""
-        (one, two, _, kind), delayed, device = self.plan, self.delayed, self.like.device
-        poison = scale = sums = amax = past = first = second = None
+    def outputs(self, given: TensorProducer | None = None, known: Tensor | None = None) -> EpilogueRequest:
+        """The same as a kernel is told it; `given`: the values, if they are in memory; `known`: their amax."""
+        (one, two, _, _, kind), delayed, device, past = self.plan, self.delayed, self.like.device, known
+        poison = scale = sums = amax = first = second = None
         if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
-            poison = producers.zero(device)
+            poison = workspace.zero(device)
             scale = None if kind == "scalar" else poison
         if delayed is not None:
             past, amax = delayed.amax, delayed.slot(device) if delayed.notes else None
@@ -218,7 +262,7 @@ class OperandRequest:
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, _, poison), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, _, _, poison), (found, turned), wanted = self.plan, targets, self.wanted
         values = None if given is None else given.values
         first: Operand | None = None if one is None or found is None else one.storage(found)
         second: Operand | None = None if two is None or turned is None else two.storage(turned)
