@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import convert_models as converted
-from benchmarks import host, train_step
+from benchmarks import host, power, train_step
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
 from quantshard.trainer.data import collect
@@ -130,3 +130,7 @@ def test_training_steps_are_measured(tmp_path, capsys):
 def test_what_of_communication_is_exposed():
     assert train_step.exposed([(0, 4), (6, 8), (3, 5)], [(1, 2), (4, 7)]) == 1 + 2 + 1
     assert train_step.exposed([], [(0, 1)]) == 0 and train_step.exposed([(0, 2)], []) == 2
+
+
+def test_readings_of_power_are_read() -> None:
+    assert power.read("412.50, 1755\n698.01, 1410\n702.3, 1") == [(412.5, 1755), (698.01, 1410)]

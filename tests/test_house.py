@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "quantshard"
@@ -71,6 +72,9 @@ FACTORIES = set(
     "zeros".split()
 )
 """Functions of torch whose results have the default dtype where none is named, at least of some arguments."""
+
+ON_A_DEVICE = {function.__name__ for function in _device_constructors()}
+"""Functions of torch whose results are on the default device where none is named."""
 
 FUNCTION_LINES, FILE_LINES = 60, 500
 
@@ -362,7 +366,24 @@ def floats_have_a_named_dtype(tree: Tree) -> list[str]:
 
     Also refused: `torch.where` of two numbers, which takes no dtype, and `torch.Tensor(...)`.
     """
-    found = []
+    return [
+        f"{place}: {ast.unparse(call)} follows the default dtype; name the one it needs"
+        for place, function, call in calls_of_torch(tree)
+        if follows_the_default_dtype(function, call)
+    ]
+
+
+def tensors_have_a_named_device(tree: Tree) -> list[str]:
+    """Nothing but a module's parameters follows `torch.set_default_device`, and these ask for it by name."""
+    return [
+        f"{place}: {ast.unparse(call)} follows the default device; name the one it needs"
+        for place, function, call in calls_of_torch(tree)
+        if function in ON_A_DEVICE and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+
+
+def calls_of_torch(tree: Tree) -> Iterator[tuple[str, str, ast.Call]]:
+    """Where each call of a function of torch is, its name behind "torch.", and the call."""
     for path, source in tree.items():
         aliases: dict[str, str] = {}
         calls = []
@@ -371,9 +392,8 @@ def floats_have_a_named_dtype(tree: Tree) -> list[str]:
             calls += [node] if isinstance(node, ast.Call) else []
         for call in calls:
             name = full_name(call.func, aliases)
-            if name.startswith("torch.") and follows_the_default_dtype(name.removeprefix("torch."), call):
-                found.append(f"{at(path, call)}: {ast.unparse(call)} follows the default dtype; name the one it needs")
-    return found
+            if name.startswith("torch."):
+                yield at(path, call), name.removeprefix("torch."), call
 
 
 def follows_the_default_dtype(function: str, call: ast.Call) -> bool:
@@ -577,6 +597,13 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"ops.py": "from torch import randn as r, Tensor\nr(3), Tensor(3)"}, 2),
         ({"ops.py": "import torch\ntorch.arange(0, 1, 0.5)"}, 1),
         ({"ops.py": "import torch\ntorch.where(y, -1.0, 1), torch.where(y, 0, torch.nan)"}, 2),
+    ],
+    tensors_have_a_named_device: [
+        ({"ops.py": "import torch\ntorch.zeros(3, device=x.device), torch.zeros_like(x), x.new_zeros(3)"}, 0),
+        ({"ops.py": "import torch\ntorch.ones(3, **options), torch.frombuffer(b'1')"}, 0),
+        ({"ops.py": "import numpy as torch\ntorch.zeros(3)"}, 0),
+        ({"ops.py": "import torch\ntorch.arange(3), torch.tensor([y], dtype=d)"}, 2),
+        ({"ops.py": "from torch import randint as r\nr(0, 3, (4,))"}, 1),
     ],
 }
 

@@ -117,7 +117,7 @@ def _tags(request: LoadRequest, metadata: Metadata) -> dict[str, str]:
     for name in request.model.state_dict():
         key = f"model.{name}{components.FORMAT_SUFFIX}"
         if f"model.{name}" in stored and getattr(stored.get(key), "size", None) == _TAG_SIZE:
-            tags[key] = torch.zeros(_TAG_SIZE, dtype=torch.uint8)
+            tags[key] = torch.zeros(_TAG_SIZE, dtype=torch.uint8, device="cpu")
     if tags:
         read_into(request.path, metadata, tags, no_dist=True)
     names = {key: key.removeprefix("model.").removesuffix(components.FORMAT_SUFFIX) for key in tags}

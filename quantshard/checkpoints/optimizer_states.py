@@ -103,7 +103,7 @@ def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, theirs:
             if entry.size == param.shape:
                 made[key] = components.zeros_like(param, entry.properties.dtype)
             elif not entry.size:
-                made[key] = torch.zeros((), dtype=entry.properties.dtype)
+                made[key] = torch.zeros((), dtype=entry.properties.dtype, device="cpu")
     return made
 
 

@@ -139,7 +139,7 @@ def check_values(chosen: Sequence[LayerChoice]) -> None:
 def _largest(weight: Tensor) -> Tensor:
     """float64, NaN if any is."""
     if weight.numel() == 0:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     low, high = torch.aminmax(weight.detach())
     return torch.maximum(-low.double(), high.double())
 

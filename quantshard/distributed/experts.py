@@ -176,7 +176,7 @@ def _sorting(received: Tensor, like: Tensor) -> Tensor | None:
     ranks, here = received.shape
     if ranks == 1 or here == 1:
         return None
-    expert = torch.arange(here).repeat(ranks).repeat_interleave(received.flatten())
+    expert = torch.arange(here, device="cpu").repeat(ranks).repeat_interleave(received.flatten())
     return expert.argsort(stable=True).to(like.device)
 
 

@@ -110,4 +110,4 @@ def _digest(parts: Iterable[bytes]) -> Tensor:
     found = hashlib.blake2b(digest_size=8)
     for part in parts:
         found.update(part)
-    return torch.tensor([int.from_bytes(found.digest(), "little", signed=True)], dtype=torch.int64)
+    return torch.tensor([int.from_bytes(found.digest(), "little", signed=True)], dtype=torch.int64, device="cpu")

@@ -82,7 +82,7 @@ def random(shape: Shape, device: torch.device) -> Tensor:
 @lru_cache(maxsize=4)
 def _random(shape: Shape) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    x, exponents = (torch.randn(shape, dtype=torch.float32, generator=generator) for _ in range(2))
+    x, exponents = (torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu") for _ in range(2))
     x *= torch.exp(3 * exponents)
     x[0, 0] = 0
     x[3:4] = 0

@@ -78,7 +78,7 @@ def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: 
     cell, block = recipe.weight, backend.block_together(recipe)
     assert cell is not None and block is not None
     generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(shape, dtype=torch.float32, generator=generator).to(device) for _ in counts]
+    values = [torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu").to(device) for _ in counts]
     weights = [quantize_weight(value, cell, dtype=torch.bfloat16) for value in values]
     past = [torch.full((2,), PAST, dtype=torch.float32, device=device) for _ in counts]
     return ExpertsLayer(

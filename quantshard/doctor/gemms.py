@@ -82,8 +82,8 @@ def _product(sizes: Sizes, device: torch.device, left: Format, right: Format, la
 def _operand(shape: tuple[int, int], fmt: Format, device: torch.device, seed: int) -> tuple[QuantizedStorage, Tensor]:
     """Rows of different magnitudes, quantized; and in float64."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, dtype=torch.float32, generator=generator)
-    x *= torch.rand(shape[0], 1, dtype=torch.float32, generator=generator).exp()
+    x = torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu")
+    x *= torch.rand(shape[0], 1, dtype=torch.float32, generator=generator, device="cpu").exp()
     storage = operands.quantize_operand(x.bfloat16().to(device), Cell(fmt))
     return storage, numerics.dequantize(fmt.copies[Copy.ROWWISE], storage.components, shape).double()
 

@@ -120,7 +120,7 @@ def probe_product(device: torch.device, sizes: ProbeSizes, kind: str) -> float |
 
 def probe_write(folder: Path, speeds: list[float]) -> float:
     """Bytes written to a file and synced. It is read too, before it is gone, and that speed appended to `speeds`."""
-    piece = torch.randint(0, 256, (PIECE,), dtype=torch.uint8).numpy().tobytes()
+    piece = torch.randint(0, 256, (PIECE,), dtype=torch.uint8, device="cpu").numpy().tobytes()
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             start, written = time.perf_counter(), 0

@@ -97,7 +97,9 @@ def histories_case(x: Tensor) -> KernelCase:
     """As many histories as x has rows, of two lengths: amaxes with zeros, infinities and NaN that they take in."""
     generator = torch.Generator().manual_seed(0)
     lengths = [*(16 + number % 2 * 5 for number in range(x.shape[0])), x.shape[0]]
-    *kept, amaxes = (torch.rand(n, dtype=torch.float32, generator=generator).to(x.device) for n in lengths)
+    *kept, amaxes = (
+        torch.rand(n, dtype=torch.float32, generator=generator, device="cpu").to(x.device) for n in lengths
+    )
     for at, odd in enumerate((0.0, float("inf"), float("nan"))):
         amaxes[at::7] = odd
     others = [history.clone() for history in kept]

@@ -41,7 +41,7 @@ def whole_run(rows: int) -> list[RowRun]:
 def our_rows(runs: list[RowRun]) -> Tensor:
     """The row of ours that each row of theirs is: int64 [rows of theirs]."""
     ordered = sorted(runs, key=lambda run: run.theirs)
-    return torch.cat([torch.arange(run.ours, run.ours + run.length) for run in ordered])
+    return torch.cat([torch.arange(run.ours, run.ours + run.length, device="cpu") for run in ordered])
 
 
 def is_identity(runs: list[RowRun], rows: int) -> bool:
@@ -110,7 +110,7 @@ def layout_scales(
     copy = fmt.copies[Copy.ROWWISE]
     if copy.codes.encoding != layout.element:
         raise InexactConversionError(f"its codes are {copy.codes.encoding.name}")
-    taken = torch.arange(shape[0]) if rows is None else rows
+    taken = torch.arange(shape[0], device="cpu") if rows is None else rows
     grid = _grid(parts[copy.scale.name], taken, copy.block, layout.block, shape[1])
     found = {layout.scale_key: _encoded(grid, copy.scale.encoding, layout.scale)}
     if layout.second is not None:
@@ -134,7 +134,7 @@ def _grid(scale: Tensor, rows: Tensor, ours: tuple[int, int], theirs: tuple[int,
             f"{row // height * height}, and a block of {said(theirs)} there has one scale"
         )
     width = min(theirs[1], max(cols, 1))
-    return scale[first][:, torch.arange(0, cols, width) // ours[1]]
+    return scale[first][:, torch.arange(0, cols, width, device="cpu") // ours[1]]
 
 
 def _encoded(grid: Tensor, ours: Encoding, theirs: Encoding) -> Tensor:
@@ -158,7 +158,7 @@ def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
     """The second scale, float32, of a weight with this amax: amax / (6 * 448), or, if it divides, the inverse; 1 for an
     amax of 0, whose codes are all zero."""
     copy = fmt.copies[Copy.ROWWISE]
-    largest = torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32)
+    largest = torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32, device="cpu")
     found = largest / amax.float() if divides else amax.float() / largest
     return torch.where(amax == 0, torch.ones_like(found), found)
 
@@ -171,11 +171,11 @@ def amax_of(second: Tensor, fmt: Format, divides: bool, noted: float | None = No
     float32."""
     stored = second.float().reshape(())
     if noted is not None:
-        amax = torch.tensor(noted, dtype=torch.float32)
+        amax = torch.tensor(noted, dtype=torch.float32, device="cpu")
         if torch.equal(second_scale(amax, fmt, divides), stored):
             return amax.view(1, 1)
     copy = fmt.copies[Copy.ROWWISE]
-    largest = torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32)
+    largest = torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32, device="cpu")
     return (largest / stored if divides else stored * largest).view(1, 1)
 
 
@@ -199,11 +199,11 @@ def our_grid(
     rows = by_row[::height]
     _check_same(by_row, rows.repeat_interleave(height, 0)[: len(by_row)], layout, fmt)
     assert len(rows) == r1 - r0 or not len(by_row), (len(rows), extents)
-    starts = torch.arange(c0, c1) * min(block[1], max(cols, 1))
+    starts = torch.arange(c0, c1, device="cpu") * min(block[1], max(cols, 1))
     found = rows[:, starts // layout.block[1]]
     if layout.block[1] < block[1]:
         stop = min(c1 * block[1], cols)
-        theirs = torch.arange(c0 * block[1], stop, layout.block[1])
+        theirs = torch.arange(c0 * block[1], stop, layout.block[1], device="cpu")
         of_ours = (theirs // block[1] - c0).clamp(min=0)
         _check_same(rows[:, theirs // layout.block[1]], found[:, of_ours], layout, fmt)
     return _encoded(found, layout.scale, copy.scale.encoding)

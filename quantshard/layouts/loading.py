@@ -276,11 +276,11 @@ class _LayoutLoader:
             # a scale of shape [] has no rows to slice
             read = self.files.read(key, slice(low, high)) if self.files.tensors[key][1] else self.files.read(key)
             grid = conversion.stored_scale(layout, read)
-            found.append(grid[torch.arange(first, first + length) // height - low])
+            found.append(grid[torch.arange(first, first + length, device="cpu") // height - low])
         if found:
             return torch.cat(found)
         blocks = ceil_div(item.param.shape[1], min(layout.block[1], max(item.param.shape[1], 1)))
-        return torch.empty(0, blocks, dtype=layout.scale.storage)
+        return torch.empty(0, blocks, dtype=layout.scale.storage, device="cpu")
 
     def _amax(self, item: _ParameterSlices) -> Tensor | None:
         assert self.layout is not None
@@ -360,7 +360,7 @@ class _LayoutLoader:
         if found:
             return torch.cat(found) if len(found) > 1 else found[0]
         shape = (0,) if cols is None else (0, cols[1] - cols[0])
-        return torch.empty(shape, dtype=viewed or torch.float32)
+        return torch.empty(shape, dtype=viewed or torch.float32, device="cpu")
 
     def _values(self, item: _ParameterSlices) -> Tensor:
         """The local part's values: float32 of a quantized weight, else as they are stored."""
@@ -383,7 +383,7 @@ class _LayoutLoader:
             ]
             factor = torch.cat(of_rows)[:, None]
             scale = scale / factor if second.divides else scale * factor
-        return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1) // self.layout.block[1]]
+        return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1, device="cpu") // self.layout.block[1]]
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
         """The local values of a weight that is to be quantized.

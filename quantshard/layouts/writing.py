@@ -351,7 +351,7 @@ class _ExportPlan:
         amax = self.source.input_amax(weight.name)
         assert amax is not None
         assert self.layout.element is not None
-        return torch.tensor(amax / self.layout.element.max, dtype=torch.float32)
+        return torch.tensor(amax / self.layout.element.max, dtype=torch.float32, device="cpu")
 
     def _check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         fields = FieldReader(self.config, CONFIGURATION)

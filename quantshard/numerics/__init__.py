@@ -445,7 +445,8 @@ def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
         c0, c1 = (p1 >> 32) & _WORD ^ c1 ^ k0, p1 & _WORD
         c2, c3 = (p0 >> 32) & _WORD ^ c3 ^ k1, p0 & _WORD
         k0, k1 = (k0 + _PHILOX_KEY_STEPS[0]) & _WORD, (k1 + _PHILOX_KEY_STEPS[1]) & _WORD
-    return torch.stack([torch.as_tensor(c, dtype=torch.int64) for c in (c0, c1, c2, c3)], dim=-1)
+    device = next((c.device for c in (c0, c1, c2, c3) if isinstance(c, Tensor)), "cpu")
+    return torch.stack([torch.as_tensor(c, dtype=torch.int64, device=device) for c in (c0, c1, c2, c3)], dim=-1)
 
 
 class RandomBits(NamedTuple):
@@ -458,7 +459,7 @@ class RandomBits(NamedTuple):
     origin: Pair = (0, 0)
     shape: Pair | None = None
 
-    def tensor(self, device: torch.device | str | None = None) -> Tensor:
+    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
         """The words, int64 of the rectangle's shape."""
         return random_words(*self, device=device)
 
@@ -470,7 +471,7 @@ def random_words(
     global_shape: Pair,
     origin: Pair = (0, 0),
     shape: Pair | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Random words of a rectangle [R, C]: int64 in [0, 2**32), the same however the tensor is cut.
 

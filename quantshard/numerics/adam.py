@@ -47,7 +47,8 @@ class Hyperparameters:
     def corrections(self) -> tuple[Tensor, Tensor]:
         """1 / (1 - beta**step) for both betas, or ones: float32 scalars on the device of `step`."""
         powers = (power(_float32(beta), self.step) for beta in (self.beta1, self.beta2))
-        first, second = (torch.as_tensor(1.0 - p, dtype=torch.float64) for p in powers)
+        device = self.step.device if isinstance(self.step, Tensor) else "cpu"
+        first, second = (torch.as_tensor(1.0 - p, dtype=torch.float64, device=device) for p in powers)
         ones = torch.ones_like(first)
         if not self.bias_correction:
             return ones.float(), ones.float()

@@ -56,7 +56,7 @@ def largest_over_ranks(value: int, params: Iterable[Tensor]) -> int:
     """
     params = list(params)
     groups = dict.fromkeys(map(process_groups.stepping_group, params))
-    found = torch.tensor([value], dtype=torch.int64)
+    found = torch.tensor([value], dtype=torch.int64, device="cpu")
     for group in process_groups.united(groups) if len(groups) > 1 or any(map(process_groups.is_spread, params)) else ():
         found = found.to(process_groups.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
@@ -225,7 +225,7 @@ class GradientFlags:
         """Make `table` of the reduced flags; a collective call where parameters are sharded over different axes, or
         ranks hold different ones."""
         if not self._parts:
-            self.table = torch.zeros(3, 0, dtype=torch.float32)
+            self.table = torch.zeros(3, 0, dtype=torch.float32, device="cpu")
             return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._spread:

@@ -215,7 +215,7 @@ class MasterWeights(torch.optim.Optimizer):
         for value in state.values():
             if isinstance(value, Tensor):
                 private_torch.local_tensor(value).zero_()
-        return self._with_own(param, state, torch.zeros((), dtype=torch.float32))
+        return self._with_own(param, state, torch.zeros((), dtype=torch.float32, device="cpu"))
 
     def _with_own(self, param: Tensor, state: dict[str, Any], updates: Tensor) -> dict[str, Any]:
         """An inner state, completed in place."""

@@ -177,7 +177,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if self._seed is not None:
             group[SEED] = self._seed
         if self._capturable:
-            first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32))
+            first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32, device="cpu"))
             make_tensors(group, private_torch.local_tensor(first).device)
 
     def _check_remainders(self) -> None:
@@ -242,7 +242,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         )
 
     def _check_parameters(self) -> None:
-        seed = {} if self._seed is None else {f"{self._name}'s {SEED}": torch.tensor([self._seed], dtype=torch.int64)}
+        seed = (
+            {}
+            if self._seed is None
+            else {f"{self._name}'s {SEED}": torch.tensor([self._seed], dtype=torch.int64, device="cpu")}
+        )
         guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:

@@ -156,7 +156,7 @@ def _is(one: object, other: object) -> bool:
 
 def _on_any_rank(flag: bool, params: Iterable[Tensor]) -> bool:
     """Whether it is so on any of the ranks that step these parameters together; a collective call."""
-    found = torch.tensor([float(flag)], dtype=torch.float32)
+    found = torch.tensor([float(flag)], dtype=torch.float32, device="cpu")
     for group in process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params))):
         found = found.to(process_groups.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)

@@ -124,7 +124,7 @@ def format_tag(name: str, padding: int = 0) -> Tensor:
     the number of elements that were added to each row to fill its last byte.
     """
     padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
-    return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8)
+    return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8, device="cpu")
 
 
 def read_format_tag(tag: Tensor) -> str:

@@ -277,7 +277,7 @@ class Windows:
         """At most `most` windows, evenly spaced over the held-out part: int64 [n, seq_length + 1]."""
         room = self.tokens - self.boundary - self.width
         if room < 0:
-            return torch.empty(0, self.width, dtype=torch.int64)
+            return torch.empty(0, self.width, dtype=torch.int64, device="cpu")
         count = min(most, room // self.width + 1)
         starts = [self.boundary + (room * i // (count - 1) if count > 1 else 0) for i in range(count)]
         return torch.stack([self.window(start) for start in starts])
@@ -294,7 +294,7 @@ class Windows:
                 pieces.append(_read(document, offset, length))
                 left -= length
             if left:
-                pieces.append(torch.tensor([END_OF_DOCUMENT], dtype=torch.int64))
+                pieces.append(torch.tensor([END_OF_DOCUMENT], dtype=torch.int64, device="cpu"))
                 left -= 1
             at, start = at + 1, self._ends[at]
         return torch.cat(pieces)

@@ -280,7 +280,9 @@ class _CheckpointConverter:
                 f"{self.like.path}: {key} has shape {list(shape)}, {label} {list(values.shape)} there"
             )
         if values is None:
-            values = self._values_here(name) if role == MASTER else torch.zeros(shape, dtype=torch.float32)
+            values = (
+                self._values_here(name) if role == MASTER else torch.zeros(shape, dtype=torch.float32, device="cpu")
+            )
             self.report.own[label] = "seeded from the weight" if role == MASTER else "zero, as before a first step"
         entry = self.like.entries[key]
         assert isinstance(entry, TensorStorageMetadata)
@@ -288,7 +290,9 @@ class _CheckpointConverter:
             raise CheckpointError(f"{self.like.path}: {key} is {entry.properties.dtype}, which no state is")
         # a stand-in for the parameter, of which a state needs the shape and the device alone
         state = make_state(
-            torch.empty(shape, dtype=torch.float32), entry.properties.dtype, keep_positive=role == EXP_AVG_SQ
+            torch.empty(shape, dtype=torch.float32, device="cpu"),
+            entry.properties.dtype,
+            keep_positive=role == EXP_AVG_SQ,
         )
         assign(state, values.float())
         if label not in self.report.own:

@@ -83,7 +83,7 @@ def _whole(pieces: Sequence[WeightPiece], which: Copy, shape: tuple[int, int]) -
     block = first.block
     if any(plane.block != block for _, plane in found):
         raise InexactConversionError(f"its shards have blocks of different shapes, among them {said(block)}")
-    codes = torch.empty(shape, dtype=torch.uint8)
+    codes = torch.empty(shape, dtype=torch.uint8, device="cpu")
     scales = first.scales.new_empty([ceil_div(size, side) for size, side in zip(shape, block, strict=True)])
     for (row, col), plane in found:
         if any(start % side for start, side in zip((row, col), block, strict=True) if side != ALL):
@@ -115,7 +115,7 @@ def _regrid(grid: Tensor, theirs: tuple[int, int], ours: tuple[int, int], shape:
         wanted = ceil_div(shape[dim], here)
         if wanted <= size and (here % there == 0 or wanted == 1):
             step = min(ceil_div(here, there), size)
-            kept = grid.index_select(dim, torch.arange(0, size, step))
+            kept = grid.index_select(dim, torch.arange(0, size, step, device="cpu"))
             if not torch.equal(kept.repeat_interleave(step, dim).narrow(dim, 0, size), grid):
                 raise InexactConversionError(
                     f"blocks of {said(theirs)} have different scales inside one of {said(ours)}"
@@ -136,7 +136,7 @@ def values_of(pieces: Sequence[WeightPiece | tuple[tuple[int, ...], Tensor]], sh
         CheckpointError: a piece has but one copy, in blocks that no format has.
     """
     dtypes = {torch.float32 if isinstance(piece, WeightPiece) else piece[1].dtype for piece in pieces}
-    found = torch.empty(shape, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+    found = torch.empty(shape, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, device="cpu")
     for piece in pieces:
         origin, values = (piece.origin, _dequantized(piece)) if isinstance(piece, WeightPiece) else piece
         found[tuple(slice(o, o + n) for o, n in zip(origin, values.shape, strict=True))] = values

@@ -148,7 +148,7 @@ def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
             first = start + int(differs.to(torch.uint8).argmax())
     if not count:
         return None
-    place = torch.unravel_index(torch.tensor(first, dtype=torch.int64), a.shape) if a.ndim else ()
+    place = torch.unravel_index(torch.tensor(first, dtype=torch.int64, device="cpu"), a.shape) if a.ndim else ()
     index = tuple(map(int, place))
     at = f" at {list(index)}" if index else ""
     what = f"{_element(flat_a, first)} and {_element(flat_b, first)}{at}; {count} of {a.numel()} elements differ"

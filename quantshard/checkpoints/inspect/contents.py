@@ -206,7 +206,7 @@ def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
             saturated += int((magnitudes < encoding.max).logical_not().sum())
         else:
             counts = torch.bincount(part.int(), minlength=256)
-            bytes_ = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+            bytes_ = torch.arange(256, dtype=torch.uint8, device="cpu").unsqueeze(1)
             values = numerics.decode(numerics.unpack(bytes_, encoding, per_byte), encoding).abs()
             zeros += int((counts * (values == 0).sum(1)).sum())
             saturated += int((counts * (values < encoding.max).logical_not().sum(1)).sum())

@@ -189,7 +189,7 @@ class _Archive:
         start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
         if start + info.file_size > self.length:
             raise CheckpointError(f"its record {name[:80]!r} ends behind the entry")
-        found = torch.empty(info.file_size, dtype=torch.uint8)
+        found = torch.empty(info.file_size, dtype=torch.uint8, device="cpu")
         view, at = found.numpy().data, 0
         self.slice.seek(start)
         while at < len(view) and (count := self.slice.readinto(view[at:])):

@@ -115,7 +115,7 @@ class SafeReader(FileSystemReader):
         entry = self.read_metadata().state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"it has no tensor {key}")
-        found = torch.empty(entry.size, dtype=entry.properties.dtype)
+        found = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for chunk, values in self.pieces(key):
             found[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = values
         return found
@@ -261,7 +261,7 @@ def why_unread(key: str, error: CheckpointError) -> str:
 def placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None:
     """What `read_into` reads a whole entry into: an empty tensor on the CPU, or None, which an object replaces."""
     if isinstance(stored, TensorStorageMetadata):
-        return torch.empty(stored.size, dtype=stored.properties.dtype)
+        return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     return None
 
 

@@ -62,7 +62,7 @@ _CAPTURED: list[Tensor] = []
 
 @lru_cache(maxsize=4096)
 def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     # not from memory that can be paged out, which a copy would wait for
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 

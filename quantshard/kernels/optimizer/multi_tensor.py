@@ -45,8 +45,8 @@ def device_table(table: Sequence[Sequence[int]], device: torch.device) -> Tensor
 @lru_cache(maxsize=32)  # it depends on sizes alone, so from step to step it stays
 def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
     """How many programs each entry has -> which entry each program works on, int32."""
-    counts = torch.tensor(programs, dtype=torch.int64)
-    return torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32), counts).to(device)
+    counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
+    return torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32, device="cpu"), counts).to(device)
 
 
 def contiguous(tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class TensorReader:
 @lru_cache
 def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
     """Of the limit in that dtype, in float32, where the order of bits is that of positive numbers."""
-    limit = torch.tensor(min(largest, torch.finfo(dtype).max), dtype=dtype)
+    limit = torch.tensor(min(largest, torch.finfo(dtype).max), dtype=dtype, device="cpu")
     return int(limit.float().view(torch.int32))
 
 

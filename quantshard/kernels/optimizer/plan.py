@@ -374,7 +374,9 @@ class AdamLaunchPlan:
     # The table of a step ---------------------------------------------------------------------------------------------
 
     def _pinned(self) -> Tensor | None:
-        return torch.empty(self._table.shape, dtype=torch.int64, pin_memory=True) if self._is_cuda else None
+        return (
+            torch.empty(self._table.shape, dtype=torch.int64, pin_memory=True, device="cpu") if self._is_cuda else None
+        )
 
     @property
     def _is_cuda(self) -> bool:
@@ -394,7 +396,7 @@ class AdamLaunchPlan:
         capturing = self._is_capturing
         if values == self._sent and not capturing and not self.is_captured:  # a graph writes its own table
             return
-        host = torch.tensor(values, dtype=torch.int64)
+        host = torch.tensor(values, dtype=torch.int64, device="cpu")
         if capturing:  # what a graph copies from must live as long as it does, and cannot be allocated now
             if self._spare is None:
                 raise UnsupportedOperationError("FusedAdam.step in a CUDA graph: run a step between two captures")

@@ -210,13 +210,13 @@ def _record_forward_amaxes() -> Tensor:
     Without one, inductor frees the output of the layer before and then uses it (torch 2.13).
     """
     forward_amaxes.flush()
-    return torch.empty(0, dtype=torch.float32)
+    return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @_record_forward_amaxes.register_fake
 def _() -> Tensor:
     private_torch.check_order_is_kept()
-    return torch.empty(0, dtype=torch.float32)
+    return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)

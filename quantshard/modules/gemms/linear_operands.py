@@ -276,7 +276,7 @@ class OperandRequest:
 
 
 def _or_nothing(operand: Operand | None) -> Operand:
-    return torch.empty(0, dtype=torch.float32) if operand is None else operand
+    return torch.empty(0, dtype=torch.float32, device="cpu") if operand is None else operand
 
 
 def _in_pieces(
