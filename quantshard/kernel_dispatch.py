@@ -146,22 +146,31 @@ def dequantize(
     return numerics.dequantize(copy, parts, shape, origin).to(dtype)
 
 
-def transpose_codes(codes: Tensor, encoding: Encoding, cols: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Codes of a matrix [R, `cols`] as stored -> those of its transpose, as a dtype of one byte."""
-    if encoding.bits == 8 and has_kernels(codes):
-        return transpose_kernel.transpose(codes, dtype)
-    return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding).view(dtype)
+def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
+    """Codes of a matrix [R, `cols`] as stored -> those of its transpose."""
+    if encoding.bits == 8:
+        return transpose_all([(codes, None, None)], torch.uint8)[0][0]
+    return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
 
 
-def transpose_blocks(
-    codes: Tensor, scales: Tensor, poison: Tensor | None, dtype: torch.dtype = torch.uint8
-) -> tuple[Tensor, Tensor]:
-    """Codes of 8 bits [R, C] under scales of 128 x 128 -> those of the transpose, as a dtype of 8 bits; and the
-    transpose of the scales plus `poison`, a float32 scalar, its rows filled up with zeros to a multiple of 4."""
-    if has_kernels(codes):
-        return transpose_kernel.transpose_blocks(codes, scales, poison, dtype)
-    turned = scales.t() if poison is None else scales.t() + poison
-    return codes.t().contiguous().view(dtype), torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous()
+def transpose_all(
+    matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Codes of 8 bits [R, C] of several matrices -> those of the transposes, as a dtype of 8 bits.
+
+    Of codes with scales of 128 x 128 the transpose of these too, plus a float32 scalar if that is given, its rows
+    filled up with zeros to a multiple of 4.
+    """
+    if has_kernels(matrices[0][0]):
+        return transpose_kernel.transpose_all(matrices, dtype)
+    found = []
+    for codes, scales, poison in matrices:
+        laid = None
+        if scales is not None:
+            turned = scales.t() if poison is None else scales.t() + poison
+            laid = torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous()
+        found.append((codes.t().contiguous().view(dtype), laid))
+    return found
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -349,8 +349,8 @@ def test_scales_are_transposed_with_their_codes(shape: tuple[int, int]) -> None:
     for grid, poison in itertools.product(grids, (None, 0.0, torch.nan)):
         given = [codes, grid, None if poison is None else torch.tensor(poison)]
         with kernel_dispatch.kernels_only_on():
-            expected = kernel_dispatch.transpose_blocks(*given)
-        found = transpose.transpose_blocks(*(part if part is None else part.to(DEVICE) for part in given))
+            expected = kernel_dispatch.transpose_all([given], torch.uint8)[0]
+        (found,) = transpose.transpose_all([[part if part is None else part.to(DEVICE) for part in given]])
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.is_contiguous()
             torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0, equal_nan=True)

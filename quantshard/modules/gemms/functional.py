@@ -24,7 +24,7 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend
-from quantshard.gemm.operands import OperandSplit, OperandUsage
+from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
@@ -344,12 +344,22 @@ def backward_gemms(
     split = state.split(TensorRole.GRAD_OUTPUT)
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
+    held: Sequence[Operand] = []
+    turned: Sequence[backend.ReadOperand | None] = [None]
+    if needed.x:
+        held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+        if len(held) > 1:
+            ways = list(ways)
+            turned = backend.turned([each.first for each in ways], held, [each.poison for each in ways], dx_dtype)
     for part, (found, weight) in enumerate(zip(ways, weights, strict=True)):
         bias_dtype = bias_dtypes[part]
         if needed.x:
-            w = weight_operand(weight, part, call, state)
-            fast = Gemm.DGRAD in call.recipe.fast_gemms
-            summands.append(backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast))
+            dx = backend.matmul(
+                found.first, held[part], dx_dtype, poison=found.poison, precision=x_dtype,
+                fast=Gemm.DGRAD in call.recipe.fast_gemms, read=turned[part],
+            )  # fmt: skip
+            summands.append(dx)
+            del dx  # the list alone holds it
             _add_up(summands, part == len(weights) - 1, x_dtype)  # before wgrad: it needs the memory
         dw = db = None
         if needed.weights[part]:
