@@ -149,27 +149,27 @@ def dequantize(
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
     """Codes of a matrix [R, `cols`] as stored -> those of its transpose."""
     if encoding.bits == 8:
-        return transpose_all([(codes, None, None)], torch.uint8)[0][0]
+        return by_columns([(codes, None, None)], torch.uint8)[0][0].t()
     return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
 
 
-def transpose_all(
+def by_columns(
     matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Codes of 8 bits [R, C] of several matrices -> those of the transposes, as a dtype of 8 bits.
+    """Codes of 8 bits [R, C] of several matrices, laid out by columns, as a dtype of 8 bits.
 
-    Of codes with scales of 128 x 128 the transpose of these too, plus a float32 scalar if that is given, its rows
-    filled up with zeros to a multiple of 4.
+    Scales of 128 x 128, if they are given, are laid out so too, plus a float32 scalar, if that is given, and filled up
+    with rows of zeros to a multiple of 4.
     """
     if has_kernels(matrices[0][0]):
-        return transpose_kernel.transpose_all(matrices, dtype)
+        return transpose_kernel.by_columns(matrices, dtype)
     found = []
     for codes, scales, poison in matrices:
         laid = None
         if scales is not None:
             turned = scales.t() if poison is None else scales.t() + poison
-            laid = torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous()
-        found.append((codes.t().contiguous().view(dtype), laid))
+            laid = torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous().t()
+        found.append((codes.t().contiguous().view(dtype).t(), laid))
     return found
 
 

@@ -160,7 +160,7 @@ class OperandReader:
     """
 
     def __init__(self, spec: OperandSpec, scales: ScaleLayout, rows: int, expands: bool, right: bool) -> None:
-        self.spec, self.scales = spec, scales
+        self.spec, self.scales, self.right = spec, scales, right
         copy, (size, cols), block = spec.copy, spec.shape, spec.block
         self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
         self.native = torch.float4_e2m1fn_x2 if self.encoding.native is None else self.encoding.native
@@ -194,7 +194,8 @@ class OperandReader:
         scales, to which `poison` is added."""
         if self.is_turned:
             return OperandReader.turned([self], [storage], [poison])[0]
-        storage = self._with_codes(storage)
+        if self.codes not in storage.components:
+            storage = storage.with_copy(self.spec.which)
         if self.is_viewed:
             codes = storage.view(self.codes, self.native_codes)
             grid = storage.components[self.scale]
@@ -211,9 +212,9 @@ class OperandReader:
         readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], poisons: Sequence[Tensor | None]
     ) -> list[ReadOperand]:
         """The same of several that are transposed (`is_turned`) alike, by one kernel."""
-        parts = [each._touched(each._with_codes(storage)) for each, storage in zip(readers, storages, strict=True)]
+        parts = [each._touched(storage) for each, storage in zip(readers, storages, strict=True)]
         lays = readers[0].lays_blocks
-        found = kernel_dispatch.transpose_all(
+        found = kernel_dispatch.by_columns(
             [(codes, grid if lays else None, poison if lays else None)
              for (codes, grid), poison in zip(parts, poisons, strict=True)],
             readers[0].native,
@@ -221,15 +222,17 @@ class OperandReader:
         results: list[ReadOperand] = []
         for each, (codes, laid), (_, grid), poison in zip(readers, found, parts, poisons, strict=True):
             if laid is None:
-                laid = grid.t() if each.turns_scales else grid
-                laid = laid if poison is None else laid + poison
-            results.append((each.native_codes(codes), (each.scales.layout(laid),)))
+                grid = grid.t() if each.turns_scales else grid
+                laid = each.scales.layout(grid if poison is None else grid + poison)
+            else:
+                laid = scaled_products.strided(laid, (1, laid.shape[0]))
+            results.append((codes if each.right else codes.t(), (laid,)))
         return results
 
-    def _with_codes(self, storage: QuantizedStorage) -> QuantizedStorage:
-        return storage if self.codes in storage.components else storage.with_copy(self.spec.which)
-
     def _touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
+        """Those of the stored codes and scales that are read."""
+        if self.codes not in storage.components:
+            storage = storage.with_copy(self.spec.which)
         codes, grid = storage.components[self.codes], storage.components[self.scale]
         of_codes, of_scales = self.spec.cuts
         return codes if of_codes is None else codes[of_codes], grid if of_scales is None else grid[of_scales]

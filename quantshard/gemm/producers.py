@@ -210,7 +210,12 @@ class DirectionPlan(NamedTuple):
         return DirectionPlan(cell, spec, sharding.whole((rows, cols)), sharding.whole((cols, rows)), measured)
 
     def request(
-        self, transposed: bool, values: TensorProducer | None, past: Tensor | None, words: WordsOf, scale: Tensor | None
+        self,
+        transposed: bool,
+        values: TensorProducer | None,
+        past: Tensor | None,
+        words: WordsOf | None,
+        scale: Tensor | None,
     ) -> QuantizeRequest:
         """That to a kernel, for values or their transpose; their amaxes, or one of the past, are given as needed."""
         spec, found = self.spec, past
@@ -219,7 +224,7 @@ class DirectionPlan(NamedTuple):
         elif past is None or not spec.given:
             assert values is not None, "an amax is needed first"
             found = values.amaxes(self.measured, transposed, spec.scaling.random_hadamard)
-        drawn = words(self.shard) if self.cell.scaling.stochastic_rounding else None
+        drawn = words(self.shard) if words is not None and self.cell.scaling.stochastic_rounding else None
         return QuantizeRequest(spec, found if spec.given else None, None if spec.given else found, drawn, scale)
 
     def storage(self, output: QuantizedOutput, transposed: bool = False) -> QuantizedStorage:
@@ -246,7 +251,7 @@ class OperandPlan(NamedTuple):
 
     `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `by_amax`:
     only by the amax of all of them. `poison`: where it is known that not all values are finite: nowhere, in a scalar of
-    its own, or in the scale.
+    its own, or in the scale. `draws`: random words are needed.
     """
 
     one: DirectionPlan | None
@@ -254,6 +259,7 @@ class OperandPlan(NamedTuple):
     reads_values: bool
     by_amax: bool
     poison: Literal["", "scalar", "scale"]
+    draws: bool
 
 
 @lru_cache(MOST_PLANS)
@@ -269,7 +275,9 @@ def plan_operand(
     measured = not delayed and any(needs_amax(way.cell) for way in ways)
     by_amax = measured and not plain and all(is_by_amax(way.cell) for way in ways)
     in_scale = one is not None and one.spec.poison
-    return OperandPlan(one, two, plain or measured, by_amax, "scale" if in_scale else "scalar" if wanted.poison else "")
+    poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""
+    draws = any(way.cell.scaling.stochastic_rounding for way in ways)
+    return OperandPlan(one, two, plain or measured, by_amax, poison, draws)
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:

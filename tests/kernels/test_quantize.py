@@ -349,12 +349,12 @@ def test_scales_are_transposed_with_their_codes(shape: tuple[int, int]) -> None:
     for grid, poison in itertools.product(grids, (None, 0.0, torch.nan)):
         given = [codes, grid, None if poison is None else torch.tensor(poison)]
         with kernel_dispatch.kernels_only_on():
-            expected = kernel_dispatch.transpose_all([given], torch.uint8)[0]
-        (found,) = transpose.transpose_all([[part if part is None else part.to(DEVICE) for part in given]])
+            expected = kernel_dispatch.by_columns([given], torch.uint8)[0]
+        (found,) = transpose.by_columns([[part if part is None else part.to(DEVICE) for part in given]])
         for mine, theirs in zip(found, expected, strict=True):
-            assert mine.is_contiguous()
+            assert mine.t().is_contiguous()
             torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
-        laid = expected[1]
+        laid = expected[1].t()
         assert laid.shape == (cols, -(-rows // 4) * 4) and not laid[:, rows:].any()
         assert laid[:, :rows].isnan().all() if poison is torch.nan else torch.equal(laid[:, :rows], grid.t())
 

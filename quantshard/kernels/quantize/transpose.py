@@ -50,26 +50,28 @@ def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 def transpose(x: Tensor) -> Tensor:
     """x uint8 [R, C], rows contiguous -> [C, R], contiguous."""
-    return transpose_all([(x, None, None)])[0][0]
+    return by_columns([(x, None, None)])[0][0].t()
 
 
-def transpose_all(
+def by_columns(
     matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype = torch.uint8
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """The same of several matrices on one device, by one kernel, as a dtype of 8 bits.
+    """Several x uint8 [R, C], rows contiguous, on one device -> the same matrices, columns contiguous, as a dtype of 8
+    bits; by one kernel.
 
-    Of codes with `scales` float32 of blocks of a tile, and perhaps a scalar to add to these, also the transpose of the
-    scales, [blocks of C, n]: n is a multiple of 4, and behind the blocks of R there are zeros.
+    With each goes None, or the scales float32 of its blocks of a tile, and perhaps a scalar to add to these. They too
+    are laid out by columns, [n, blocks of C]: n is a multiple of 4, and behind the blocks of R there are zeros.
     """
     results, arguments, grid = [], [], [0, 0]
     for x, scales, poison in matrices:
         rows, cols = x.shape
-        out, laid = torch.empty((cols, rows), dtype=dtype, device=x.device), None
+        out, laid = torch.empty_strided((rows, cols), (1, rows), dtype=dtype, device=x.device), None
         of_scales: tuple[Any, ...] = (None, 0, 0, None, 0, None)
         if scales is not None:
             down, across = scales.shape
-            laid = torch.empty((across, down + -down % 4), dtype=torch.float32, device=x.device)
-            of_scales = scales, *scales.stride(), laid, laid.shape[1], poison
+            length = down + -down % 4
+            laid = torch.empty_strided((length, across), (1, length), dtype=torch.float32, device=x.device)
+            of_scales = scales, *scales.stride(), laid, length, poison
         results.append((out, laid))
         if x.numel() > 0:
             arguments.append((x, out, rows, cols, x.stride(0), *of_scales))

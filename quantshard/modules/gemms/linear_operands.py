@@ -154,10 +154,9 @@ def gemm_operands(
     `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
     input whose tokens are spread over ranks is not gathered for wgrad yet.
     """
-    first, second = cells(call.recipe, role)
     if not isinstance(values, Tensor):
         return OperandRequest(role, call, state, wanted, part, values.like).of(values)
-    values = private_torch.plain(values)
+    values, (first, second) = private_torch.plain(values), call.recipe.activations[role]
     split = state.split(role)
     if _fits_kernels(values, split, first, second):
         return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values))
@@ -228,11 +227,11 @@ class OperandRequest:
     def __init__(
         self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int, like: Tensor
     ) -> None:
-        first, second = cells(call.recipe, role)
+        first, second = call.recipe.activations[role]
         self.delayed = _DelayedScale.of(role, first or second, call, state, part)
         self.plan = producers.plan_operand(first, second, wanted, self.delayed is not None, like.shape)
         self.wanted, self.like = wanted, like
-        self.words = _GradientRandomBits(state, part)
+        self.words = _GradientRandomBits(state, part) if self.plan.draws else None
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
@@ -243,7 +242,8 @@ class OperandRequest:
 
     def outputs(self, given: TensorProducer | None = None, known: Tensor | None = None) -> EpilogueRequest:
         """The same as a kernel is told it; `given`: the values, if they are in memory; `known`: their amax."""
-        (one, two, _, _, kind), delayed, device, past = self.plan, self.delayed, self.like.device, known
+        (one, two, _, _, kind, _), delayed, device, past = self.plan, self.delayed, self.like.device, known
+        words = self.words
         poison = scale = sums = amax = first = second = None
         if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
             poison = workspace.zero(device)
@@ -253,24 +253,26 @@ class OperandRequest:
         if self.wanted.sums:
             sums = torch.empty(self.like.shape[1], dtype=torch.float32, device=device)
         if one is not None:
-            first = one.request(False, given, past, self.words.of(DGRAD_STREAM), scale)
+            first = one.request(False, given, past, None if words is None else words.of(DGRAD_STREAM), scale)
         if two is not None:
-            second = two.request(True, given, past, self.words.of(WGRAD_STREAM), None)
+            second = two.request(True, given, past, None if words is None else words.of(WGRAD_STREAM), None)
         return EpilogueRequest(first, second, None, amax, poison, sums)
 
     def taken(
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, _, _, poison), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, _, _, poison, _), (found, turned), wanted = self.plan, targets, self.wanted
         values = None if given is None else given.values
         first: Operand | None = None if one is None or found is None else one.storage(found)
         second: Operand | None = None if two is None or turned is None else two.storage(turned)
         if one is not None and found is not None and found.transposed is not None:
             second = one.storage(found, transposed=True)
-        kept = values if second is None and wanted.second else second
+        kept = _or_nothing(values if second is None and wanted.second else second)
+        if first is None:
+            first = kept if values is None else values  # where the first GEMM reads nothing
         return GemmOperands(
-            _or_nothing(values if first is None else first), WgradOperand(_or_nothing(kept), second is not None),
+            first, WgradOperand(kept, second is not None),
             outputs.sums, outputs.poison if poison == "scalar" else None,
         )  # fmt: skip
 
