@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
+from quantshard.kernels.workspace import launch_queue as launch_queue
 from quantshard.numerics import Grids, Pair, RandomBits
 
 if kernels.USABLE:
@@ -28,9 +29,6 @@ if kernels.USABLE:
 
 RandomWords = Tensor | RandomBits
 """Random words of a rectangle: int64 of its shape, or which they are."""
-
-LaunchQueue = tuple[torch.device, int, bool]
-"""A device, a stream of it, and whether a CUDA graph is captured."""
 
 KERNEL_DEVICES = {"cuda"}
 """Types of the devices whose tensors go to kernels."""
@@ -79,14 +77,6 @@ def kernels_read(*tensors: Tensor | None) -> bool:
 def is_capturing() -> bool:
     """True if a CUDA graph is being captured: what the host counts or reads now would be the same in every replay."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def launch_queue(device: torch.device) -> LaunchQueue:
-    """Which queue this thread's launches on a device go to now: what was launched there has run before them, and of
-    others nobody knows. While a CUDA graph is captured it is another one, since its launches run with the graph."""
-    if device.type != "cuda":
-        return device, 0, False
-    return device, torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def lacks_kernels(device: torch.device) -> bool:
@@ -158,18 +148,29 @@ def dequantize(
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
     """Codes of a matrix [R, `cols`] as stored -> those of its transpose."""
-    if encoding.bits == 8 and has_kernels(codes):
-        return transpose_kernel.transpose(codes)
+    if encoding.bits == 8:
+        return by_columns([(codes, None, None)], torch.uint8)[0][0].t()
     return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
 
 
-def transpose_blocks(codes: Tensor, scales: Tensor, poison: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes of 8 bits [R, C] under scales of 128 x 128 -> those of the transpose; and the transpose of the scales plus
-    `poison`, a float32 scalar, its rows filled up with zeros to a multiple of 4."""
-    if has_kernels(codes):
-        return transpose_kernel.transpose_blocks(codes, scales, poison)
-    turned = scales.t() if poison is None else scales.t() + poison
-    return codes.t().contiguous(), torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous()
+def by_columns(
+    matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Codes of 8 bits [R, C] of several matrices, laid out by columns, as a dtype of 8 bits.
+
+    Scales of 128 x 128, if they are given, are laid out so too, plus a float32 scalar, if that is given, and filled up
+    with rows of zeros to a multiple of 4.
+    """
+    if has_kernels(matrices[0][0]):
+        return transpose_kernel.by_columns(matrices, dtype)
+    found = []
+    for codes, scales, poison in matrices:
+        laid = None
+        if scales is not None:
+            turned = scales.t() if poison is None else scales.t() + poison
+            laid = torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous().t()
+        found.append((codes.t().contiguous().view(dtype).t(), laid))
+    return found
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

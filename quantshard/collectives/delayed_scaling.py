@@ -13,7 +13,8 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flags import MismatchRecord
 from quantshard.collectives.flat_max import FlatMax, rank_digest, was_alike
 from quantshard.collectives.process_groups import Groups
-from quantshard.kernel_dispatch import LaunchQueue
+from quantshard.kernels import workspace
+from quantshard.kernels.workspace import LaunchQueue
 
 
 def history_amax(history: Tensor, most_recent: bool) -> Tensor:
@@ -58,10 +59,6 @@ MISMATCHES = MismatchRecord(
 )
 """What `PendingAmaxes.flush` found out on a GPU and has yet to say."""
 
-_SLOTS = 64
-"""Amaxes that share an allocation."""
-_APART = 4
-"""Float32 from one amax to the next: kernels are compiled for addresses that are multiples of 16 bytes."""
 _MOST_ORDERS = 64
 """So many are remembered of the orders in which passes read histories."""
 _CAPTURED: list[Tensor] = []
@@ -122,7 +119,7 @@ class PendingAmaxes:
             if others and others[0] is history:  # and not one that has got its id
                 read = [other for other in others if other is not None and other.device == history.device]
         if len(read) > 1:
-            amaxes = history_amaxes(read, most_recent, _APART).unbind()
+            amaxes = history_amaxes(read, most_recent, workspace.APART).unbind()
         else:
             amaxes = (history_amax(history, most_recent),)
         for each, amax in zip(read, amaxes, strict=True):
@@ -219,13 +216,10 @@ class PendingAmaxes:
 
 
 def _new_slots(queue: LaunchQueue) -> list[Tensor]:
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):  # others in this pass may be noted outside of it
-            return _new_slots(queue)
-    block = torch.zeros(_SLOTS, _APART, dtype=torch.float32, device=queue[0])
+    slots = workspace.zero_scalars(queue[0])
     if queue[2]:
-        _CAPTURED.append(block)
-    return list(block[:, 0].unbind())
+        _CAPTURED.append(slots[0])
+    return slots
 
 
 def merged_slots(noted: list[list[Tensor]]) -> list[Tensor]:

@@ -189,10 +189,10 @@ def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
 
     def oracle() -> list[Tensor | None]:
         with kernel_dispatch.kernels_only_on():
-            return list(kernel_dispatch.transpose_blocks(codes, scales, zero))
+            return list(kernel_dispatch.by_columns([(codes, scales, zero)], torch.uint8)[0])
 
     return KernelCase(
-        lambda: list(transpose.transpose_blocks(codes, scales, zero)), oracle, 2 * bytes_of(codes, scales)
+        lambda: list(transpose.by_columns([(codes, scales, zero)])[0]), oracle, 2 * bytes_of(codes, scales)
     )
 
 

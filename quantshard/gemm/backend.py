@@ -11,8 +11,9 @@ for all operands of the same formats and shards, and found out once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ def matmul(
     poison: Tensor | None = None,
     precision: torch.dtype | None = None,
     fast: bool = False,
+    read: ReadOperand | None = None,
 ) -> Tensor:
     """op(a) @ op(b) + bias, accumulated in float32 and rounded once to `out_dtype`.
 
@@ -50,6 +52,7 @@ def matmul(
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
         fast: sums need not be in float32; see `recipe.MMParams`. For a float32 result they are.
+        read: what `turned` has given for b.
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
         plan = product_plan(
@@ -57,9 +60,34 @@ def matmul(
             scaled_products.capability_of(a.device), out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
         if isinstance(plan, ProductPlan):
-            return plan.run(a, b, bias, poison)
+            return plan.run(a, b, bias, poison, read)
     out = _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, precision or out_dtype)
     return out if poison is None else out + poison.to(out_dtype)
+
+
+def turned(
+    lefts: Sequence[Operand], rights: Sequence[Operand], poisons: Sequence[Tensor | None], out_dtype: torch.dtype
+) -> Sequence[ReadOperand | None]:
+    """The right operands of several products a @ b as these read them, for `matmul`, if one kernel can transpose them
+    all; None for each if not."""
+    readers, storages = [], []
+    for a, b in zip(lefts, rights, strict=True):
+        if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
+            plan = product_plan(
+                a.cell.format, a.shard, True, b.cell.format, b.shard, False,
+                scaled_products.capability_of(a.device), out_dtype, None, False,
+            )  # fmt: skip
+            if isinstance(plan, ProductPlan) and plan.right.is_turned:
+                readers.append(plan.right)
+                storages.append(b)
+    kinds = {(each.native, each.lays_blocks) for each in readers}
+    if len(readers) < len(rights) or len(kinds) != 1:
+        return [None] * len(rights)
+    return OperandReader.turned(
+        readers,
+        storages,
+        [poison if each.takes_poison else None for each, poison in zip(readers, poisons, strict=True)],
+    )
 
 
 # Native products -----------------------------------------------------------------------------------------------------
@@ -112,14 +140,27 @@ def _touched(shard: Shard, component: Component) -> tuple[slice, slice] | None:
     return None if all(at.start == 0 and at.stop == size for at, size in zip(found, sizes, strict=True)) else found
 
 
+@cache
+def _native_codes(native: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]:
+    """Codes as PyTorch's dtype; those of a right operand by columns."""
+    if right:
+        return lambda codes: codes.t() if codes.dtype is native else codes.view(native).t()
+    return lambda codes: codes if codes.dtype is native else codes.view(native)
+
+
+ReadOperand = tuple[Tensor, tuple[Tensor, ...]]
+"""Codes and scales as a scaled product takes them."""
+
+
 class OperandReader:
     """How the codes and scales of an operand are read and brought into the form that a scaled product demands.
 
-    `rows`: what its rows are padded to a multiple of. `expands`: every row gets a scale of its own.
+    `rows`: what its rows are padded to a multiple of. `expands`: every row gets a scale of its own. `right`: it is the
+    right operand, whose codes are given by columns.
     """
 
-    def __init__(self, spec: OperandSpec, scales: ScaleLayout, rows: int, expands: bool) -> None:
-        self.spec, self.scales = spec, scales
+    def __init__(self, spec: OperandSpec, scales: ScaleLayout, rows: int, expands: bool, right: bool) -> None:
+        self.spec, self.scales, self.right = spec, scales, right
         copy, (size, cols), block = spec.copy, spec.shape, spec.block
         self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
         self.native = torch.float4_e2m1fn_x2 if self.encoding.native is None else self.encoding.native
@@ -139,26 +180,68 @@ class OperandReader:
         self.more_codes = (0, self.width - ceil_div(cols * bits, 8), 0, self.size - size)
         self.more_scales = (0, entries[1][1] - entries[0][1], 0, entries[1][0] - entries[0][0])
         self.is_padded = any(self.more_codes)
-        # of blocks of 128 x 128 one pass transposes the codes and lays the scales out
-        self.lays_blocks = spec.transposed and scales.layout is scaled_products.by_four and not self.is_padded
+        self.native_codes = _native_codes(self.native, right)
+        is_whole = not (self.repeats or self.is_padded or self.size == 1)
+        # what is stored is all that is read, and only looked at in another way
+        self.is_viewed = is_whole and not (spec.transposed or any(spec.cuts))
+        # nothing is done but to transpose it; of blocks of 128 x 128 the same pass lays the scales out
+        self.is_turned = is_whole and spec.transposed and bits == 8 and self.amax is None
+        self.lays_blocks = self.is_turned and scales.layout is scaled_products.by_four
+        self.turns_scales = scales.layout is not scaled_products.as_single
 
-    def read(self, storage: QuantizedStorage, poison: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Codes [rows, bytes] of a dtype that PyTorch multiplies, and scales, to which `poison` is added."""
-        spec, parts = self.spec, storage.components
-        if self.codes not in parts:
-            parts = storage.with_copy(spec.which).components
-        codes, grid = parts[self.codes], parts[self.scale]
-        of_codes, of_scales = spec.cuts
-        if of_codes is not None:
-            codes = codes[of_codes]
-        if of_scales is not None:
-            grid = grid[of_scales]
-        if self.lays_blocks:
-            codes, grid = kernel_dispatch.transpose_blocks(codes, grid, poison)
-            poison = None
-        elif spec.transposed:
-            codes = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0])
-            grid = grid.t()
+    def read(self, storage: QuantizedStorage, poison: Tensor | None) -> ReadOperand:
+        """Codes of a dtype that PyTorch multiplies, [rows, bytes] or for a right operand the transpose of that, and
+        scales, to which `poison` is added."""
+        if self.is_turned:
+            return OperandReader.turned([self], [storage], [poison])[0]
+        if self.codes not in storage.components:
+            storage = storage.with_copy(self.spec.which)
+        if self.is_viewed:
+            codes = storage.view(self.codes, self.native_codes)
+            grid = storage.components[self.scale]
+            if poison is not None:
+                grid = self.scales.layout(grid + poison)
+            elif self.turns_scales:
+                grid = storage.view(self.scale, self.scales.layout)
+        else:
+            codes, grid = self._made(*self._touched(storage), poison)
+        return codes, (grid,) if self.amax is None else (grid, self._second(storage.components[self.amax]))
+
+    @staticmethod
+    def turned(
+        readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], poisons: Sequence[Tensor | None]
+    ) -> list[ReadOperand]:
+        """The same of several that are transposed (`is_turned`) alike, by one kernel."""
+        parts = [each._touched(storage) for each, storage in zip(readers, storages, strict=True)]
+        lays = readers[0].lays_blocks
+        found = kernel_dispatch.by_columns(
+            [(codes, grid if lays else None, poison if lays else None)
+             for (codes, grid), poison in zip(parts, poisons, strict=True)],
+            readers[0].native,
+        )  # fmt: skip
+        results: list[ReadOperand] = []
+        for each, (codes, laid), (_, grid), poison in zip(readers, found, parts, poisons, strict=True):
+            if laid is None:
+                grid = grid.t() if each.turns_scales else grid
+                laid = each.scales.layout(grid if poison is None else grid + poison)
+            else:
+                laid = scaled_products.strided(laid, (1, laid.shape[0]))
+            results.append((codes if each.right else codes.t(), (laid,)))
+        return results
+
+    def _touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
+        """Those of the stored codes and scales that are read."""
+        if self.codes not in storage.components:
+            storage = storage.with_copy(self.spec.which)
+        codes, grid = storage.components[self.codes], storage.components[self.scale]
+        of_codes, of_scales = self.spec.cuts
+        return codes if of_codes is None else codes[of_codes], grid if of_scales is None else grid[of_scales]
+
+    def _made(self, codes: Tensor, grid: Tensor, poison: Tensor | None) -> tuple[Tensor, Tensor]:
+        """New codes and scales."""
+        spec = self.spec
+        if spec.transposed:
+            codes, grid = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0]), grid.t()
         if self.repeats:
             grid = grid.repeat_interleave(self.repeats, 0)[: spec.shape[0]]
         if poison is not None:
@@ -167,8 +250,7 @@ class OperandReader:
             codes, grid = F.pad(codes, self.more_codes), F.pad(grid, self.more_scales)
         if self.size == 1:  # a transposed column may have any stride here
             codes = scaled_products.strided(codes.contiguous(), (self.width, 1))
-        first = self.scales.layout(grid)
-        return codes.view(self.native), (first,) if self.amax is None else (first, self._second(parts[self.amax]))
+        return self.native_codes(codes), self.scales.layout(grid)
 
     def _second(self, amax: Tensor) -> Tensor:
         return (amax * self.unit).view(())
@@ -182,8 +264,8 @@ class ProductPlan:
         out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
     ) -> None:  # fmt: skip
         expands = (left.kind, right.kind) not in scaled_products.NATIVE  # it was found by blocks of one row
-        self.left = OperandReader(left, product.left, product.rows, expands)
-        self.right = OperandReader(right, product.right, 16, expands)
+        self.left = OperandReader(left, product.left, product.rows, expands, False)
+        self.right = OperandReader(right, product.right, 16, expands, True)
         self.rows, self.cols = left.shape[0], right.shape[0]
         self.more_cols = self.right.size - self.cols
         self.is_padded = (self.left.size, self.more_cols) != (self.rows, 0)
@@ -194,15 +276,22 @@ class ProductPlan:
         self.sums = out_dtype if bias_dtype is None or self.fuses_bias else torch.float32
         self.fast = fast and product.fast and out_dtype.itemsize == 2
 
-    def run(self, a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, poison: Tensor | None) -> Tensor:
+    def run(
+        self,
+        a: QuantizedStorage,
+        b: QuantizedStorage,
+        bias: Tensor | None,
+        poison: Tensor | None,
+        read: ReadOperand | None,
+    ) -> Tensor:
         """The product, as `matmul` gives it."""
         left, right, fused = self.left, self.right, None
         if bias is not None and self.fuses_bias:
             fused, bias = F.pad(bias, (0, self.more_cols)) if self.more_cols else bias, None
         a_codes, a_scales = left.read(a, None)
-        b_codes, b_scales = right.read(b, poison if right.takes_poison else None)
+        b_codes, b_scales = read or right.read(b, poison if right.takes_poison else None)
         out: Tensor = private_torch.scaled_mm(
-            a_codes, b_codes.t(), a_scales, left.scales.recipes, left.scales.swizzle,
+            a_codes, b_codes, a_scales, left.scales.recipes, left.scales.swizzle,
             b_scales, right.scales.recipes, right.scales.swizzle, fused, self.sums, (), self.fast,
         )  # fmt: skip
         if self.is_padded:

@@ -8,6 +8,7 @@ matrices of one shape is an `OperandPlan`, which is made once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
 from quantshard.gemm.operands import OperandUsage, WordsOf, quantized_cells
+from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
@@ -39,7 +41,9 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 class OperandProducer(ABC):
-    """A matrix [R, C] of one of the dtypes of kernels."""
+    """A matrix [R, C] of one of the dtypes of kernels; `amax`: of all of it, float32 [1, 1], if it is known."""
+
+    amax: Tensor | None
 
     @property
     @abstractmethod
@@ -65,7 +69,7 @@ class OperandProducer(ABC):
 
 @dataclass
 class TensorProducer(OperandProducer):
-    """Values [R, C] that are there; `amax`: of all of them, float32 [1, 1], if it is known."""
+    """Values [R, C] that are there."""
 
     values: Tensor
     amax: Tensor | None = None
@@ -74,7 +78,7 @@ class TensorProducer(OperandProducer):
     def empty(like: Tensor) -> TensorProducer:
         """Memory for values of a shape and dtype [R, C], and for their amax, which a kernel is to write as `wanted`."""
         values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return TensorProducer(values, zero(like.device))
+        return TensorProducer(values, workspace.zero(like.device))
 
     @property
     def wanted(self) -> EpilogueRequest:
@@ -88,12 +92,21 @@ class TensorProducer(OperandProducer):
 
     def emit(self, outputs: EpilogueRequest) -> Targets:
         """What is asked for, by one kernel."""
-        if outputs.poison is None and outputs.sums is None and outputs.high is None:
-            if outputs.request is not None:
-                return quantize_kernels.quantize_matrix(self.values, outputs.request, outputs.other, outputs.amax)
-            if outputs.other is not None and outputs.amax is None:
-                return None, quantize_kernels.quantize_matrix(self.values.t(), outputs.other)[0]
-        return activation_kernels.quantize_gradient(self.values, outputs)
+        return TensorProducer.emit_all([self], [outputs])[0]
+
+    @staticmethod
+    def emit_all(producers: Sequence[TensorProducer], outputs: Sequence[EpilogueRequest]) -> Sequence[Targets]:
+        """What is asked alike of several that are alike (`quantize_gradients`), by one kernel."""
+        values, (request, other, high, amax, poison, sums) = [each.values for each in producers], outputs[0]
+        if poison is None and sums is None and high is None:
+            if request is not None:
+                return quantize_kernels.quantize_matrices(values, outputs)
+            if other is not None and amax is None:
+                found = quantize_kernels.quantize_matrices(
+                    [x.t() for x in values], [EpilogueRequest(each.other) for each in outputs]
+                )
+                return [(None, one) for one, _ in found]
+        return activation_kernels.quantize_gradients(values, outputs)
 
     def measured(self) -> TensorProducer:
         """This producer, whose values are in memory already."""
@@ -117,6 +130,7 @@ class NormProducer(OperandProducer):
     x: Tensor
     statistics: norm_kernels.NormStatistics
     parameters: norm_kernels.NormParameters
+    amax: Tensor | None = None
 
     @property
     def like(self) -> Tensor:
@@ -135,6 +149,7 @@ class ActivationProducer(OperandProducer):
     gate: Tensor
     activation: str
     up: Tensor | None
+    amax: Tensor | None = None
 
     @property
     def like(self) -> Tensor:
@@ -146,14 +161,17 @@ class ActivationProducer(OperandProducer):
         return activation_kernels.activate_and_quantize(self.gate, self.activation, self.up, outputs)
 
 
-def zero(device: torch.device) -> Tensor:
-    """Float32 [1, 1] for an amax, a poison or the scale of a tensor, which kernels raise."""
-    return torch.zeros((1, 1), dtype=torch.float32, device=device)
-
-
 def needs_amax(cell: Cell) -> bool:
     """True if an amax must be known before values are quantized: theirs, or under delayed scaling one of the past."""
     return not cell.format.is_local
+
+
+def is_by_amax(cell: Cell | None) -> bool:
+    """True if values are quantized by their own amax, that of all of them, and by nothing else that is measured."""
+    if cell is None or cell.scaling.history or cell.scaling.random_hadamard:
+        return False
+    copy = cell.format.copies[Copy.ROWWISE]
+    return copy.block == (ALL, ALL) and copy.amax is None
 
 
 @lru_cache(MOST_PLANS)
@@ -192,7 +210,12 @@ class DirectionPlan(NamedTuple):
         return DirectionPlan(cell, spec, sharding.whole((rows, cols)), sharding.whole((cols, rows)), measured)
 
     def request(
-        self, transposed: bool, values: TensorProducer | None, past: Tensor | None, words: WordsOf, scale: Tensor | None
+        self,
+        transposed: bool,
+        values: TensorProducer | None,
+        past: Tensor | None,
+        words: WordsOf | None,
+        scale: Tensor | None,
     ) -> QuantizeRequest:
         """That to a kernel, for values or their transpose; their amaxes, or one of the past, are given as needed."""
         spec, found = self.spec, past
@@ -201,7 +224,7 @@ class DirectionPlan(NamedTuple):
         elif past is None or not spec.given:
             assert values is not None, "an amax is needed first"
             found = values.amaxes(self.measured, transposed, spec.scaling.random_hadamard)
-        drawn = words(self.shard) if self.cell.scaling.stochastic_rounding else None
+        drawn = words(self.shard) if words is not None and self.cell.scaling.stochastic_rounding else None
         return QuantizeRequest(spec, found if spec.given else None, None if spec.given else found, drawn, scale)
 
     def storage(self, output: QuantizedOutput, transposed: bool = False) -> QuantizedStorage:
@@ -215,18 +238,28 @@ class DirectionPlan(NamedTuple):
         return QuantizedStorage(self.cell, self.turned if transposed else self.shard, components)
 
 
+def measure_all(producers: Sequence[TensorProducer]) -> None:
+    """Take the amaxes of several that are alike, by one kernel."""
+    found = amax_kernels.block_amaxes([each.values for each in producers], (ALL, ALL))
+    for each, amax in zip(producers, found, strict=True):
+        each.amax = amax
+
+
 class OperandPlan(NamedTuple):
     """What is done with matrices [R, C] of one shape that two GEMMs read: `one` as they stand, `two` transposed; the
     first's codes are transposed too if the second GEMM reads these.
 
-    `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `poison`:
-    where it is known that not all values are finite: nowhere, in a scalar of its own, or in the scale.
+    `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `by_amax`:
+    only by the amax of all of them. `poison`: where it is known that not all values are finite: nowhere, in a scalar of
+    its own, or in the scale. `draws`: random words are needed.
     """
 
     one: DirectionPlan | None
     two: DirectionPlan | None
     reads_values: bool
+    by_amax: bool
     poison: Literal["", "scalar", "scale"]
+    draws: bool
 
 
 @lru_cache(MOST_PLANS)
@@ -238,9 +271,13 @@ def plan_operand(
     one = DirectionPlan.of(quantized, shape, delayed, shared, wanted.poison)
     two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False)
     plain = (wanted.first and first is None) or (wanted.second and second is None)
-    measured = not delayed and any(way is not None and needs_amax(way.cell) for way in (one, two))
+    ways = [way for way in (one, two) if way is not None]
+    measured = not delayed and any(needs_amax(way.cell) for way in ways)
+    by_amax = measured and not plain and all(is_by_amax(way.cell) for way in ways)
     in_scale = one is not None and one.spec.poison
-    return OperandPlan(one, two, plain or measured, "scale" if in_scale else "scalar" if wanted.poison else "")
+    poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""
+    draws = any(way.cell.scaling.stochastic_rounding for way in ways)
+    return OperandPlan(one, two, plain or measured, by_amax, poison, draws)
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:

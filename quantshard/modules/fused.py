@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
+from quantshard.kernels import workspace
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
 from quantshard.modules.fused_activation import ActivationInputs, through_activation
@@ -206,19 +207,23 @@ class NormBackward(NamedTuple):
     mean: Tensor | None
 
     @staticmethod
-    def of(front: NormInput) -> NormBackward:
-        """With z of the shape of x: x itself if there is no residual."""
+    def of(front: NormInput, amax: Tensor | None) -> NormBackward:
+        """With z of the shape of x: x itself if there is no residual. `amax`: raised to that of the normalized rows."""
         if front.normalization is None or front.weight is None:
             return _NO_NORM
         x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
         other = None if residual is None else private_torch.plain(residual)
-        statistics, total = norm_kernels.norm_statistics(x, rule.eps, rule.centered, residual=other)
+        parameters = None if amax is None else parameters_of(front.weight, front.bias, rule)
+        statistics, total = norm_kernels.norm_statistics(
+            x, rule.eps, rule.centered, residual=other, parameters=parameters, amax=amax
+        )
         return NormBackward(total, front.weight, front.bias, *statistics)
 
-    def normalized(self, rule: NormConfig) -> NormProducer:
-        """The normalized rows as a source, if there is a normalization."""
+    def normalized(self, rule: NormConfig, amax: Tensor | None = None) -> NormProducer:
+        """The normalized rows as a source, if there is a normalization; `amax`: theirs, if it is known."""
         parameters = parameters_of(self.weight, self.bias, rule)
-        return NormProducer(epilogue.matrix(self.z), norm_kernels.NormStatistics(self.rstd, self.mean), parameters)
+        statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
+        return NormProducer(epilogue.matrix(self.z), statistics, parameters, amax)
 
     def again(self, layer: LinearBackward, rule: NormConfig | None, needed: LinearGradMask) -> WgradOperand | None:
         """What wgrad of a layer reads of them, if backward is to make it."""
@@ -267,19 +272,24 @@ def _no_second_derivative() -> None:
         raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
 
 
-def _entered(front: NormInput) -> tuple[NormBackward, NormConfig | None, OperandProducer]:
-    """A normalization, its numbers, and the source that it is for the layer behind it; without one, x is."""
-    entered = NormBackward.of(front)
+def _entered(front: NormInput, recipe: Recipe) -> tuple[NormBackward, OperandProducer]:
+    """A normalization, and the source that it is for the layer behind it; without one, x is.
+
+    The amax by which its results are quantized, if it is theirs, is taken with the statistics.
+    """
     if front.normalization is None:
-        return entered, None, TensorProducer(epilogue.matrix(private_torch.plain(front.x)))
-    return entered, front.normalization.rule, entered.normalized(front.normalization.rule)
+        return _NO_NORM, TensorProducer(epilogue.matrix(private_torch.plain(front.x)))
+    by_amax = all([producers.is_by_amax(cell) for cell in recipe.activations[TensorRole.INPUT]])
+    amax = workspace.zero(front.x.device) if by_amax else None
+    entered = NormBackward.of(front, amax)
+    return entered, entered.normalized(front.normalization.rule, amax)
 
 
 def _run_norm_linear(
     front: NormInput, layer: PreparedLinear, keeps: bool
 ) -> tuple[list[Tensor], NormBackward, WgradOperand]:
     """The outputs, and what backward needs."""
-    entered, _, source = _entered(front)
+    entered, source = _entered(front, layer.call.recipe)
     outputs, kept = functional.forward_gemms(source, front.x.shape, *layer, keeps)
     return outputs, entered, kept
 
@@ -324,7 +334,7 @@ def _run_mlp(
     front: NormInput, fc1: PreparedLinear, activation: str, fc2: PreparedLinear, keeps: Sequence[bool]
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """The output, and what backward needs."""
-    entered, _, source = _entered(front)
+    entered, source = _entered(front, fc1.call.recipe)
     inner, kept1 = functional.forward_gemms(source, None, *fc1, keeps[0])
     between = ActivationInputs(*inner)
     (out,), kept2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantshard import kernels
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
-from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest
+from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
 from quantshard.recipe import TensorRole
 
 if kernels.USABLE:
@@ -47,7 +47,7 @@ def through_activation(
     if any(each.plan.reads_values for each in asked):
         given = [TensorProducer.empty(gate) for _ in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
-        return [each.of(values) for each, values in zip(asked, given, strict=True)]
+        return operands_together(asked, given)
     outputs = [each.outputs() for each in asked]
     targets = _activation_backward(rows, gate, up, activation, outputs)
     return [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]

@@ -60,6 +60,9 @@ class QuantizedStorage:
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's count of writes
+    _views: dict[tuple[str, Callable[[Tensor], Tensor]], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def mark_written(self) -> None:
         """Note that there are new values: by `version` optimizers find their masters outdated, and modules a gathered
@@ -103,6 +106,16 @@ class QuantizedStorage:
     def device(self) -> torch.device:
         """Device of the components."""
         return next(iter(self.components.values())).device
+
+    def view(self, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:
+        """A component seen in another way, or a copy of it; a view is kept for the next who asks."""
+        part = self.components[name]
+        found = self._views.get((name, how))
+        if found is None or found.data_ptr() != part.data_ptr():
+            found = how(part)
+            if found.data_ptr() == part.data_ptr():
+                self._views[name, how] = found
+        return found
 
     def has(self, which: Copy) -> bool:
         """True if the codes of that copy are here (a gather may bring only the copy that a pass needs)."""
@@ -183,6 +196,7 @@ class QuantizedStorage:
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.fetch = source.version, source.gathered, source.fetch
         self.source, self.mesh, self._in_place = source.source, source.mesh, source._in_place
+        self._views = source._views
 
     @torch.no_grad()
     def write(self, values: Tensor, amaxes: dict[str, Tensor], words: RandomWords | None = None) -> None:

@@ -190,7 +190,7 @@ def test_a_gradient_that_is_not_finite_poisons(bad):
         dh[36, 289] = 1.0
     of_bias = scalar()
     dh[3, 5] = bad
-    ka.quantize_gradient(dh, EpilogueRequest(poison=of_bias))
+    ka.quantize_gradients([dh], [EpilogueRequest(poison=of_bias)])
     assert of_bias.isnan()
 
 
@@ -203,7 +203,7 @@ def test_sums_are_of_the_rounded_results():
         dh, gate, "swiglu", up, *(EpilogueRequest(high=x, sums=s) for x, s in zip(highs, sums, strict=True))
     )
     of_grad = torch.empty(290, device=DEVICE, dtype=torch.bfloat16)
-    ka.quantize_gradient(dh, EpilogueRequest(sums=of_grad))
+    ka.quantize_gradients([dh], [EpilogueRequest(sums=of_grad)])
     for x, s in zip(highs, sums, strict=True):
         assert ((s.double() - x.double().sum(0)).abs() <= 37 * U * x.double().abs().sum(0)).all()
     error = (of_grad.double() - dh.double().sum(0)).abs()

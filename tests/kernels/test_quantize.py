@@ -19,7 +19,7 @@ from quantshard.gemm import scaled_products
 pytest.importorskip("triton")
 
 from quantshard.gemm import producers
-from quantshard.kernels.fused.activation import quantize_gradient
+from quantshard.kernels.fused.activation import quantize_gradients
 from quantshard.kernels.fused.epilogue import EpilogueRequest
 from quantshard.kernels.quantize import amax, dequantize, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
@@ -242,7 +242,7 @@ def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(poison: Poiso
     scale = torch.zeros(1, 1, device=DEVICE) if poison == "apart" else None
     spec = QuantizeSpec(fmt.copies[Copy.ROWWISE], Scaling(), transposed=True, given="amaxes", poison=poison)
     request = QuantizeRequest(spec, on_device(known), scale=scale)
-    found, _ = quantize_gradient(x.to(DEVICE), EpilogueRequest(request, poison=scale))
+    ((found, _),) = quantize_gradients([x.to(DEVICE)], [EpilogueRequest(request, poison=scale)])
     assert found is not None
     assert same(found.codes, numerics.quantize_codes(x, fmt.copies[Copy.ROWWISE], {"scale_inv": given}))
     expected = numerics.scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
@@ -349,12 +349,12 @@ def test_scales_are_transposed_with_their_codes(shape: tuple[int, int]) -> None:
     for grid, poison in itertools.product(grids, (None, 0.0, torch.nan)):
         given = [codes, grid, None if poison is None else torch.tensor(poison)]
         with kernel_dispatch.kernels_only_on():
-            expected = kernel_dispatch.transpose_blocks(*given)
-        found = transpose.transpose_blocks(*(part if part is None else part.to(DEVICE) for part in given))
+            expected = kernel_dispatch.by_columns([given], torch.uint8)[0]
+        (found,) = transpose.by_columns([[part if part is None else part.to(DEVICE) for part in given]])
         for mine, theirs in zip(found, expected, strict=True):
-            assert mine.is_contiguous()
+            assert mine.t().is_contiguous()
             torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
-        laid = expected[1]
+        laid = expected[1].t()
         assert laid.shape == (cols, -(-rows // 4) * 4) and not laid[:, rows:].any()
         assert laid[:, :rows].isnan().all() if poison is torch.nan else torch.equal(laid[:, :rows], grid.t())
 
@@ -386,7 +386,7 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
     known = numerics.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
     request = request_of(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
     outputs = EpilogueRequest(request, amax=torch.zeros((), device=DEVICE), poison=torch.zeros((), device=DEVICE))
-    for target, _ in (quantize_matrix(x, request), quantize_gradient(x, outputs)):
+    for target, _ in (quantize_matrix(x, request), *quantize_gradients([x], [outputs])):
         assert torch.equal(target.codes, expected[copy.codes.name])
         assert torch.equal(target.transposed, numerics.transpose_parts(fmt, expected, x.shape)[copy.codes.name])
         assert known is not None or torch.equal(target.scale, expected[copy.scale.name])

@@ -209,11 +209,11 @@ def expert_sums(x: Tensor, segments: ExpertSegments) -> Tensor:
     found, x = torch.empty((len(segments), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
     if found.numel() > 0:
         launch_kernel(
-            sums_kernel, (len(segments), triton.cdiv(x.shape[1], COLS)), x.device,
+            sums_kernel, (len(segments), -(x.shape[1] // -COLS)), x.device,
             x, x.stride(0), x.shape[1], segments.spans, found, segments.rows, COLS, num_warps=WARPS,
         )  # fmt: skip
     return found
 
 
 def _programs(x: Tensor, segments: ExpertSegments) -> tuple[int, int]:
-    return segments.tiles.shape[0], triton.cdiv(x.shape[1], COLS)
+    return segments.tiles.shape[0], -(x.shape[1] // -COLS)

@@ -230,7 +230,7 @@ def rows_times_weights(
     bias = TYPES[weights.biases[0].dtype] if weights.biases else None
     launch = _launch(segments, a.block)
     launch_kernel(
-        rows_kernel, (triton.cdiv(cols, launch.cols), segments.tiles.shape[0]), out.device,
+        rows_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
         a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
         TURNED=transposed, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
         A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
@@ -262,7 +262,7 @@ def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, d
     rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)
     out = torch.empty((experts, rows, cols), dtype=dtype, device=a.codes.device)
     launch = WEIGHTS_LAUNCH[a.block]
-    grid: Any = (triton.cdiv(cols, launch.cols), triton.cdiv(rows, launch.rows), experts)
+    grid: Any = (-(cols // -launch.cols), -(rows // -launch.rows), experts)
     operands = (a.codes, b.codes, a.scales, b.scales)
     shared: dict[str, Any] = {
         "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,

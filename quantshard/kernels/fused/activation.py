@@ -27,6 +27,7 @@ u, by at most a neighbour unless they are near a zero of act'.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import triton
@@ -159,17 +160,19 @@ def activate_backward_kernel(
 
 @triton.jit(do_not_specialize=RANDOM)
 def deliver_kernel(
-    x_ptr, x_stride, where, sink, out, other_where, other_out,
+    x_ptrs, x_stride, where, sinks, outs, other_where, other_outs,
     k0, k1, draw, stream, width, other_stream, other_width,
-    TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     place = tile_of(where, TILE)
     _, _, i, j, valued = place
-    x = load_tile(x_ptr, x_stride, i, j, valued)
-    deliver(
-        x, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
-        x_ptr.dtype.element_ty, H, T,
-    )  # fmt: skip
+    for part in tl.static_range(PARTS):
+        if tl.program_id(2) == part:
+            x = load_tile(x_ptrs[part], x_stride, i, j, valued)
+            deliver(
+                x, place, where, sinks[part], outs[part], other_where, other_outs[part],
+                k0, k1, draw, stream, width, other_stream, other_width, x_ptrs[part].dtype.element_ty, H, T,
+            )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -237,16 +240,21 @@ def activate_backward_and_quantize(
     return p.finish(), q.finish()
 
 
-def quantize_gradient(grad: Tensor, outputs: EpilogueRequest) -> Targets:
-    """The gradient of a linear layer's output [R, C] as it is: its codes, amax, poison, and as `sums` that of the bias.
+def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[EpilogueRequest]) -> list[Targets]:
+    """Gradients of linear layers' outputs [R, C] as they are: their codes, amaxes, poisons, and as `sums` those of
+    biases, by one kernel.
 
-    Where nothing but codes and the next amax is wanted, `quantize.matrix.quantize_matrix` does it.
+    They have one shape, row stride, dtype and device, and are quantized by the same specs, without random words unless
+    it is one. Where nothing but codes and the next amax is wanted, `quantize.matrix.quantize_matrices` does it.
     """
-    p = epilogue.plan_epilogue(outputs, grad)
-    grad = epilogue.by_rows(grad)
-    if grad.numel() > 0:
+    plans = [epilogue.plan_epilogue(asked, grad) for asked, grad in zip(outputs, grads, strict=True)]
+    grads = [epilogue.by_rows(grad) for grad in grads]
+    if grads[0].numel() > 0:
+        where, _, _, other_where, _, *words = plans[0].arguments
+        _, sinks, ones, _, twos, *_ = zip(*[plan.arguments for plan in plans], strict=True)
         launch_kernel(
-            deliver_kernel, p.programs, grad.device,
-            grad, grad.stride(0), *p.arguments, **p.constants, enable_fp_fusion=False,
+            deliver_kernel, (*plans[0].programs, len(grads)), grads[0].device,
+            tuple(grads), grads[0].stride(0), where, sinks, ones, other_where, twos, *words,
+            PARTS=len(grads), **plans[0].constants, enable_fp_fusion=False,
         )  # fmt: skip
-    return p.finish()
+    return [plan.finish() for plan in plans]

@@ -28,12 +28,13 @@ from quantshard.kernels.quantize.targets import (
     BOTH_WAYS,
     MOST_PLANS,
     WARPS,
-    QuantizedOutput,
+    EpilogueRequest,
     QuantizePlan,
-    QuantizeRequest,
     QuantizeSpec,
     Region,
     Rounding,
+    Specs,
+    Targets,
     TileShape,
     layout,
     padding,
@@ -93,35 +94,6 @@ def deliver(
 
 # ------------------------------------------------------------------------------------------------------------- launch
 
-
-class EpilogueRequest(NamedTuple):
-    """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
-
-    Args:
-        request: how they are quantized.
-        other: how their transpose is, with scales of its own. Words of both have one key and draw.
-        high: the results themselves, [R, C] with adjacent columns, of the kernel's dtype.
-        amax: float32 scalar, made the larger of itself and the amax of the results; NaN wins.
-        poison: float32 scalar, not negative, made NaN if not all results are finite, else left as it is.
-        sums: [C], any float dtype: the sum of the rounded results over rows, taken in float32.
-    """
-
-    request: QuantizeRequest | None = None
-    other: QuantizeRequest | None = None
-    high: Tensor | None = None
-    amax: Tensor | None = None
-    poison: Tensor | None = None
-    sums: Tensor | None = None
-
-    @property
-    def specs(self) -> Specs:
-        """How results and their transpose are quantized, as far as it is the same in each call."""
-        return None if self.request is None else self.request.spec, None if self.other is None else self.other.spec
-
-
-Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
-Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
-"""Codes and scales of a matrix and of its transpose, as far as asked for."""
 
 TILE: Final = TileShape(32, 256)
 """The tile of a kernel that quantizes nothing."""

@@ -417,8 +417,11 @@ def norm_backward(
     rows_of_dy, rows_of_x, rows_of_residual = _addressed(dy), _addressed(x), _addressed(residual_gradient)
     dx = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
     # zeros: the kernel in pieces adds to them, and without rows or columns no kernel runs
-    dgamma = torch.zeros((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
-    dbeta = torch.zeros_like(dgamma) if dgamma is not None and parameters.beta is not None else None
+    new = torch.zeros if r.pieces > 1 or rows * size == 0 else torch.empty
+    dgamma = new((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
+    dbeta = None
+    if dgamma is not None and parameters.beta is not None:
+        dbeta = new((grid, size), dtype=torch.float32, device=x.device)
     if rows * size > 0:
         kernel, layout = backward_kernel, {"ROWS": r.rows}
         if r.pieces > 1:

@@ -32,7 +32,7 @@ def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     out = torch.empty(tensors[0].shape, dtype=dtype, device=tensors[0].device)
     if out.numel() > 0:
         launch_kernel(
-            sum_kernel, (triton.cdiv(out.numel(), SIZE),), out.device,
+            sum_kernel, (-(out.numel() // -SIZE),), out.device,
             tensors, out, out.numel(), PARTS=len(tensors), SIZE=SIZE, num_warps=8,
         )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ For what `quantize` cannot see within one tile: the whole tensor, a whole row, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL
 from quantshard.kernels import language as ql
+from quantshard.kernels import workspace
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import grid_of_tile, tile_of
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, tiles, tiling, touched
@@ -24,6 +26,18 @@ from quantshard.numerics import Pair
 
 @triton.jit
 def amax_kernel(
+    x_ptrs, row_stride, col_stride, where, grid_ptrs, grid_stride, grid_rows, grid_cols,
+    PARTS: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    for part in tl.static_range(PARTS):
+        if tl.program_id(2) == part:
+            _measure(
+                x_ptrs[part], row_stride, col_stride, where, grid_ptrs[part], grid_stride, grid_rows, grid_cols, H
+            )  # fmt: skip
+
+
+@triton.jit
+def _measure(
     x_ptr, row_stride, col_stride, where, grid_ptr, grid_stride, grid_rows, grid_cols, H: tl.constexpr
 ):  # fmt: skip
     row, col, i, j, valued = tile_of(where, H)
@@ -48,17 +62,28 @@ def block_amax(
 
     x: any strides; float32, bfloat16 or float16. `hadamard`: of its rows after `numerics.hadamard16`.
     """
+    return block_amaxes([x], covers, origin, hadamard=hadamard)[0]
+
+
+def block_amaxes(
+    xs: Sequence[Tensor], covers: tuple[int, int], origin: tuple[int, int] = (0, 0), *, hadamard: bool = False
+) -> list[Tensor]:
+    """The same of several matrices of one shape, strides, dtype and device, by one kernel."""
+    x = xs[0]
     where, spans, how, programs = _plan(x.shape, covers, origin, hadamard)
-    if x.numel() == 0 or how.row_all or how.col_all:  # several programs share an entry, or none runs
-        grid = torch.zeros(spans, dtype=torch.float32, device=x.device)
+    if spans == (1, 1):
+        grids = [workspace.zero(x.device) for _ in xs]
     else:
-        grid = torch.empty(spans, dtype=torch.float32, device=x.device)
+        # zeros: several programs share an entry, or none runs
+        new = torch.zeros if x.numel() == 0 or how.row_all or how.col_all else torch.empty
+        grids = [new(spans, dtype=torch.float32, device=x.device) for _ in xs]
     if x.numel() > 0:
         launch_kernel(
-            amax_kernel, programs, x.device,
-            x, *x.stride(), where, grid, spans[1], *spans, H=how, num_warps=WARPS, enable_fp_fusion=False,
+            amax_kernel, (*programs, len(xs)), x.device,
+            tuple(xs), *x.stride(), where, tuple(grids), spans[1], *spans,
+            PARTS=len(xs), H=how, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    return grid
+    return grids
 
 
 @lru_cache(MOST_PLANS)

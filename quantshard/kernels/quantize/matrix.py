@@ -12,6 +12,8 @@ Kernels that compute the values themselves (`norm`, `activation`) hand their til
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,8 +22,10 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.targets import (
+    EpilogueRequest,
     QuantizedOutput,
     QuantizeRequest,
+    Targets,
     plan_quantization,
     random_arguments,
 )
@@ -238,15 +242,20 @@ def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.c
 
 @triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
 def quantize_kernel(
-    x_ptr, row_stride, col_stride, where, out, other_where, other_out, k0, k1, draw, stream, width, other_stream,
-    other_width, H: tl.constexpr, T: tl.constexpr,
+    x_ptrs, row_stride, col_stride, where, outs, other_where, other_outs, k0, k1, draw, stream, width, other_stream,
+    other_width, PARTS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     row, col, i, j, valued = tile_of(where, H)
     at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
-    values = tl.load(x_ptr + at, mask=valued, other=0.0)
     words = (k0, k1, draw, stream, width)
     other_words = (k0, k1, draw, other_stream, other_width)
-    emit(values, row, col, where, out, words, other_where, other_out, other_words, values.dtype, H, T)
+    for part in tl.static_range(PARTS):
+        if tl.program_id(2) == part:
+            values = tl.load(x_ptrs[part] + at, mask=valued, other=0.0)
+            emit(
+                values, row, col, where, outs[part], words, other_where, other_outs[part], other_words, values.dtype,
+                H, T,
+            )  # fmt: skip
 
 
 def quantize_matrix(
@@ -256,15 +265,28 @@ def quantize_matrix(
 
     `next_amax`: float32 scalar, made the larger of itself and the amax of x.
     """
+    one, two = quantize_matrices([x], [EpilogueRequest(request, other, amax=next_amax)])[0]
+    assert one is not None
+    return one, two
+
+
+def quantize_matrices(xs: Sequence[Tensor], requests: Sequence[EpilogueRequest]) -> list[Targets]:
+    """The same of several matrices of one shape, strides, dtype and device, by one kernel.
+
+    They are quantized by the same specs, without random words unless it is one. `amax`: as `next_amax`.
+    """
+    x, (request, other, *_) = xs[0], requests[0]
+    assert request is not None
     words, *roundings = random_arguments(request, other)
     plan = plan_quantization(
         request.spec, None if other is None else other.spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings
     )
-    one, two = plan.outputs(request, other, x.device, next_amax)
-    assert one is not None
+    made = [plan.outputs(each.request, each.other, x.device, each.amax) for each in requests]
     if x.numel() > 0:
+        ones, twos = zip(*made, strict=True)
         launch_kernel(
-            quantize_kernel, plan.programs, x.device,
-            x, *x.stride(), plan.where, one, plan.two and plan.two.where, two, *words, **plan.constants,
+            quantize_kernel, (*plan.programs, len(xs)), x.device,
+            tuple(xs), *x.stride(), plan.where, ones, plan.two and plan.two.where, twos, *words,
+            PARTS=len(xs), **plan.constants,
         )  # fmt: skip
-    return one, two
+    return made

@@ -38,7 +38,7 @@ def scales(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, dtype: torch.dty
     if amax.numel() > 0:
         rule = ql.scale_rule(copy, scaling, dtype, amax.device)
         launch_kernel(
-            scales_kernel, (triton.cdiv(amax.numel(), SIZE),), amax.device,
+            scales_kernel, (-(amax.numel() // -SIZE),), amax.device,
             amax, stored, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return stored, multiplier

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels import workspace
 from quantshard.numerics import Pair, RandomBits
 
 
@@ -136,6 +137,36 @@ class QuantizedOutput(NamedTuple):
     next_amax: Any
 
 
+class EpilogueRequest(NamedTuple):
+    """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
+
+    Args:
+        request: how they are quantized.
+        other: how their transpose is, with scales of its own. Words of both have one key and draw.
+        high: the results themselves, [R, C] with adjacent columns, of the kernel's dtype.
+        amax: float32 scalar, made the larger of itself and the amax of the results; NaN wins.
+        poison: float32 scalar, not negative, made NaN if not all results are finite, else left as it is.
+        sums: [C], any float dtype: the sum of the rounded results over rows, taken in float32.
+    """
+
+    request: QuantizeRequest | None = None
+    other: QuantizeRequest | None = None
+    high: Tensor | None = None
+    amax: Tensor | None = None
+    poison: Tensor | None = None
+    sums: Tensor | None = None
+
+    @property
+    def specs(self) -> Specs:
+        """How results and their transpose are quantized, as far as it is the same in each call."""
+        return None if self.request is None else self.request.spec, None if self.other is None else self.other.spec
+
+
+Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
+Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
+"""Codes and scales of a matrix and of its transpose, as far as asked for."""
+
+
 Rounding = tuple[bool, bool, bool]
 """Of random words: whether four neighbours share a call of the generator, whether an index of them fits into 32 bits,
 and whether their draw is read from memory."""
@@ -162,9 +193,12 @@ class QuantizeLayout(NamedTuple):
         if self.scale is None and given is not None:  # multipliers, perhaps of a piece of a grid
             grid_row, grid_col = given.stride()
         elif self.scale is not None and scale is None:
-            scale = torch.empty_strided(self.scale, self.strides, dtype=self.stored, device=device)
-            if given is not None and 0 in self.codes:  # no kernel runs
-                scale.fill_(1.0)
+            if 0 in self.codes:  # no kernel runs
+                scale = torch.ones(self.scale, dtype=self.stored, device=device)
+            elif self.scale == (1, 1) and self.stored is torch.float32:
+                scale = workspace.zero(device, written=True)
+            else:
+                scale = torch.empty_strided(self.scale, self.strides, dtype=self.stored, device=device)
         return QuantizedOutput(
             codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, transposed,
             0 if self.transposed is None else self.transposed[1], next_amax,

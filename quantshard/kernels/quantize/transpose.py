@@ -5,6 +5,9 @@ Of codes under square blocks that are as large as a tile, a program brings the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,50 +19,66 @@ TILE = (128, 128)
 
 
 @triton.jit
-def transpose_kernel(
-    x_ptr, x_stride, out_ptr, out_stride, rows, cols,
-    scale_ptr, scale_row, scale_col, laid_ptr, laid_stride, poison_ptr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def transpose_kernel(matrices, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    for part in tl.static_range(PARTS):
+        if tl.program_id(2) == part:
+            _transpose(matrices[part], ROWS, COLS)
+
+
+@triton.jit
+def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
+    x_ptr, out_ptr, rows, cols, x_stride, scale_ptr, scale_row, scale_col, laid_ptr, laid_stride, poison_ptr = matrix
     row, col = tl.program_id(0), tl.program_id(1)
     i = row * ROWS + tl.arange(0, ROWS)
     j = col * COLS + tl.arange(0, COLS)
     x_at = i.to(tl.int64)[:, None] * x_stride + j[None, :]
     x = tl.load(x_ptr + x_at, mask=(i < rows)[:, None] & (j < cols)[None, :], other=0)
-    out_at = j.to(tl.int64)[:, None] * out_stride + i[None, :]
+    out_at = j.to(tl.int64)[:, None] * rows + i[None, :]
+    out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     tl.store(out_ptr + out_at, tl.trans(x), mask=(j < cols)[:, None] & (i < rows)[None, :])
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + row * scale_row + col * scale_col)
+        inside = (row * ROWS < rows) & (col * COLS < cols)
+        scale = tl.load(scale_ptr + row * scale_row + col * scale_col, mask=inside, other=0.0)
         if poison_ptr is not None:
             scale += tl.load(poison_ptr)
         at = row + tl.arange(0, 4)  # zeros behind the last one
-        fills = (row == tl.num_programs(0) - 1) & (at < laid_stride)
-        tl.store(laid_ptr + col * laid_stride + at, tl.where(at == row, scale, 0.0), mask=(at == row) | fills)
+        fills = ((row + 1) * ROWS >= rows) & (at < laid_stride)
+        tl.store(
+            laid_ptr + col * laid_stride + at, tl.where(at == row, scale, 0.0), mask=inside & ((at == row) | fills)
+        )
 
 
 def transpose(x: Tensor) -> Tensor:
     """x uint8 [R, C], rows contiguous -> [C, R], contiguous."""
-    return _launch(x)
+    return by_columns([(x, None, None)])[0][0].t()
 
 
-def transpose_blocks(x: Tensor, scales: Tensor, poison: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same of codes under `scales` float32 of blocks of a tile; and the transpose of these, [blocks of C, n], plus
-    the scalar `poison`: n is a multiple of 4, and behind the blocks of R there are zeros."""
-    rows, cols = scales.shape
-    laid = torch.empty((cols, rows + -rows % 4), dtype=torch.float32, device=x.device)
-    return _launch(x, scales, laid, poison), laid
+def by_columns(
+    matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype = torch.uint8
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Several x uint8 [R, C], rows contiguous, on one device -> the same matrices, columns contiguous, as a dtype of 8
+    bits; by one kernel.
 
-
-def _launch(
-    x: Tensor, scales: Tensor | None = None, laid: Tensor | None = None, poison: Tensor | None = None
-) -> Tensor:
-    rows, cols = x.shape
-    strides = (0, 0) if scales is None else scales.stride()
-    out = torch.empty((cols, rows), dtype=torch.uint8, device=x.device)
-    if x.numel() > 0:
+    With each goes None, or the scales float32 of its blocks of a tile, and perhaps a scalar to add to these. They too
+    are laid out by columns, [n, blocks of C]: n is a multiple of 4, and behind the blocks of R there are zeros.
+    """
+    results, arguments, grid = [], [], [0, 0]
+    for x, scales, poison in matrices:
+        rows, cols = x.shape
+        out, laid = torch.empty_strided((rows, cols), (1, rows), dtype=dtype, device=x.device), None
+        of_scales: tuple[Any, ...] = (None, 0, 0, None, 0, None)
+        if scales is not None:
+            down, across = scales.shape
+            length = down + -down % 4
+            laid = torch.empty_strided((length, across), (1, length), dtype=torch.float32, device=x.device)
+            of_scales = scales, *scales.stride(), laid, length, poison
+        results.append((out, laid))
+        if x.numel() > 0:
+            arguments.append((x, out, rows, cols, x.stride(0), *of_scales))
+            grid = [max(grid[0], -(rows // -TILE[0])), max(grid[1], -(cols // -TILE[1]))]
+    if arguments:
         launch_kernel(
-            transpose_kernel, (triton.cdiv(rows, TILE[0]), triton.cdiv(cols, TILE[1])), x.device,
-            x, x.stride(0), out, out.stride(0), rows, cols,
-            scales, *strides, laid, 0 if laid is None else laid.shape[1], poison, *TILE, num_warps=8,
+            transpose_kernel, (*grid, len(arguments)), matrices[0][0].device, tuple(arguments),
+            PARTS=len(arguments), ROWS=TILE[0], COLS=TILE[1], num_warps=8,
         )  # fmt: skip
-    return out
+    return results

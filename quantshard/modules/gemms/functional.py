@@ -12,7 +12,7 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend
-from quantshard.gemm.operands import OperandSplit, OperandUsage
+from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
@@ -32,6 +32,7 @@ from quantshard.modules.gemms.linear_operands import (
     LinearState,
     WgradOperand,
     gemm_operands,
+    gradient_operands,
     weight_operand,
 )
 from quantshard.modules.gemms.shared_input import InputReader
@@ -116,7 +117,9 @@ class LinearBackward:
 
         `x_wgrad`: the input as wgrad reads it, if forward has not kept it.
         """
-        ways = gradient_operands(grads, self.call, self.state, self.bias_dtypes, needed)
+        rows = [grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        wanted = [needed.of_gradient(part, bias) for part, bias in enumerate(self.bias_dtypes)]
+        ways = gradient_operands(rows, self.call, self.state, wanted)
         return self.gradients(ways, tensors, needed, x_wgrad)
 
     def gradients(
@@ -318,20 +321,6 @@ def forward_gemms(
     return outputs, read.second
 
 
-def gradient_operands(
-    grads: Sequence[Tensor],
-    call: LinearContext,
-    state: LinearState,
-    bias_dtypes: Sequence[torch.dtype | None],
-    needed: LinearGradMask,
-) -> Iterator[GemmOperands]:
-    """Gradients of the outputs [..., out_features] as the GEMMs of `needed` read them, one at a time."""
-    for part, (grad, bias) in enumerate(zip(grads, bias_dtypes, strict=True)):
-        wanted = needed.of_gradient(part, bias)
-        rows = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
-        yield gemm_operands(rows, TensorRole.GRAD_OUTPUT, call, state, wanted, part)
-
-
 def backward_gemms(
     ways: Iterable[GemmOperands],
     weights: Sequence[Tensor],
@@ -348,19 +337,29 @@ def backward_gemms(
     `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. What several weights add to the
     gradient of the input is summed in float32, or in `x_dtype` where that is wider, and rounded once.
     """
-    dx_dtype = x_dtype if len(weights) == 1 else torch.promote_types(x_dtype, torch.float32)
+    dx_dtype = x_dtype if len(weights) == 1 or x_dtype.itemsize > 4 else torch.float32
     summands: list[Tensor] = []
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
     split = state.split(TensorRole.GRAD_OUTPUT)
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
+    held: Sequence[Operand] = []
+    turned: Sequence[backend.ReadOperand | None] = [None]
+    if needed.x:
+        held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+        if len(held) > 1:
+            ways = list(ways)
+            turned = backend.turned([each.first for each in ways], held, [each.poison for each in ways], dx_dtype)
     for part, (found, weight) in enumerate(zip(ways, weights, strict=True)):
         bias_dtype = bias_dtypes[part]
         if needed.x:
-            w = weight_operand(weight, part, call, state)
-            fast = Gemm.DGRAD in call.recipe.fast_gemms
-            summands.append(backend.matmul(found.first, w, dx_dtype, poison=found.poison, precision=x_dtype, fast=fast))
+            dx = backend.matmul(
+                found.first, held[part], dx_dtype, poison=found.poison, precision=x_dtype,
+                fast=Gemm.DGRAD in call.recipe.fast_gemms, read=turned[part],
+            )  # fmt: skip
+            summands.append(dx)
+            del dx  # the list alone holds it
             _add_up(summands, part == len(weights) - 1, x_dtype)  # before wgrad: it needs the memory
         dw = db = None
         if needed.weights[part]:

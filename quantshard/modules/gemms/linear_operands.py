@@ -6,9 +6,10 @@ run, both forms come from one read of the values; else, and for pieces under ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.formats import ALL
 from quantshard.gemm import operands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
+from quantshard.kernels import workspace
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
@@ -152,12 +154,11 @@ def gemm_operands(
     `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
     input whose tokens are spread over ranks is not gathered for wgrad yet.
     """
-    first, second = cells(call.recipe, role)
     if not isinstance(values, Tensor):
         return OperandRequest(role, call, state, wanted, part, values.like).of(values)
-    values = private_torch.plain(values)
+    values, (first, second) = private_torch.plain(values), call.recipe.activations[role]
     split = state.split(role)
-    if split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, first, second):
+    if _fits_kernels(values, split, first, second):
         return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values))
     delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
@@ -169,6 +170,47 @@ def gemm_operands(
     words = _GradientRandomBits(state, part)
     as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted)
     return GemmOperands(as_is, kept, sums, poison)
+
+
+def gradient_operands(
+    grads: Sequence[Tensor], call: LinearContext, state: LinearState, wanted: Sequence[OperandUsage]
+) -> Iterator[GemmOperands]:
+    """Gradients [tokens, features] of the outputs of a layer's weights, one for each: by one kernel those beside each
+    other that are alike, else one at a time."""
+    first, second = cells(call.recipe, TensorRole.GRAD_OUTPUT)
+    together = not (first and first.scaling.stochastic_rounding) and not (second and second.scaling.stochastic_rounding)
+
+    def kind(part: int) -> Hashable:
+        grad = grads[part]
+        return grad.shape, grad.stride(), grad.dtype, wanted[part], together or part
+
+    for _, group in groupby(range(len(grads)), kind):
+        parts = list(group)
+        values = [private_torch.plain(grads[part]) for part in parts]
+        if len(parts) == 1 or not _fits_kernels(values[0], state.split(TensorRole.GRAD_OUTPUT), first, second):
+            for part, value in zip(parts, values, strict=True):
+                yield gemm_operands(value, TensorRole.GRAD_OUTPUT, call, state, wanted[part], part)
+            continue
+        asked = [OperandRequest(TensorRole.GRAD_OUTPUT, call, state, wanted[part], part, grads[part]) for part in parts]
+        yield from operands_together(asked, [TensorProducer(value) for value in values])
+
+
+def operands_together(asked: Sequence[OperandRequest], given: Sequence[TensorProducer]) -> list[GemmOperands]:
+    """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
+    plan = asked[0].plan
+    if plan.by_amax and given[0].amax is None:
+        producers.measure_all(given)
+    elif plan.reads_values and not plan.by_amax:
+        return [each.of(source) for each, source in zip(asked, given, strict=True)]
+    outputs = [
+        each.outputs(known=source.amax if plan.by_amax else None) for each, source in zip(asked, given, strict=True)
+    ]
+    found = TensorProducer.emit_all(given, outputs)
+    return [each.taken(told, targets) for each, told, targets in zip(asked, outputs, found, strict=True)]
+
+
+def _fits_kernels(values: Tensor, split: OperandSplit | None, *by: Cell | None) -> bool:
+    return split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, *by)
 
 
 def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
@@ -185,48 +227,52 @@ class OperandRequest:
     def __init__(
         self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int, like: Tensor
     ) -> None:
-        first, second = cells(call.recipe, role)
+        first, second = call.recipe.activations[role]
         self.delayed = _DelayedScale.of(role, first or second, call, state, part)
         self.plan = producers.plan_operand(first, second, wanted, self.delayed is not None, like.shape)
         self.wanted, self.like = wanted, like
-        self.words = _GradientRandomBits(state, part)
+        self.words = _GradientRandomBits(state, part) if self.plan.draws else None
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        given = source.measured() if self.plan.reads_values else None
-        outputs = self.outputs(given)
+        known = source.amax if self.plan.by_amax else None
+        given = source.measured() if self.plan.reads_values and known is None else None
+        outputs = self.outputs(given, known)
         return self.taken(outputs, (source if given is None else given).emit(outputs), given)
 
-    def outputs(self, given: TensorProducer | None = None) -> EpilogueRequest:
-        """The same as a kernel is told it; `given`: the values, if they are in memory."""
-        (one, two, _, kind), delayed, device = self.plan, self.delayed, self.like.device
-        poison = scale = sums = amax = past = first = second = None
+    def outputs(self, given: TensorProducer | None = None, known: Tensor | None = None) -> EpilogueRequest:
+        """The same as a kernel is told it; `given`: the values, if they are in memory; `known`: their amax."""
+        (one, two, _, _, kind, _), delayed, device, past = self.plan, self.delayed, self.like.device, known
+        words = self.words
+        poison = scale = sums = amax = first = second = None
         if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
-            poison = producers.zero(device)
+            poison = workspace.zero(device)
             scale = None if kind == "scalar" else poison
         if delayed is not None:
             past, amax = delayed.amax, delayed.slot(device) if delayed.notes else None
         if self.wanted.sums:
             sums = torch.empty(self.like.shape[1], dtype=torch.float32, device=device)
         if one is not None:
-            first = one.request(False, given, past, self.words.of(DGRAD_STREAM), scale)
+            first = one.request(False, given, past, None if words is None else words.of(DGRAD_STREAM), scale)
         if two is not None:
-            second = two.request(True, given, past, self.words.of(WGRAD_STREAM), None)
+            second = two.request(True, given, past, None if words is None else words.of(WGRAD_STREAM), None)
         return EpilogueRequest(first, second, None, amax, poison, sums)
 
     def taken(
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, _, poison), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, _, _, poison, _), (found, turned), wanted = self.plan, targets, self.wanted
         values = None if given is None else given.values
         first: Operand | None = None if one is None or found is None else one.storage(found)
         second: Operand | None = None if two is None or turned is None else two.storage(turned)
         if one is not None and found is not None and found.transposed is not None:
             second = one.storage(found, transposed=True)
-        kept = values if second is None and wanted.second else second
+        kept = _or_nothing(values if second is None and wanted.second else second)
+        if first is None:
+            first = kept if values is None else values  # where the first GEMM reads nothing
         return GemmOperands(
-            _or_nothing(values if first is None else first), WgradOperand(_or_nothing(kept), second is not None),
+            first, WgradOperand(kept, second is not None),
             outputs.sums, outputs.poison if poison == "scalar" else None,
         )  # fmt: skip
 

@@ -1,0 +1,55 @@
+"""Zeroed scalars for kernels to raise: amaxes, poisons, and scales of whole tensors. Many share one allocation.
+
+A scalar is handed out once. It is zero in the order of the stream that it was asked for on, whose later launches alone
+may raise it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quantshard import private_torch
+
+LaunchQueue = tuple[torch.device, int, bool]
+"""A device, a stream of it, and whether a CUDA graph is captured."""
+
+SCALARS: Final = 64
+"""Scalars that share an allocation."""
+APART: Final = 4
+"""Float32 from one to the next: kernels are compiled for addresses that are multiples of 16 bytes."""
+
+_FREE: dict[LaunchQueue, list[Tensor]] = {}
+
+
+def launch_queue(device: torch.device) -> LaunchQueue:
+    """Which queue this thread's launches on a device go to now: what was launched there has run before them, and of
+    others nobody knows. While a CUDA graph is captured it is another one, since its launches run with the graph."""
+    if device.type != "cuda":
+        return device, 0, False
+    return device, private_torch.current_stream(device.index), torch.cuda.is_current_stream_capturing()
+
+
+def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
+    """As many as share an allocation, float32 zeros of `shape`, which has one element."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # some may be raised outside of it
+            return zero_scalars(device, *shape)
+    block = torch.zeros(SCALARS, APART, dtype=torch.float32, device=device)
+    return list(block[:, 0].view(SCALARS, *shape).unbind())
+
+
+def zero(device: torch.device, written: bool = False) -> Tensor:
+    """Float32 [1, 1], zero; or anything, if it is `written` by a kernel before it is read.
+
+    A captured graph gets one of its own: a replay zeroes only what was zeroed within it.
+    """
+    queue = launch_queue(device)
+    if queue[2]:
+        return (torch.empty if written else torch.zeros)((1, 1), dtype=torch.float32, device=device)
+    free = _FREE.get(queue)
+    if not free:
+        free = _FREE[queue] = zero_scalars(device, 1, 1)
+    return free.pop()
