@@ -146,6 +146,28 @@ class ActivationProducer(OperandProducer):
         return activation_kernels.activate_and_quantize(self.gate, self.activation, self.up, outputs)
 
 
+@dataclass
+class GateGradientProducer(OperandProducer):
+    """The gradient of `gate` [R, C] of a gated activation, from that of its result, `dh`; that of `up` is not made."""
+
+    dh: Tensor
+    gate: Tensor
+    activation: str
+    up: Tensor
+
+    @property
+    def like(self) -> Tensor:
+        """The input of the function."""
+        return self.gate
+
+    def emit(self, outputs: EpilogueRequest) -> Targets:
+        """What is asked for, by one kernel."""
+        found, _ = activation_kernels.activate_backward_and_quantize(
+            self.dh, self.gate, self.activation, self.up, outputs, EpilogueRequest()
+        )
+        return found
+
+
 def zero(device: torch.device) -> Tensor:
     """Float32 [1, 1] for an amax, a poison or the scale of a tensor, which kernels raise."""
     return torch.zeros((1, 1), dtype=torch.float32, device=device)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
+from quantshard.gemm import operands
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
 from quantshard.modules.fused_activation import ActivationInputs, through_activation
@@ -164,12 +165,13 @@ class SavedInputPolicy(NamedTuple):
 def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
     """True if backward makes codes again, of normalized rows or of an activation; `asked`: it is to, if it can.
 
-    Those of normalized rows that one read makes it always does: that costs less than the memory until then.
+    Those of normalized rows that one read makes, by the amax that forward took, it always does: that costs less than
+    the memory until then.
     """
     if not asked:
-        for cell in recipe.activations[TensorRole.INPUT] if normalized else (None,):
-            if cell is None or not (cell.format.is_local or cell.scaling.history):
-                return False
+        read = recipe.activations[TensorRole.INPUT]
+        if not normalized or None in read or not operands.scales_by_one_amax(*read):
+            return False
     return not recipe.input_draws
 
 
@@ -349,7 +351,7 @@ def _mlp_gradients(
     dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
-    ways = through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed)
+    ways = through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed, fc2.saved.rereads)
     del dh
     inner.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)

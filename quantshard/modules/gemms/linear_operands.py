@@ -179,7 +179,7 @@ def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
 class OperandRequest:
     """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer.
 
-    `like`: a tensor of its shape and dtype.
+    `like`: a tensor of its shape and dtype, which is not held.
     """
 
     def __init__(
@@ -187,31 +187,39 @@ class OperandRequest:
     ) -> None:
         first, second = cells(call.recipe, role)
         self.delayed = _DelayedScale.of(role, first or second, call, state, part)
-        self.plan = producers.plan_operand(first, second, wanted, self.delayed is not None, like.shape)
-        self.wanted, self.like = wanted, like
+        self.amaxes: dict[tuple[TensorRole, int], Tensor] | None = None
+        known = None if self.delayed is None else self.delayed.amax
+        if role is TensorRole.INPUT and known is None and operands.scales_by_one_amax(first, second):
+            self.amaxes = call.amaxes
+            known = None if wanted.first else call.amaxes.get((role, part))  # backward: forward has measured it
+        self.known = known
+        self.plan = producers.plan_operand(first, second, wanted, known is not None, like.shape)
+        self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = _GradientRandomBits(state, part)
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
         given = source.measured() if self.plan.reads_values else None
         outputs = self.outputs(given)
+        if self.amaxes is not None and given is not None and given.amax is not None:
+            self.amaxes[TensorRole.INPUT, 0] = given.amax.view(())
         return self.taken(outputs, (source if given is None else given).emit(outputs), given)
 
     def outputs(self, given: TensorProducer | None = None) -> EpilogueRequest:
         """The same as a kernel is told it; `given`: the values, if they are in memory."""
-        (one, two, _, kind), delayed, device = self.plan, self.delayed, self.like.device
-        poison = scale = sums = amax = past = first = second = None
+        (one, two, _, kind), delayed, device = self.plan, self.delayed, self.device
+        poison = scale = sums = amax = first = second = None
         if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
             poison = producers.zero(device)
             scale = None if kind == "scalar" else poison
-        if delayed is not None:
-            past, amax = delayed.amax, delayed.slot(device) if delayed.notes else None
+        if delayed is not None and delayed.notes:
+            amax = delayed.slot(device)
         if self.wanted.sums:
-            sums = torch.empty(self.like.shape[1], dtype=torch.float32, device=device)
+            sums = torch.empty(self.features, dtype=torch.float32, device=device)
         if one is not None:
-            first = one.request(False, given, past, self.words.of(DGRAD_STREAM), scale)
+            first = one.request(False, given, self.known, self.words.of(DGRAD_STREAM), scale)
         if two is not None:
-            second = two.request(True, given, past, self.words.of(WGRAD_STREAM), None)
+            second = two.request(True, given, self.known, self.words.of(WGRAD_STREAM), None)
         return EpilogueRequest(first, second, None, amax, poison, sums)
 
     def taken(
