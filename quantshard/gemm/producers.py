@@ -147,7 +147,7 @@ class ActivationProducer(OperandProducer):
 
 
 @dataclass
-class GateGradientProducer(OperandProducer):
+class GatedGradientProducer(OperandProducer):
     """The gradient of `gate` [R, C] of a gated activation, from that of its result, `dh`; that of `up` is not made."""
 
     dh: Tensor

@@ -5,8 +5,9 @@
 What one of them hands to the next is quantized by the kernel that computes it, forward and backward, and is never
 written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
 wgrad of fc1 reads are made again from z, unless that took two reads. If recomputation is asked for, all codes are made
-again. The bits are those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel
-takes in its order. In a graph of torch.compile all of it is one operator, with the same bits.
+again, and the gradients of the outputs of fc1 one after the other. The bits are those of the steps one by one, but for
+the gradient of fc1's bias, whose float32 sum another kernel takes in its order. In a graph of torch.compile all of it
+is one operator, with the same bits.
 """
 
 from __future__ import annotations

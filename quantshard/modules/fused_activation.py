@@ -16,7 +16,7 @@ from quantshard.recipe import TensorRole
 if kernels.USABLE:
     from quantshard.gemm.producers import (
         ActivationProducer,
-        GateGradientProducer,
+        GatedGradientProducer,
         OperandProducer,
         TensorProducer,
     )
@@ -59,7 +59,7 @@ def through_activation(
     ]
     rows = epilogue.matrix(dh)
     if apart and up is not None and not any(each.wanted.sums for each in asked):
-        return _one_at_a_time(asked, [GateGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
+        return _one_at_a_time(asked, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
     if any(each.plan.reads_values for each in asked):
         given = [TensorProducer.empty(gate) for _ in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])

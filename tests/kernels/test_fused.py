@@ -233,7 +233,7 @@ def test_a_gradient_that_is_not_finite_spreads(recipe: str, both: Callable[..., 
     "recipe",
     ["delayed", "nvfp4", "current", "block"]
     if ON_GPU
-    else ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)],
+    else ["delayed", "current", pytest.param("nvfp4", marks=pytest.mark.exhaustive)],
 )
 def test_recomputed_activations(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
     chosen = RECIPES[recipe]
@@ -286,6 +286,21 @@ def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, k
         y = module(x)
     y.backward(torch.ones_like(y))
     assert there == [["gate", "up", "codes", "scale"], []], "of fc2, and of fc1"
+
+
+def test_backward_takes_the_amax_of_the_forward(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
+    """Under current scaling normalized rows are written once, in forward, for their amax; backward has it."""
+    module = build("gated mlp", RECIPES["current"], True)
+    measured: list[bool] = []
+    real = fused.NormProducer.measured
+    monkeypatch.setattr(
+        fused.NormProducer, "measured", lambda each: measured.append(private_torch.in_backward()) or real(each)
+    )
+    x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
+    with qs.autocast(recipe=RECIPES["current"]):
+        y = module(x)
+    y.backward(torch.ones_like(y))
+    assert measured == [False]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
