@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from quantshard import kernel_dispatch, numerics, private_torch, sharding
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Group
 from quantshard.errors import ConfigurationError
+from quantshard.formats import ALL, Copy
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell
@@ -50,6 +52,14 @@ def quantized_cells(
     read the first quantization."""
     shared = wanted.second and serves_both(first, second)
     return first if wanted.first or shared else None, second if wanted.second and not shared else None, shared
+
+
+@lru_cache
+def scales_by_one_amax(*cells: Cell | None) -> bool:
+    """True if nothing but the amax of a whole matrix need be known of it before it is quantized by these cells."""
+    blocks = [cell.format.copies[Copy.ROWWISE].block for cell in cells if cell is not None and not cell.format.is_local]
+    plain = not any(cell is not None and cell.scaling.random_hadamard for cell in cells)
+    return plain and all(block == (ALL, ALL) for block in blocks)
 
 
 def serves_both(first: Cell | None, second: Cell | None) -> bool:

@@ -161,6 +161,29 @@ class ActivationProducer(OperandProducer):
         return activation_kernels.activate_and_quantize(self.gate, self.activation, self.up, outputs)
 
 
+@dataclass
+class GatedGradientProducer(OperandProducer):
+    """The gradient of `gate` [R, C] of a gated activation, from that of its result, `dh`; that of `up` is not made."""
+
+    dh: Tensor
+    gate: Tensor
+    activation: str
+    up: Tensor
+    amax: Tensor | None = None
+
+    @property
+    def like(self) -> Tensor:
+        """The input of the function."""
+        return self.gate
+
+    def emit(self, outputs: EpilogueRequest) -> Targets:
+        """What is asked for, by one kernel."""
+        found, _ = activation_kernels.activate_backward_and_quantize(
+            self.dh, self.gate, self.activation, self.up, outputs, EpilogueRequest()
+        )
+        return found
+
+
 def needs_amax(cell: Cell) -> bool:
     """True if an amax must be known before values are quantized: theirs, or under delayed scaling one of the past."""
     return not cell.format.is_local

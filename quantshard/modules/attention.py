@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from quantshard import private_torch
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
@@ -195,6 +196,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, plain)
         if checkpoint_core_attention:
             out = checkpoint(self._attend, q, k, v, visible, kind, backends, use_reentrant=False)
+            private_torch.mark_recomputed(out)
         else:
             out = self._attend(q, k, v, visible, kind, backends)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(-2)

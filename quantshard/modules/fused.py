@@ -5,8 +5,9 @@
 What one of them hands to the next is quantized by the kernel that computes it, forward and backward, and is never
 written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
 wgrad of fc1 reads are made again from z, unless that took two reads. If recomputation is asked for, all codes are made
-again. The bits are those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel
-takes in its order. In a graph of torch.compile all of it is one operator, with the same bits.
+again, and the gradients of the outputs of fc1 one after the other. The bits are those of the steps one by one, but for
+the gradient of fc1's bias, whose float32 sum another kernel takes in its order. In a graph of torch.compile all of it
+is one operator, with the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
+from quantshard.gemm import operands
 from quantshard.kernels import workspace
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
@@ -165,12 +167,13 @@ class SavedInputPolicy(NamedTuple):
 def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
     """True if backward makes codes again, of normalized rows or of an activation; `asked`: it is to, if it can.
 
-    Those of normalized rows that one read makes it always does: that costs less than the memory until then.
+    Those of normalized rows that one read makes, by the amax that forward took, it always does: that costs less than
+    the memory until then.
     """
     if not asked:
-        for cell in recipe.activations[TensorRole.INPUT] if normalized else (None,):
-            if cell is None or not (cell.format.is_local or cell.scaling.history):
-                return False
+        read = recipe.activations[TensorRole.INPUT]
+        if not normalized or None in read or not operands.scales_by_one_amax(*read):
+            return False
     return not recipe.input_draws
 
 
@@ -359,7 +362,7 @@ def _mlp_gradients(
     dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
-    ways = through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed)
+    ways = through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed, fc2.saved.rereads)
     del dh
     inner.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)

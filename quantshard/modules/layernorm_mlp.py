@@ -144,8 +144,9 @@ class LayerNormMLP(QuantizedModule):
         set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
         recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
             it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
-            goes for the normalization. Gradients have the same bits. It does nothing in high precision, nor where
-            `torch.compile` puts activations into its graph, and decides itself what to keep: without kernels.
+            goes for the normalization, and the gradients of the two inputs of a gated activation are made one after
+            the other. Gradients have the same bits. It does nothing in high precision, nor where `torch.compile` puts
+            activations into its graph, and decides itself what to keep: without kernels.
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.

@@ -124,6 +124,33 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
     return saved
 
 
+def is_kept_output(x: Tensor) -> bool:
+    """True if the operation that computed x, seen as it is here or in another shape, keeps it for its own backward.
+
+    Attention does. A graph's nodes are public, and so are their names; what one keeps is told by its attributes
+    (`_saved_...`), of which its class is asked: those of a node would unpack what it has kept.
+    """
+    node: Any = x.grad_fn
+    output = x.output_nr
+    while node is not None and node.name() in _VIEWS and _RECOMPUTED not in node.metadata:
+        node, output = node.next_functions[0]
+    if node is None or _RECOMPUTED in node.metadata:
+        return False
+    return output == 0 and hasattr(type(node), "_saved_output")
+
+
+_VIEWS = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose")}
+
+_RECOMPUTED = "recomputed by quantshard"
+
+
+def mark_recomputed(x: Tensor) -> None:
+    """Say of what a checkpointed function has given that nothing of it is kept."""
+    node: Any = x.grad_fn
+    if node is not None and not torch.compiler.is_compiling():
+        node.metadata[_RECOMPUTED] = True
+
+
 def in_backward() -> bool:
     """True while autograd runs a backward pass on this thread. There is no public way to ask."""
     return current_backward() is not None

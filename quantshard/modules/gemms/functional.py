@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, limits
+from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
@@ -149,15 +149,23 @@ def linear(
 ) -> tuple[Tensor, ...]:
     """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype.
 
-    `again`: gives x in backward, which so need not keep it. `shared`: what other layers that read x have made of it.
+    `again`: gives x in backward, which so need not keep it; an output of attention, which keeps it itself, is quantized
+    a second time there. `shared`: what other layers that read x have made of it.
     """
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         return _plain_linears(x, weights, biases, state.tp)
+    keeps = keeps_input(weights)
+    if again is None and keeps and state.tp.size == 1 and private_torch.is_kept_output(x):
+        again = RecomputedInput(_as_it_is, (x,))
     if again is not None and not can_reread(call.recipe):
         again = None
-    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps_input(weights), again, shared), *layer.tensors)
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps, again, shared), *layer.tensors)
     return outputs
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def keeps_input(weights: Sequence[Tensor]) -> bool:
@@ -351,8 +359,9 @@ def backward_gemms(
         if len(held) > 1:
             ways = list(ways)
             turned = backend.turned([each.first for each in ways], held, [each.poison for each in ways], dx_dtype)
-    for part, (found, weight) in enumerate(zip(ways, weights, strict=True)):
-        bias_dtype = bias_dtypes[part]
+    each = iter(ways)
+    for part, weight in enumerate(weights):
+        found, bias_dtype = next(each), bias_dtypes[part]  # not by zip, which holds on to the one before
         if needed.x:
             dx = backend.matmul(
                 found.first, held[part], dx_dtype, poison=found.poison, precision=x_dtype,
@@ -375,6 +384,7 @@ def backward_gemms(
             )
         dws.append(dw)
         dbs.append(db)
+        del found
     if not summands:
         return None, dws, dbs
     dx = _with_leading(summands[0], x_shape, state.split(TensorRole.INPUT))

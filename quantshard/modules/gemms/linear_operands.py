@@ -203,7 +203,7 @@ def operands_together(asked: Sequence[OperandRequest], given: Sequence[TensorPro
     elif plan.reads_values and not plan.by_amax:
         return [each.of(source) for each, source in zip(asked, given, strict=True)]
     outputs = [
-        each.outputs(known=source.amax if plan.by_amax else None) for each, source in zip(asked, given, strict=True)
+        each.outputs(amax=source.amax if plan.by_amax else None) for each, source in zip(asked, given, strict=True)
     ]
     found = TensorProducer.emit_all(given, outputs)
     return [each.taken(told, targets) for each, told, targets in zip(asked, outputs, found, strict=True)]
@@ -221,7 +221,7 @@ def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
 class OperandRequest:
     """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer.
 
-    `like`: a tensor of its shape and dtype.
+    `like`: a tensor of its shape and dtype, which is not held.
     """
 
     def __init__(
@@ -229,34 +229,44 @@ class OperandRequest:
     ) -> None:
         first, second = call.recipe.activations[role]
         self.delayed = _DelayedScale.of(role, first or second, call, state, part)
-        self.plan = producers.plan_operand(first, second, wanted, self.delayed is not None, like.shape)
-        self.wanted, self.like = wanted, like
+        self.amaxes: dict[tuple[TensorRole, int], Tensor] | None = None
+        known = None if self.delayed is None else self.delayed.amax
+        if role is TensorRole.INPUT and known is None and operands.scales_by_one_amax(first, second):
+            self.amaxes = call.amaxes
+            known = None if wanted.first else call.amaxes.get((role, part))  # backward: forward has measured it
+        self.known = known
+        self.plan = producers.plan_operand(first, second, wanted, known is not None, like.shape)
+        self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = _GradientRandomBits(state, part) if self.plan.draws else None
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        known = source.amax if self.plan.by_amax else None
-        given = source.measured() if self.plan.reads_values and known is None else None
-        outputs = self.outputs(given, known)
+        amax = source.amax if self.plan.by_amax else None
+        given = source.measured() if self.plan.reads_values and amax is None else None
+        outputs = self.outputs(given, amax)
+        measured = amax if given is None else given.amax
+        if self.amaxes is not None and measured is not None:
+            self.amaxes[TensorRole.INPUT, 0] = measured.view(())
         return self.taken(outputs, (source if given is None else given).emit(outputs), given)
 
-    def outputs(self, given: TensorProducer | None = None, known: Tensor | None = None) -> EpilogueRequest:
-        """The same as a kernel is told it; `given`: the values, if they are in memory; `known`: their amax."""
-        (one, two, _, _, kind, _), delayed, device, past = self.plan, self.delayed, self.like.device, known
-        words = self.words
-        poison = scale = sums = amax = first = second = None
+    def outputs(self, given: TensorProducer | None = None, amax: Tensor | None = None) -> EpilogueRequest:
+        """The same as a kernel is told it; `given`: the values, if they are in memory; `amax`: theirs, if that is
+        known."""
+        (one, two, _, _, kind, _), delayed, device, words = self.plan, self.delayed, self.device, self.words
+        past = self.known if amax is None else amax
+        poison = scale = sums = noted = first = second = None
         if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
             poison = workspace.zero(device)
             scale = None if kind == "scalar" else poison
-        if delayed is not None:
-            past, amax = delayed.amax, delayed.slot(device) if delayed.notes else None
+        if delayed is not None and delayed.notes:
+            noted = delayed.slot(device)
         if self.wanted.sums:
-            sums = torch.empty(self.like.shape[1], dtype=torch.float32, device=device)
+            sums = torch.empty(self.features, dtype=torch.float32, device=device)
         if one is not None:
             first = one.request(False, given, past, None if words is None else words.of(DGRAD_STREAM), scale)
         if two is not None:
             second = two.request(True, given, past, None if words is None else words.of(WGRAD_STREAM), None)
-        return EpilogueRequest(first, second, None, amax, poison, sums)
+        return EpilogueRequest(first, second, None, noted, poison, sums)
 
     def taken(
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None

@@ -1,0 +1,89 @@
+"""What a layer keeps for backward is what docs/kernels.md says, and a step holds no more than that explains."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import quantshard as qs
+from quantshard import kernels, private_torch
+
+if not kernels.USABLE or torch.cuda.is_available():
+    pytest.skip("counted with kernels, on a machine without a GPU", allow_module_level=True)
+
+from benchmarks import memory
+from benchmarks.memory import SMALL
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LLAMA_8B = {"h": 4096, "f": 14336, "k": 1024, "n": 32}
+SIZES = {"h": SMALL.hidden, "f": SMALL.ffn, "k": SMALL.kv_heads * SMALL.head, "n": SMALL.heads}
+RECIPES = ("delayed", "current", "block", "mxfp8")
+MADE_AGAIN = 2
+"""How many of the last rows are not kept with recompute_activation=True."""
+
+
+def rows() -> list[list[str]]:
+    """Of the table: tensor, bytes for a token, recipes, and the bytes of Llama-3-8B."""
+    text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+    table = text.split("| tensor | bytes for a token |")[1].split("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def size(formula: str, sizes: dict[str, int]) -> float:
+    """Of "2h + 4k" and the like."""
+    return float(eval(re.sub(r"(\d)([a-z])", r"\1*\2", formula), {}, dict(sizes)))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_table_is_what_a_layer_keeps(recipe: str, recomputes: bool) -> None:
+    told = rows()[:-MADE_AGAIN] if recomputes else rows()
+    expected = [size(formula, SIZES) for _, formula, recipes, _ in told if recipes == "all" or recipe in recipes]
+    found = [each.bytes for each in memory.kept(recipe, recomputes) if each.bytes > 4]  # but for statistics of rows
+    assert found == expected
+
+
+def test_the_table_for_llama_8b() -> None:
+    assert [size(formula, LLAMA_8B) for _, formula, _, _ in rows()] == [float(bytes_) for *_, bytes_ in rows()]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_peak_of_a_step(recomputes: bool) -> None:
+    """Current scaling holds what delayed scaling does; beside what is kept, what is said in docs/kernels.md."""
+    h, f = SIZES["h"], SIZES["f"]
+    added = {recipe: memory.peak(recipe, recomputes) for recipe in ("delayed", "current", "block")}
+    scalars = 1  # of current scaling one lies in memory that others share, all of which is counted
+    assert added["current"].kept <= added["delayed"].kept + scalars and added["current"].most <= added["delayed"].most
+    for recipe, found in added.items():
+        scales = 1.04 if recipe == "block" else 1.0
+        most = (4 * f + h if recomputes else 2 * f + 4 * f - f) * scales
+        assert 0.95 * most < found.most - found.kept <= most + 16, recipe
+
+
+def test_attention_that_is_run_again_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the codes are kept of its output, which are half of it; else the gradients are the same without them."""
+
+    def run(**options: bool) -> tuple[list[torch.Tensor], list[bool]]:
+        torch.manual_seed(0)
+        with qs.quantized_model_init(recipe="current"):
+            module = qs.MultiheadAttention(64, 4, attention_dropout=0.0, bias=False, params_dtype=torch.bfloat16)
+        x = torch.randn(8, 2, 64).bfloat16().requires_grad_()
+        seen: list[bool] = []
+        with monkeypatch.context() as patch:
+            if not options.pop("keeps_output", True):
+                patch.setattr(private_torch, "is_kept_output", lambda x: False)
+            real = private_torch.is_kept_output
+            patch.setattr(private_torch, "is_kept_output", lambda x: seen.append(real(x)) or seen[-1])
+            with qs.autocast(recipe="current"):
+                y = module(x, **options)
+        y.backward(torch.ones_like(y))
+        return [y.detach(), *(p.grad for p in (x, *module.parameters()))], seen
+
+    found, seen = run()
+    codes_kept, _ = run(keeps_output=False)
+    again, not_seen = run(checkpoint_core_attention=True)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(found, codes_kept, again, strict=True))
+    assert any(seen) and not any(not_seen)
