@@ -138,12 +138,14 @@ def dequantize(
     shape: Pair,
     origin: Pair = (0, 0),
     dtype: torch.dtype = torch.float32,
+    poison: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.dequantize`, rounded once to `dtype`."""
+    """`numerics.dequantize`, rounded once to `dtype`; all NaN if `poison` is, a float32 scalar that else is 0."""
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
-        return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype)
-    return numerics.dequantize(copy, parts, shape, origin).to(dtype)
+        return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, poison)
+    values = numerics.dequantize(copy, parts, shape, origin)
+    return (values if poison is None else values + poison).to(dtype)
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels
 from quantshard.doctor.cases import TINY, TOO_FAR, Bound, Expected, KernelCase, KernelRow, U, random_like
-from quantshard.doctor.quantize import QUANTIZED, quantization, results_of, timed_of
+from quantshard.doctor.quantize import QUANTIZED, is_decoded, quantization, results_of, timed_of
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import Copy, Format
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
@@ -36,12 +36,14 @@ SUMMED = 3
 """Weights that read one input: query, key and value."""
 
 
-def _wanted(high: Tensor, fmt: Format) -> tuple[EpilogueRequest, list[Expected]]:
-    """How results are to be quantized, by rows and by columns, and what the oracle makes of them."""
-    request, expected = quantization(high, fmt, transposed=fmt.transposable)
+def _wanted(high: Tensor, fmt: Format, decoded: int = 0) -> tuple[EpilogueRequest, list[Expected]]:
+    """How results are to be quantized, by rows and by columns, and what the oracle makes of them; `decoded`: values in
+    place of the codes by rows, or of both."""
     if fmt.transposable:
+        request, expected = quantization(high, fmt, transposed=True)
         return EpilogueRequest(request), [*expected, *results_of(None)]
-    other, more = quantization(high.t(), fmt)
+    request, expected = quantization(high, fmt, decoded=decoded > 0)
+    other, more = quantization(high.t(), fmt, decoded=decoded > 1)
     return EpilogueRequest(request, other), [*expected, *more]
 
 
@@ -126,12 +128,13 @@ def norm_case(x: Tensor, centered: bool, longer: bool = False) -> KernelCase:
     return KernelCase(launch, oracle, 6 * bytes_of(x))  # x three times, dy, the result and dx
 
 
-def norm_codes_case(x: Tensor, fmt: Format) -> KernelCase:
-    """LayerNorm with quantization, by rows and by columns: the amax and the oracle's codes of its results."""
+def norm_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
+    """LayerNorm with quantization, by rows and by columns: the amax and the oracle's codes of its results; `decoded`:
+    values in place of those by rows."""
     x, p = random_like(x, 0), norm_parameters(x, True)
     high = torch.empty_like(x)
     kn.normalize_and_quantize(x, kn.norm_statistics(x, EPS, True)[0], p, EpilogueRequest(high=high))
-    outputs, expected = _wanted(high, fmt)
+    outputs, expected = _wanted(high, fmt, int(decoded))
 
     def launch() -> list[Tensor | None]:
         amax = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -207,13 +210,16 @@ def activation_case(x: Tensor, name: str) -> KernelCase:
     return KernelCase(launch, oracle, (8 if gated else 5) * bytes_of(x))
 
 
-def activation_codes_case(x: Tensor, fmt: Format) -> KernelCase:
-    """A gated activation with quantization, forward and backward, by rows and by columns."""
+def activation_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
+    """A gated activation with quantization, forward and backward, by rows and by columns; `decoded`: values in place of
+    codes where nobody keeps them, forward by rows and backward both."""
     gate, dh, up = (random_like(x, seed) for seed in range(3))
     highs = [torch.empty_like(x) for _ in range(3)]
     ka.activate_and_quantize(gate, GATED, up, EpilogueRequest(high=highs[0]))
     ka.activate_backward_and_quantize(dh, gate, GATED, up, *(EpilogueRequest(high=high) for high in highs[1:]))
-    (outputs, *of_gradients), expected = zip(*(_wanted(high, fmt) for high in highs), strict=True)
+    (outputs, *of_gradients), expected = zip(
+        *(_wanted(high, fmt, decoded * passing) for high, passing in zip(highs, (1, 2, 2), strict=True)), strict=True
+    )
 
     def launch() -> list[Tensor | None]:
         forward = ka.activate_and_quantize(gate, GATED, up, outputs)
@@ -224,15 +230,19 @@ def activation_codes_case(x: Tensor, fmt: Format) -> KernelCase:
     return KernelCase(launch, lambda: together, 5 * bytes_of(x) + _bytes(together))
 
 
-def gradient_codes_case(x: Tensor, fmt: Format) -> KernelCase:
-    """The gradient of an output as it is, with its amax and the sum over its rows."""
+def gradient_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
+    """The gradient of an output as it is, with its amax and the sum over its rows; `decoded`: as values, of both
+    directions."""
     dy = random_like(x, 0)
     request, expected = quantization(dy, fmt, transposed=fmt.transposable)
+    wanted = EpilogueRequest(request)
+    if decoded:
+        wanted, expected = _wanted(dy, fmt, 2)
 
     def launch() -> list[Tensor | None]:
         amax, sums = (torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in ((), x.shape[1]))
-        ((output, _),) = ka.quantize_gradients([dy], [EpilogueRequest(request, amax=amax, sums=sums)])
-        return [amax, sums, *results_of(output)]
+        found = _flat(*ka.quantize_gradients([dy], [wanted._replace(amax=amax, sums=sums)]))
+        return [amax, sums, *found[: len(expected)]]
 
     def oracle() -> list[Expected]:
         exact = dy.double()
@@ -285,7 +295,9 @@ def rounded_sum_case(x: Tensor) -> KernelCase:
 def _of_formats(words: str) -> dict[str, dict[str, Any]]:
     """Formats of operands of GEMMs: those that blocks along rows or square blocks make of one copy."""
     found = (f for f in QUANTIZED if len(f.copies) == 1 and (f.copies[Copy.ROWWISE].block[0] == 1 or f.transposable))
-    return {f"{words} + quantize {fmt.name}": {"fmt": fmt} for fmt in found}
+    cases: dict[str, dict[str, Any]] = {f"{words} + quantize {fmt.name}": {"fmt": fmt} for fmt in found}
+    decoded = [name for name, options in cases.items() if is_decoded(options["fmt"])]
+    return cases | {f"{name}, decoded": {**cases[name], "decoded": True} for name in decoded}
 
 
 NORMS = {

@@ -34,6 +34,12 @@ def timed_of(cases: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(name for name, options in cases.items() if options["fmt"].name in trained_formats())
 
 
+def is_decoded(fmt: Format) -> bool:
+    """True for what recipes quantize activations into that a tile sees whole blocks of: it may be decoded at once."""
+    rows, cols = fmt.copies[Copy.ROWWISE].block
+    return rows == 1 and cols != ALL and len(fmt.copies) == 1 and fmt.name in trained_formats()
+
+
 def is_kept(fmt: Format) -> bool:
     """True for what optimizers alone store: 16-bit codes, which Adam's kernel writes."""
     return fmt.copies[Copy.ROWWISE].codes.encoding.bits > 8
@@ -51,11 +57,12 @@ def quantization(
     which: Copy = Copy.ROWWISE,
     words: RandomBits | None = None,
     transposed: bool = False,
+    decoded: bool = False,
 ) -> tuple[QuantizeRequest, list[Expected]]:
     """How one copy of a format is to be quantized, and what of it the oracle makes, as `results_of` gives it.
 
     With amaxes given where its blocks reach beyond a tile. `transposed`: the codes of the transpose too. `words`:
-    random words, for stochastic rounding.
+    random words, for stochastic rounding. `decoded`: values in place of codes and scales.
     """
     copy = fmt.copies[which]
     drawn = None if words is None else dict.fromkeys(Copy, words.tensor(x.device))
@@ -63,7 +70,10 @@ def quantization(
     known = numerics.block_amax(x, copy.block) if ALL in copy.block else None
     by_columns = producers.read_by_columns(copy)
     spec = QuantizeSpec(copy, scaling, (0, 0), transposed, by_columns, "" if known is None else "amaxes")
-    request = QuantizeRequest(spec, known, parts.get("amax"), words)
+    request = QuantizeRequest(spec._replace(decoded=decoded), known, parts.get("amax"), words)
+    if decoded:
+        shape = (x.shape[0], x.shape[1] + (-x.shape[1] % 16 if scaling.random_hadamard else 0))
+        return request, [numerics.dequantize(copy, parts, shape).to(x.dtype), None, None]
     across = None
     if transposed:
         across = numerics.transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]
@@ -112,16 +122,19 @@ def _quantize_cases() -> Cases:
     return found
 
 
-def quantize_both_case(x: Tensor, fmt: Format, scaling: Scaling) -> KernelCase:
-    """Codes and scales by rows and, with scales of their own, by columns."""
+def quantize_both_case(x: Tensor, fmt: Format, scaling: Scaling, decoded: int = 0) -> KernelCase:
+    """Codes and scales by rows and, with scales of their own, by columns; `decoded`: values in place of the codes by
+    rows, or of both."""
     padded = x.shape[0] + (-x.shape[0] % 16 if scaling.random_hadamard else 0)  # what the transform sees of a column
     shapes = [(x.shape[0], x.shape[1]), (x.shape[1], padded)]
     words = [RandomBits(5, 1, stream, shape) for stream, shape in enumerate(shapes)]
     (one, by_rows), (two, by_columns) = (
-        quantization(values, fmt, way, words=drawn if way.stochastic_rounding else None)
-        for values, drawn, way in (
-            (x, words[0], Scaling(stochastic_rounding=scaling.stochastic_rounding)),
-            (x.t(), words[1], scaling),
+        quantization(values, fmt, way, words=drawn if way.stochastic_rounding else None, decoded=number < decoded)
+        for number, (values, drawn, way) in enumerate(
+            (
+                (x, words[0], Scaling(stochastic_rounding=scaling.stochastic_rounding)),
+                (x.t(), words[1], scaling),
+            )
         )
     )
     expected = [*by_rows, *by_columns]
@@ -145,6 +158,11 @@ def _both_cases() -> Cases:
             found[rounded] = {"fmt": fmt, "scaling": Scaling(stochastic_rounding=True)}
             turned = Scaling(stochastic_rounding=True, random_hadamard=True)
             found[f"{rounded} + random_hadamard"] = {"fmt": fmt, "scaling": turned}
+            if not is_decoded(fmt):
+                continue
+            found[f"{name}, the first decoded"] = {"fmt": fmt, "scaling": Scaling(), "decoded": 1}
+            found[f"{name}, decoded"] = {"fmt": fmt, "scaling": Scaling(), "decoded": 2}
+            found[f"{rounded} + random_hadamard, decoded"] = {"fmt": fmt, "scaling": turned, "decoded": 2}
     return found
 
 

@@ -1,8 +1,9 @@
 """The one place that asks "native or emulated?": matrix products of quantized operands.
 
 A native product multiplies codes and applies scales as it sums, by one of PyTorch's scaled matrix products
-(`scaled_products`). What no hardware here has is emulated, and says so: both operands are dequantized and multiplied in
-high precision. `product_plan` and, before there are operands, `gemm_path` give the reason; `explain` prints it.
+(`scaled_products`). What no hardware here has is emulated, and says so: both operands are dequantized, unless they were
+made as values at once (`producers.OperandKind`), and multiplied in high precision. `product_plan` and, before there are
+operands, `gemm_path` give the reason; `explain` prints it.
 
 A scaled product takes both operands by rows, with the summed dim last, and sizes that are multiples of 16. Operands are
 brought into that form here: transposed, where one copy serves both directions, and padded with zeros. How is the same
@@ -48,7 +49,7 @@ def matmul(
     A quantized operand is read from the copy that was quantized along the summed dim, where its format keeps two.
 
     Args:
-        poison: float32 scalar, 0 or NaN, that is added to every element of the result.
+        poison: float32 scalar, 0 or NaN; if NaN, every element of the result is.
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
         fast: sums need not be in float32; see `recipe.MMParams`. For a float32 result they are.
@@ -61,8 +62,7 @@ def matmul(
         )  # fmt: skip
         if isinstance(plan, ProductPlan):
             return plan.run(a, b, bias, poison, read)
-    out = _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, precision or out_dtype)
-    return out if poison is None else out + poison.to(out_dtype)
+    return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, poison, precision or out_dtype)
 
 
 def turned(
@@ -341,13 +341,18 @@ def _emulated(
     transpose_a: bool,
     transpose_b: bool,
     bias: Tensor | None,
+    poison: Tensor | None,
     precision: torch.dtype,
 ) -> Tensor:
     lasts = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))  # else float32 would be rounded
     halves = a.device.type == "cuda" and precision.itemsize == 2 and lasts
     dtype = torch.bfloat16 if halves else torch.float32
-    left = _values(a, Copy.COLUMNWISE if transpose_a else Copy.ROWWISE, dtype)
-    right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE, dtype)
+    if poison is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
+        a = a + poison.to(a.dtype)
+    # where codes are read it is taken in by the way
+    of_a, of_b = (poison, None) if isinstance(a, QuantizedStorage) else (None, poison)
+    left = _values(a, Copy.COLUMNWISE if transpose_a else Copy.ROWWISE, dtype, of_a)
+    right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE, dtype, of_b)
     left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
     # `torch.mm` rounds its sums to bf16 itself; where more follows it is asked for them, which works on GPUs alone
     sums = dtype if bias is None and out_dtype is dtype else torch.float32
@@ -365,11 +370,11 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False)
 
 
-def _values(operand: Operand, wanted: Copy, dtype: torch.dtype = torch.float32) -> Tensor:
+def _values(operand: Operand, wanted: Copy, dtype: torch.dtype, poison: Tensor | None = None) -> Tensor:
     if isinstance(operand, Tensor):
         return operand.to(dtype)
     which = wanted if wanted in operand.cell.format.copies else Copy.ROWWISE
-    return operand.dequantize(which, dtype)
+    return operand.dequantize(which, dtype, poison)
 
 
 # Many experts at once ------------------------------------------------------------------------------------------------

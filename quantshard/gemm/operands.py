@@ -37,12 +37,17 @@ WordsOf = Callable[[Shard], RandomBits]
 
 class OperandUsage(NamedTuple):
     """What is wanted of an input or output gradient: an operand of its first GEMM, one of wgrad, and of a gradient its
-    sum over tokens and a poison."""
+    sum over tokens and a poison.
+
+    `passing`: the operands that nobody keeps, neither, the first or both. A kernel may give their values in place of
+    codes.
+    """
 
     first: bool
     second: bool
     sums: bool = False
     poison: bool = False
+    passing: int = 0
 
 
 def quantized_cells(

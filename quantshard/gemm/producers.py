@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
-from quantshard.gemm.operands import OperandUsage, WordsOf, quantized_cells
+from quantshard.gemm import scaled_products
+from quantshard.gemm.operands import Operand, OperandUsage, WordsOf, quantized_cells
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import norm as norm_kernels
@@ -216,8 +217,11 @@ class DirectionPlan(NamedTuple):
     measured: Pair | None
 
     @staticmethod
-    def of(cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool) -> DirectionPlan | None:
-        """`shared`: codes of the transpose are made too. `poisons`: not all values may be finite."""
+    def of(
+        cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool, decodes: bool
+    ) -> DirectionPlan | None:
+        """`shared`: codes of the transpose are made too. `poisons`: not all values may be finite. `decodes`: values are
+        wanted in place of codes, where one tile sees all of a block."""
         if cell is None:
             return None
         copy, scaling = cell.format.copies[Copy.ROWWISE], cell.scaling
@@ -227,7 +231,9 @@ class DirectionPlan(NamedTuple):
         if poisons and shared and copy.block == (ALL, ALL) and not hadamard:  # a scale of NaN is poison enough
             poison = "apart" if delayed else "amax"
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
-        spec = QuantizeSpec(copy, plain, (0, 0), shared, read_by_columns(copy), given, poison)
+        spec = QuantizeSpec(
+            copy, plain, (0, 0), shared, read_by_columns(copy), given, poison, decodes and not (shared or given)
+        )
         rows, cols = shape[0], shape[1] + padding(shape[1], spec)
         measured = copy.block if given else None if copy.amax is None else copy.amax.covers
         return DirectionPlan(cell, spec, sharding.whole((rows, cols)), sharding.whole((cols, rows)), measured)
@@ -250,8 +256,11 @@ class DirectionPlan(NamedTuple):
         drawn = words(self.shard) if words is not None and self.cell.scaling.stochastic_rounding else None
         return QuantizeRequest(spec, found if spec.given else None, None if spec.given else found, drawn, scale)
 
-    def storage(self, output: QuantizedOutput, transposed: bool = False) -> QuantizedStorage:
+    def operand(self, output: QuantizedOutput, transposed: bool = False) -> Operand:
         """What a kernel has made, or its transpose."""
+        if self.spec.decoded:
+            values: Tensor = output.codes
+            return values
         copy, codes, scale = self.spec.copy, output.codes, output.scale
         if transposed:
             codes, scale = output.transposed, scale if ALL in copy.block else scale.t()
@@ -266,6 +275,26 @@ def measure_all(producers: Sequence[TensorProducer]) -> None:
     found = amax_kernels.block_amaxes([each.values for each in producers], (ALL, ALL))
     for each, amax in zip(producers, found, strict=True):
         each.amax = amax
+
+
+class OperandKind(NamedTuple):
+    """Dtype of a matrix, and compute capability of the GPU that multiplies it."""
+
+    dtype: torch.dtype
+    capability: scaled_products.Capability | None
+
+    def is_emulated(self, cell: Cell | None) -> bool:
+        """True if products read the matrix, quantized by `cell`, as values of its dtype: on this hardware its codes are
+        in none."""
+        if cell is None or self.capability is None or self.dtype is not torch.bfloat16:  # read in another dtype
+            return False
+        kind = scaled_products.stored_kind(cell.format)
+        found = [
+            each
+            for kinds, each in scaled_products.NATIVE.items()
+            if kind in kinds or scaled_products.flat(kind) in kinds
+        ]
+        return not any(each.is_of(self.capability) for each in found)
 
 
 class OperandPlan(NamedTuple):
@@ -287,12 +316,13 @@ class OperandPlan(NamedTuple):
 
 @lru_cache(MOST_PLANS)
 def plan_operand(
-    first: Cell | None, second: Cell | None, wanted: OperandUsage, delayed: bool, shape: Pair
+    first: Cell | None, second: Cell | None, wanted: OperandUsage, delayed: bool, shape: Pair, like: OperandKind
 ) -> OperandPlan:
     """For matrices of `shape` that are quantized by `first`, and for wgrad by `second`; `delayed`: by past amaxes."""
     quantized, transposed, shared = quantized_cells(first, second, wanted)
-    one = DirectionPlan.of(quantized, shape, delayed, shared, wanted.poison)
-    two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False)
+    values = [number <= wanted.passing and like.is_emulated(cell) for number, cell in ((1, first), (2, second))]
+    one = DirectionPlan.of(quantized, shape, delayed, shared, wanted.poison, values[0])
+    two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False, values[1])
     plain = (wanted.first and first is None) or (wanted.second and second is None)
     ways = [way for way in (one, two) if way is not None]
     measured = not delayed and any(needs_amax(way.cell) for way in ways)

@@ -236,13 +236,16 @@ class QuantizedStorage:
             grids[name] = resident
         return grids
 
-    def dequantize(self, which: Copy | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`."""
+    def dequantize(
+        self, which: Copy | None = None, dtype: torch.dtype = torch.float32, poison: Tensor | None = None
+    ) -> Tensor:
+        """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`; all NaN if
+        `poison` is, a float32 scalar that else is 0."""
         which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)
         if not self.has(which):
-            return self.with_copy(which).dequantize(which, dtype)  # a gathered weight: a collective call
+            return self.with_copy(which).dequantize(which, dtype, poison)  # a gathered weight: a collective call
         copy = self.cell.format.copies[which]
-        return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype)
+        return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype, poison)
 
     def with_copy(self, which: Copy) -> QuantizedStorage:
         """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""

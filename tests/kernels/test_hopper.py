@@ -23,6 +23,8 @@ CHOSEN = [
     "quantize fp8_e4m3 + transpose + next amax", "quantize fp8_128x128 + transpose", f"quantize fp8_1x128, {BOTH}",
     f"quantize mxfp8_1x32, {BOTH}", "quantize nvfp4_1x16", f"quantize nvfp4_1x16, {ROUNDED}",
     "dequantize mxfp8_32x32", "dequantize nvfp4_16x16", "activation + quantize mxfp8_1x32",
+    f"quantize mxfp8_1x32, {BOTH}, decoded", f"quantize nvfp4_1x16, {ROUNDED}, decoded",
+    "activation + quantize mxfp8_1x32, decoded", "gradient + quantize nvfp4_1x16, decoded",
     "Adam, delayed, FP8 moments",
 ]  # fmt: skip
 """A case of each row, and more of those that could spill; the program without arguments compiles all that are timed."""
@@ -32,6 +34,7 @@ BYTES = {
     "statistics_kernel": (16, 4), "sums_kernel": (16, 4), "requantize_kernel": (16, 4), "rows_kernel": (8, 16),
     "record_kernel": (8, 4), "past_kernel": (8, 4), "tensor_past_kernel": (8, 4), "tensor_record_kernel": (8, 4),
     "quantize nvfp4_1x16": (16, 8), f"quantize nvfp4_1x16, {ROUNDED}": (8, 8), "dequantize nvfp4_16x16": (4, 16),
+    f"quantize nvfp4_1x16, {ROUNDED}, decoded": (8, 16),
 }  # fmt: skip
 """Of the widest load and store of a thread, by case or kernel, where these are not 16: what is left of a row or a
 block is a number, half a byte a code, four columns a thread."""

@@ -74,7 +74,8 @@ def emit(
 def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
     """Codes of a tile at a row and column of the quantized matrix, which is held as the transpose if H.transposed."""
     element: tl.constexpr = H.rule.element
-    scaled = x * _multipliers(amax, row, col, where, out, H)
+    multiplier, scale = _scales(amax, row, col, where, out, H)
+    scaled = x * multiplier
     if H.stochastic:
         k0, k1, draw, stream, width = words
         number = tl.load(draw) if H.draw_loaded else draw
@@ -87,6 +88,9 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
         codes = ql.encode_stochastic(scaled, drawn, element)
     else:
         codes = ql.encode(scaled, element)
+    if H.decoded:
+        codes = (codes >> 28 if element.bits == 4 else codes).to(tl.uint8)
+        codes = ql.narrow(ql.decode(codes, element) * scale, out.codes.dtype.element_ty)
     at_row, at_col = row - where.row_origin, col - where.col_origin
     own = (out.codes, where.rows, where.cols, out.codes_cols)
     if H.transposed:
@@ -169,9 +173,12 @@ def _as_held(entries, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _multipliers(amax, row, col, where, out, H: tl.constexpr):
-    """A multiplier for each element of the tile: the one given for its block, or one from the block's amax, whose scale
-    is stored here too. Of a block that is in several tiles the first one's program stores it."""
+def _scales(amax, row, col, where, out, H: tl.constexpr):
+    """For each element of the tile a multiplier: the one given for its block, or one from the block's amax, whose scale
+    is stored here too. Of a block that is in several tiles the first one's program stores it.
+
+    If H.decoded the scale is not stored, but given for each element beside the multiplier.
+    """
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows // H.block_rows
     COLS: tl.constexpr = H.cols // H.block_cols
@@ -185,7 +192,8 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
             inside = inside & (row <= where.row_origin)
         if H.col_all:
             inside = inside & (col <= where.col_origin)
-    if out.scale is None:
+    decoded = amax
+    if out.scale is None and not H.decoded:
         multiplier = amax  # which they are
     else:
         second = tl.load(out.second) if out.second is not None else 0.0
@@ -193,20 +201,44 @@ def _multipliers(amax, row, col, where, out, H: tl.constexpr):
             # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
             order = tl.arange(0, ENTRIES)
             stored, flat = ql.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
-            tl.store(out.scale + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
+            if H.decoded:
+                scale = tl.gather(decode_scale(stored, second, rule), order, 0)
+                decoded = _as_held(scale, ROWS, COLS, H)
+            else:
+                tl.store(out.scale + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
             multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
             if H.poison == "amax":
                 stored = tl.where(amax < float("inf"), stored, float("nan"))
-            if H.poison == "apart":
+            if H.decoded:
+                decoded = decode_scale(stored, second, rule)
+            elif H.poison == "apart":
                 tl.atomic_max(ql.as_bits(out.scale + at), stored.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
             else:
                 tl.store(out.scale + at, stored, mask=inside)
-    if H.transposed:
-        return ql.expand(multiplier, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    return _expanded(multiplier, H), _expanded(decoded, H)
+
+
+@triton.jit
+def decode_scale(stored, second, R: tl.constexpr):
+    """Stored scales -> what decoded codes are multiplied by, float32; `second`: as of `ql.scales`."""
+    if R.kind == 0:
+        return stored
+    elif R.kind == 1:
+        return ql.decode_e8m0(stored)
     else:
-        return ql.expand(multiplier, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
+        encoding: tl.constexpr = R.stored
+        return ql.decode(stored, encoding) * second * (1.0 / (R.element.max * encoding.max))
+
+
+@triton.jit
+def _expanded(grid, H: tl.constexpr):
+    """The entry of each element's block, of a grid as held."""
+    if H.transposed:
+        return ql.expand(grid, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    else:
+        return ql.expand(grid, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
 
 
 @triton.jit
@@ -227,9 +259,9 @@ def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H
 
 @triton.jit
 def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
-    """Codes [ROWS, COLS] at local rows i and from a local column on; packed, if of 4 bits."""
+    """Codes [ROWS, COLS], or values if H.decoded, at local rows i and from a local column on; packed, if of 4 bits."""
     ptr, rows, elements, cols = to
-    if H.rule.element.bits == 4:
+    if H.rule.element.bits == 4 and not H.decoded:
         if H.rule.kind == 1:  # a multiplier may be NaN, which makes a code of the zero beside an odd last column too
             codes = tl.where((col + tl.arange(0, COLS) < elements)[None, :], codes, 0)
         codes = ql.pack(codes, ROWS, COLS)
@@ -237,7 +269,7 @@ def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.c
     else:
         j = col + tl.arange(0, COLS)
     mask = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
-    tl.store(ptr + i.to(tl.int64)[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=mask)
+    tl.store(ptr + i.to(tl.int64)[:, None] * cols + j[None, :], codes.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])

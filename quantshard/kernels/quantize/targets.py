@@ -39,6 +39,7 @@ class KernelConfig(NamedTuple):
 
     `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
     `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column. `poison`: see `Poison`.
+    `decoded`: see `QuantizeSpec`.
     """
 
     rows: int
@@ -58,6 +59,7 @@ class KernelConfig(NamedTuple):
     pairs: bool = False
     by_columns: bool = False
     poison: Poison = ""
+    decoded: bool = False
 
 
 class Region(NamedTuple):
@@ -83,6 +85,7 @@ class QuantizeSpec(NamedTuple):
     quantizing the transpose gives.
     `by_columns`: scales that are made lie column by column, with strides (1, rows); see `producers.read_by_columns`.
     `given`: multipliers where blocks are not wholly inside, amaxes or these where a block is larger than a tile.
+    `decoded`: give the values that the codes stand for, of the dtype of what is quantized, and no codes and scales.
     """
 
     copy: QuantizedCopy
@@ -92,6 +95,7 @@ class QuantizeSpec(NamedTuple):
     by_columns: bool = False
     given: Given = ""
     poison: Poison = ""
+    decoded: bool = False
 
     @property
     def block(self) -> Pair:
@@ -119,8 +123,8 @@ class QuantizeRequest(NamedTuple):
 class QuantizedOutput(NamedTuple):
     """One result of a kernel that quantizes, and its arguments for it; None for what is not asked for.
 
-    `codes`: uint8 [R, C], packed as stored, `codes_cols` in a row. `scale`: of the blocks that they touch, unless
-    multipliers are `given`. `grid_row` and `grid_col`: strides of either. `second`: amax of the whole tensor.
+    `codes`: uint8 [R, C], packed as stored, `codes_cols` in a row, or values. `scale`: of the blocks that they touch,
+    unless multipliers are `given`. `grid_row` and `grid_col`: strides of either. `second`: amax of the whole tensor.
     `transposed`: codes of the transpose, [C, R] and packed likewise. `next_amax`: float32 scalar, made the larger of
     itself and the amax of the values.
     """
@@ -177,6 +181,7 @@ class QuantizeLayout(NamedTuple):
     scales, where these are asked for, strides of the latter, and the kernel's constants."""
 
     codes: Pair
+    coded: torch.dtype
     transposed: Pair | None
     scale: Pair | None
     stored: torch.dtype
@@ -187,7 +192,7 @@ class QuantizeLayout(NamedTuple):
     def outputs(self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None) -> QuantizedOutput:
         """Allocate them."""
         given, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
-        codes = torch.empty(self.codes, dtype=torch.uint8, device=device)
+        codes = torch.empty(self.codes, dtype=self.coded, device=device)
         if self.transposed is not None:
             transposed = torch.empty(self.transposed, dtype=torch.uint8, device=device)
         if self.scale is None and given is not None:  # multipliers, perhaps of a piece of a grid
@@ -241,7 +246,7 @@ def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> 
     """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together.
 
     `dtype`: of the values. Where both directions have scales, bfloat16 is faster (by 3 and 8 % on an H200) in tiles of
-    twice the size, or of 4 bits with four bytes of the transpose together.
+    twice the size, where no values are decoded, or of 4 bits with four bytes of the transpose together.
     """
     block_rows, block_cols = spec.block
     if other is not None:
@@ -250,8 +255,9 @@ def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> 
         return TileShape(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
     if other is not None and other.scaling.random_hadamard:
         return TileShape(128, 128, 16)
-    if other is not None and dtype is torch.bfloat16:
-        return LARGE_BOTH_WAYS if spec.copy.codes.encoding.bits == 8 else BOTH_WAYS._replace(together=8)
+    narrow = spec.copy.codes.encoding.bits < 8
+    if other is not None and dtype is torch.bfloat16 and (narrow or not spec.decoded):
+        return BOTH_WAYS._replace(together=8) if narrow else LARGE_BOTH_WAYS
     return smallest_tile(TileShape(block_rows, block_cols))
 
 
@@ -295,7 +301,9 @@ def layout(
     copy, origin, hadamard = spec.copy, spec.origin, spec.scaling.random_hadamard
     assert spec.given or ALL not in copy.block, "a block larger than a tile needs a multiplier or an amax"
     assert copy.amax is None or spec.given != "amaxes", "a multiplier under a second scale depends on that one too"
-    rows, cols, packed = shape[0], shape[1] + padding(shape[1], spec), 8 // copy.codes.encoding.bits
+    assert not (spec.decoded and (spec.given or spec.transposed)), "values are made of what one tile sees, one way"
+    rows, cols = shape[0], shape[1] + padding(shape[1], spec)
+    packed = 1 if spec.decoded else 8 // copy.codes.encoding.bits
     down, across = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
     by_columns = spec.by_columns and not spec.given
     by_four, short_index, draw_loaded = rounding or (True, True, False)
@@ -311,10 +319,12 @@ def layout(
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
         poison=spec.poison,
+        decoded=spec.decoded,
     )
     return QuantizeLayout(
-        (rows, -(cols // -packed)), (cols, -(rows // -packed)) if spec.transposed else None,
-        None if spec.given == "multipliers" else (down, across), copy.scale.encoding.storage,
+        (rows, -(cols // -packed)), dtype if spec.decoded else torch.uint8,
+        (cols, -(rows // -packed)) if spec.transposed else None,
+        None if spec.given == "multipliers" or spec.decoded else (down, across), copy.scale.encoding.storage,
         (1, down) if by_columns else (across, 1), Region(rows, cols, shape[1], *origin), how,
     )  # fmt: skip
 

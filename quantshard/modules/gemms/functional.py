@@ -272,7 +272,7 @@ class LinearGradMask(NamedTuple):
 
     def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> OperandUsage:
         """What is wanted of the gradient of one weight's output."""
-        return OperandUsage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True)
+        return OperandUsage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True, 2)
 
 
 def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
@@ -314,7 +314,7 @@ def forward_gemms(
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
     if read is None:
-        read = gemm_operands(source, TensorRole.INPUT, call, state, OperandUsage(True, keeps_input))
+        read = gemm_operands(source, TensorRole.INPUT, call, state, OperandUsage(True, keeps_input, passing=1))
     outputs = []
     for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         w = weight_operand(weight, part, call, state)

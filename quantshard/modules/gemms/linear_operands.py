@@ -21,7 +21,7 @@ from quantshard.collectives.process_groups import Groups, including
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.formats import ALL
-from quantshard.gemm import operands
+from quantshard.gemm import operands, scaled_products
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
 from quantshard.kernels import workspace
 from quantshard.modules.contexts import context
@@ -235,7 +235,10 @@ class OperandRequest:
             self.amaxes = call.amaxes
             known = None if wanted.first else call.amaxes.get((role, part))  # backward: forward has measured it
         self.known = known
-        self.plan = producers.plan_operand(first, second, wanted, known is not None, like.shape)
+        if call.recipe.weight is None:  # it may be of another dtype
+            wanted = wanted._replace(passing=0)
+        kind = producers.OperandKind(like.dtype, scaled_products.capability_of(like.device))
+        self.plan = producers.plan_operand(first, second, wanted, known is not None, like.shape, kind)
         self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = _GradientRandomBits(state, part) if self.plan.draws else None
 
@@ -274,10 +277,10 @@ class OperandRequest:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
         (one, two, _, _, poison, _), (found, turned), wanted = self.plan, targets, self.wanted
         values = None if given is None else given.values
-        first: Operand | None = None if one is None or found is None else one.storage(found)
-        second: Operand | None = None if two is None or turned is None else two.storage(turned)
+        first: Operand | None = None if one is None or found is None else one.operand(found)
+        second: Operand | None = None if two is None or turned is None else two.operand(turned)
         if one is not None and found is not None and found.transposed is not None:
-            second = one.storage(found, transposed=True)
+            second = one.operand(found, transposed=True)
         kept = _or_nothing(values if second is None and wanted.second else second)
         if first is None:
             first = kept if values is None else values  # where the first GEMM reads nothing
