@@ -9,7 +9,6 @@ past    = max(history)                 or its newest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels.launch import launch_kernel
+from quantshard.kernels.tables import lasting_table
 
 
 @triton.jit
@@ -56,17 +56,6 @@ def past_kernel(table, amaxes_ptr, STRIDE: tl.constexpr, MOST_RECENT: tl.constex
     tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, tl.load(row + 1), MOST_RECENT, LENGTH))
 
 
-_CAPTURED: list[Tensor] = []
-"""Tables that CUDA graphs hold the addresses of."""
-
-
-@lru_cache(maxsize=4096)
-def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    table = torch.tensor(rows, dtype=torch.int64)
-    # not from memory that can be paged out, which a copy would wait for
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
-
-
 def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
     """Append amaxes [n], float32, to n different histories, float32 and contiguous, on the device of the amaxes."""
     table, longest = _described(histories, amaxes.device)
@@ -85,8 +74,6 @@ def pasts(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Te
 
 def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
     """Addresses and lengths, int64 [n, 2] on the device, and a power of two that is no less than a length."""
-    rows = tuple([(history.data_ptr(), history.numel()) for history in histories])
-    table = _table(rows, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)
-    return table, triton.next_power_of_2(max([length for _, length in rows]))
+    lengths = tuple(map(Tensor.numel, histories))  # maps: an expert's history is one of hundreds
+    rows = tuple(zip(map(Tensor.data_ptr, histories), lengths, strict=True))
+    return lasting_table(rows, device).tensor(), triton.next_power_of_2(max(lengths))
