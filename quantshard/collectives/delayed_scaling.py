@@ -80,7 +80,7 @@ class PendingHistory(NamedTuple):
     slots: list[Tensor]
 
 
-class JointHistories(NamedTuple):
+class FlatHistory(NamedTuple):
     """Histories whose amaxes were noted together, in tensors [histories], each time that they were; else as
     `PendingHistory`."""
 
@@ -103,7 +103,7 @@ class PendingAmaxes:
 
     def __init__(self) -> None:
         self._noted: dict[int, PendingHistory] = {}  # by id of the history
-        self._joint: dict[tuple[int, ...], JointHistories] = {}  # by ids of the histories
+        self._joint: dict[tuple[int, ...], FlatHistory] = {}  # by ids of the histories
         self._slots: dict[Hashable, Tensor] = {}
         self._free: dict[Hashable, list[Tensor]] = {}
         self._past: dict[Hashable, tuple[Tensor, Tensor, int]] = {}  # history, what it stands for, and changes before
@@ -173,7 +173,7 @@ class PendingAmaxes:
         name = tuple(map(id, histories))
         noted = self._joint.get(name)
         if noted is None:
-            noted = self._joint[name] = JointHistories(histories, keys, number, group, [])
+            noted = self._joint[name] = FlatHistory(histories, keys, number, group, [])
         noted.amaxes.append(amaxes.detach())
 
     def _add(
@@ -192,19 +192,20 @@ class PendingAmaxes:
                 noted.slots.append(slot)
 
     def histories(self) -> list[PendingHistory]:
-        """Those that amaxes are noted for."""
+        """All that amaxes are noted for, one by one."""
         for each in self._joint.values():
             for amaxes in each.amaxes:
                 self._add(each.keys, each.number, each.histories, amaxes.unbind(), each.group)
         self._joint.clear()
         return list(self._noted.values())
 
-    def _take_joint(self) -> list[JointHistories]:
-        """Those of one rank that were noted together and never apart, which are recorded as they are."""
-        joint = list(self._joint.values())
+    def take_joint(self) -> list[FlatHistory]:
+        """Those that were noted together and never apart, with the largest of their amaxes; `histories` has the
+        others from here on."""
         ids = [*self._noted, *chain.from_iterable(self._joint)]
-        if len(set(ids)) < len(ids) or any([each.group is not None for each in joint]):
+        if len(set(ids)) < len(ids):
             return []
+        joint = [each._replace(amaxes=[reduce(torch.maximum, each.amaxes)]) for each in self._joint.values()]
         self._joint.clear()
         return joint
 
@@ -221,13 +222,13 @@ class PendingAmaxes:
                 before this one.
         """
         by_group: dict[Groups, list[PendingHistory]] = {}
-        joint = self._take_joint()
+        joint = self.take_joint() if all([each.group is None for each in self._joint.values()]) else []
         for each in self.histories():
             by_group.setdefault(each.group, []).append(each)
         self._end(is_whole=True)
         MISMATCHES.check()
         for several in joint:
-            record_amaxes_(several.histories, reduce(torch.maximum, several.amaxes))
+            record_amaxes_(several.histories, several.amaxes[0])
         for group, members in by_group.items():
             identities: list[tuple[int, int]] = []
             if group is not None:

@@ -19,7 +19,7 @@ Rows = tuple[tuple[int, ...], ...]
 MOST_TABLES: Final = 1024
 """Of `lasting_table`. Before one more is kept, all are dropped."""
 
-_TABLES: dict[tuple[Rows, torch.device], LastingTable] = {}
+_TABLES: dict[tuple[Rows, torch.device], DeviceTable] = {}
 _CAPTURED: list[Tensor] = []
 """Tables that CUDA graphs hold the addresses of, and what they copy them from."""
 
@@ -42,7 +42,7 @@ def _numbers(numbers: Iterable[int], rows: int, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-class LastingTable:
+class DeviceTable:
     """A table that several launches read: `tensor` is for those on the current stream, whichever one it was copied
     on."""
 
@@ -65,11 +65,11 @@ class LastingTable:
         return self._table
 
 
-def lasting_table(rows: Rows, device: torch.device) -> LastingTable:
+def lasting_table(rows: Rows, device: torch.device) -> DeviceTable:
     """The table of some numbers on a device, from the last time that they were asked for."""
     found = _TABLES.get((rows, device))
     if found is None:
-        found = LastingTable(rows, device)
+        found = DeviceTable(rows, device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return found  # it has its numbers when the graph is replayed
         if len(_TABLES) >= MOST_TABLES:

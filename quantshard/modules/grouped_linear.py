@@ -91,7 +91,9 @@ class GroupedLinear(QuantizedModule):
                 storages.random_key()  # of another rank: the next weight, here and elsewhere, has its own on any mesh
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
-        self._history_names = {role: [layer.prefix + name for layer in self._layers] for role, name in HISTORIES.items()}
+        self._history_names = {
+            role: [layer.prefix + name for layer in self._layers] for role, name in HISTORIES.items()
+        }
         self._note_spread()
 
     def _note_spread(self) -> None:
@@ -171,9 +173,7 @@ class GroupedLinear(QuantizedModule):
         histories = self._histories(call.recipe)
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)
-        return grouped.ExpertsLayer(
-            weights, biases, splits, block, call, histories, self.training, group, self._reader
-        )
+        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, self.training, group, self._reader)
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
@@ -182,15 +182,13 @@ class GroupedLinear(QuantizedModule):
         return ("one by one",) if backend.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor) -> bool:
-        """What is compiled or captured goes one by one: a graph would have to keep the table of rows."""
+        """What is compiled goes one by one: there splits are numbers of a graph that may differ each time."""
         if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
             return False
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        return (
-            backend.is_faster_together(tokens.shape[0], len(self._layers), shape) and not kernel_dispatch.is_capturing()
-        )
+        return backend.is_faster_together(tokens.shape[0], len(self._layers), shape)
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """The amax histories of all experts that the recipe needs."""

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from quantshard.kernels.experts import grouped, grouped_matmul
 from quantshard.kernels.experts.grouped import ExpertSegments
-from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBiases, ExpertWeights
+from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
 from quantshard.kernels.optimizer import history
 from quantshard.kernels.quantize import scales
 from tests.kernels.asked import request_of
@@ -153,7 +153,7 @@ def test_biases_are_added_and_weights_may_lie_anywhere(dtype: torch.dtype) -> No
     moved, _, _others = weights(4, shift=1)
     assert held.aligned and not moved.aligned
     found = grouped_matmul.rows_times_weights(
-        a, moved, segments, torch.float32, transposed=True, biases=ExpertBiases.of(biases)
+        a, moved, segments, torch.float32, transposed=True, biases=ExpertBias.of(biases)
     )
     added = torch.cat([bias.float().cpu().expand(count, -1) for bias, count in zip(biases, rows, strict=True)])
     wanted = plain.cpu() + added

@@ -34,7 +34,7 @@ from quantshard.kernels.quantize.targets import (
     QuantizeRequest,
     plan_quantization,
 )
-from quantshard.kernels.tables import LastingTable
+from quantshard.kernels.tables import DeviceTable
 
 FEW_ROWS: Final = 64
 MANY_ROWS: Final = 128
@@ -74,7 +74,7 @@ class ExpertSegments:
 
 
 @lru_cache(maxsize=16)  # layers that follow each other have the same, and so has a capture as the run before it
-def _segments(counts: tuple[int, ...], device: torch.device, unit: int) -> tuple[int, int, LastingTable]:
+def _segments(counts: tuple[int, ...], device: torch.device, unit: int) -> tuple[int, int, DeviceTable]:
     """The most rows in a tile, how many rows of codes there are, and the table of `spans` and `tiles`."""
     rows = FEW_ROWS if unit == 1 and sum(counts) <= FEW_ROWS * len(counts) else MANY_ROWS
     starts = list(accumulate([count + -count % unit for count in counts], initial=0))
@@ -82,7 +82,7 @@ def _segments(counts: tuple[int, ...], device: torch.device, unit: int) -> tuple
     ends = map(add, starts, counts)
     spans = list(zip(range(len(counts)), starts, ends, shifts, strict=False))  # the last start and shift are of no one
     tiles = [(e, row, end, shift) for e, start, end, shift in spans for row in range(start, end, rows)]
-    return rows, starts[-1], LastingTable([*spans, *tiles], device)
+    return rows, starts[-1], DeviceTable([*spans, *tiles], device)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.experts.grouped import FEW_ROWS, MANY_ROWS, ExpertSegments
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import TYPES
-from quantshard.kernels.tables import LastingTable, lasting_table
+from quantshard.kernels.tables import DeviceTable, lasting_table
 
 
 class GroupedGemmConfig(NamedTuple):
@@ -203,26 +203,26 @@ class EncodedRows(NamedTuple):
         return ql.element(self.encoding, self.codes.device)
 
 
-class ExpertBiases(NamedTuple):
+class ExpertBias(NamedTuple):
     """The biases [out_features] of all experts, contiguous: a table of their addresses, and their dtype."""
 
-    table: LastingTable
+    table: DeviceTable
     dtype: torch.dtype
 
     @staticmethod
-    def of(biases: Sequence[Tensor]) -> ExpertBiases:
+    def of(biases: Sequence[Tensor]) -> ExpertBias:
         """Biases of one dtype and device."""
-        return ExpertBiases(lasting_table((_addresses(biases),), biases[0].device), biases[0].dtype)
+        return ExpertBias(lasting_table((_addresses(biases),), biases[0].device), biases[0].dtype)
 
 
 class ExpertWeights(NamedTuple):
     """The weights of all experts, by a table of the addresses of their codes and scales, int64 [2, experts].
 
-    `shape`: [out_features, in_features] of each. `aligned`: all codes begin at multiples of 16. `scales`: the dtype that
+    `shape`: [out_features, in_features] of each. `aligned`: all codes begin at multiples of 16. `scales`: what dtype
     scales are stored in. `block`: 0 if there is one scale; else rows and columns of the square under one.
     """
 
-    table: LastingTable
+    table: DeviceTable
     shape: tuple[int, int]
     aligned: bool
     scales: torch.dtype
@@ -250,7 +250,7 @@ def rows_times_weights(
     dtype: torch.dtype,
     *,
     transposed: bool,
-    biases: ExpertBiases | None = None,
+    biases: ExpertBias | None = None,
 ) -> Tensor:
     """Rows times the weight [C, cols] of their expert or, if `transposed`, its transpose, plus its bias: `dtype` [rows,
     cols], rounded once. Of the codes [R, C] of rows, those between experts are left out."""

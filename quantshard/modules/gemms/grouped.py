@@ -30,7 +30,7 @@ if kernels.USABLE:
     from quantshard.kernels.experts import grouped as grouped_kernel
     from quantshard.kernels.experts import grouped_matmul
     from quantshard.kernels.experts.grouped import ExpertSegments
-    from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBiases, ExpertWeights
+    from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
     from quantshard.kernels.quantize import scales
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
@@ -44,6 +44,9 @@ class ExpertsReader:
         self._storages: list[ReferenceType[QuantizedStorage]] = []
         self._cell: Cell | None = None
         self._found: ExpertWeights | None = None
+
+    def __reduce__(self) -> Any:
+        return ExpertsReader, ()  # a copy of a module has other weights
 
     def read(self, weights: Sequence[QuantizedTensor], cell: Cell | None) -> ExpertWeights | None:
         """Weights as kernels read them; None unless they are quantized by `cell`, alike, and all of each is there."""
@@ -214,10 +217,8 @@ class _ExpertsFunction(torch.autograd.Function):
             context.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x.device)
         read, kept = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
-        biases = ExpertBiases.of(layer.biases) if layer.biases else None
-        y = grouped_matmul.rows_times_weights(
-            read, layer.operands(), segments, x.dtype, transposed=True, biases=biases
-        )
+        biases = ExpertBias.of(layer.biases) if layer.biases else None
+        y = grouped_matmul.rows_times_weights(read, layer.operands(), segments, x.dtype, transposed=True, biases=biases)
         bias_dtype = layer.biases[0].dtype if layer.biases else None
         ctx.saved = _ExpertsBackward(
             layer._replace(weights=(), biases=()), segments, kept.encoding, x.dtype, bias_dtype
