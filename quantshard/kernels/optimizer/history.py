@@ -31,10 +31,15 @@ def push_amax(history, length, amax, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def history_of(table):
+    """That of this program, and its length."""
+    row = table + tl.program_id(0)
+    return tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + tl.num_programs(0))
+
+
+@triton.jit
 def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
-    row = table + tl.program_id(0) * 2
-    history = tl.load(row).to(tl.pointer_type(tl.float32))
-    length = tl.load(row + 1)
+    history, length = history_of(table)
     push_amax(history, length, tl.load(amaxes_ptr + tl.program_id(0)), LENGTH)
 
 
@@ -51,9 +56,8 @@ def past(history, length, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 
 @triton.jit
 def past_kernel(table, amaxes_ptr, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    row = table + tl.program_id(0) * 2
-    history = tl.load(row).to(tl.pointer_type(tl.float32))
-    tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, tl.load(row + 1), MOST_RECENT, LENGTH))
+    history, length = history_of(table)
+    tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, length, MOST_RECENT, LENGTH))
 
 
 def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
@@ -73,7 +77,6 @@ def pasts(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Te
 
 
 def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
-    """Addresses and lengths, int64 [n, 2] on the device, and a power of two that is no less than a length."""
-    lengths = tuple(map(Tensor.numel, histories))  # maps: an expert's history is one of hundreds
-    rows = tuple(zip(map(Tensor.data_ptr, histories), lengths, strict=True))
-    return lasting_table(rows, device).tensor(), triton.next_power_of_2(max(lengths))
+    """Addresses and lengths, int64 [2, n] on the device, and a power of two that is no less than a length."""
+    rows = tuple(map(Tensor.data_ptr, histories)), tuple(map(Tensor.numel, histories))  # of experts there are hundreds
+    return lasting_table(rows, device).tensor(), triton.next_power_of_2(max(rows[1]))
