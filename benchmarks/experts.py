@@ -5,7 +5,8 @@
 Each token goes to an expert of its own choice, so experts have different numbers of rows. All variants of a shape have
 one input, one gradient of the output and the same routes, and are timed in one run; "host" is the time that Python
 takes to launch a step. What quantshard computes at once is first compared with what it computes one by one: output and
-gradients, in the norm of each. BF16 is `torch.nn.functional.grouped_mm` on weights that are one stacked tensor.
+gradients, in the norm of each. BF16 is `torch.nn.functional.grouped_mm` on weights that are one stacked tensor, and on
+separate parameters, as ours are, that each step stacks. "captured" is the same step as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from quantshard.gemm import backend
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 GROUPED = ("delayed", "current", "block", "mxfp8")
 BF16 = "PyTorch BF16, grouped"
+SEPARATE = "PyTorch BF16, grouped, separate parameters"
 BOUND = 1e-2
 """How far what is computed at once may be from what is computed one by one, in the norm: both round to BF16, and what
 an FP8 tensor core loses of a sum is less."""
@@ -121,6 +123,36 @@ def torch_grouped(given: Given) -> Step:
     return step
 
 
+def torch_separate(given: Given) -> Step:
+    shape = given.shape
+    drawn = torch.randn(shape.experts, shape.out_features, shape.in_features, device="cuda").bfloat16() * 0.023
+    weights = [weight.clone().requires_grad_() for weight in drawn]
+    ends = torch.tensor(given.splits).cumsum(0).to("cuda", torch.int32)
+
+    def step() -> tuple[Tensor, ...]:
+        y = F.grouped_mm(given.x, torch.stack(weights).transpose(-2, -1), offs=ends)
+        return y.detach(), *torch.autograd.grad(y, (given.x, *weights), given.dy)
+
+    return step
+
+
+def captured(step: Step) -> Step:
+    """The same as a CUDA graph."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+
+    def replay() -> tuple[Tensor, ...]:
+        graph.replay()
+        return found
+
+    return replay
+
+
 def difference(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
     """The largest, over the tensors, of |found - wanted| / |wanted| in the norm."""
     pairs = zip(found, wanted, strict=True)
@@ -150,6 +182,7 @@ def measured(step: Step, repeats: int, off: float | None = None) -> Measured:
 
 def rows_of(given: Given, recipes: list[str], repeats: int) -> Iterator[tuple[str, Measured]]:
     yield BF16, measured(torch_grouped(given), repeats)
+    yield SEPARATE, measured(torch_separate(given), repeats)
     for recipe in recipes:
         apart = ours(given, recipe, at_once=False)
         if recipe in GROUPED:
@@ -159,6 +192,7 @@ def rows_of(given: Given, recipes: list[str], repeats: int) -> Iterator[tuple[st
             if off > BOUND:
                 sys.exit(f"benchmarks/experts.py: {given.shape.name}, {recipe}: off by {off} from one by one")
             yield f"{recipe}, at once", measured(together, repeats, off)
+            yield f"{recipe}, at once, captured", measured(captured(together), repeats, off)
         yield f"{recipe}, one by one", measured(apart, max(repeats // 4, 3))  # a hundred times as long
 
 
@@ -180,7 +214,7 @@ def main() -> None:
     for shape in (s for s in SHAPES if s.name.startswith(tuple(asked.only.split(";")))):
         found = dict(rows_of(Given.of(shape), asked.recipes.split(","), asked.repeats))
         for name, row in found.items():
-            apart = found.get(name.replace("at once", "one by one"))
+            apart = found.get(f"{name.partition(',')[0]}, one by one")
             of_apart = "" if apart is None else f"{row.median / apart.median:.2f}"
             off = "" if row.difference is None else f"{row.difference:.1e}"
             spread = f"{row.median:.2f} ({min(row.ms):.2f}, {max(row.ms):.2f})"

@@ -213,4 +213,9 @@ def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1)
 
 
 def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
-    return all([history.device == device and history.is_contiguous() for history in histories])
+    places = set(map(Tensor.get_device, histories))  # maps: an expert's history is one of hundreds
+    return places == {histories[0].get_device()} and histories[0].device == device and _are_contiguous(histories)
+
+
+def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    return all(map(Tensor.is_contiguous, tensors))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from functools import reduce
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -75,6 +77,17 @@ class PendingHistory(NamedTuple):
     slots: list[Tensor]
 
 
+class FlatHistory(NamedTuple):
+    """Histories whose amaxes were noted together, in tensors [histories], each time that they were; else as
+    `PendingHistory`."""
+
+    histories: Sequence[Tensor]
+    keys: Sequence[Tensor]
+    number: int
+    group: Groups
+    amaxes: list[Tensor]
+
+
 class PendingAmaxes:
     """The amaxes of one pass under delayed scaling, forward or backward: those of the past, which it scales by, and
     those that it saw and has yet to record, each with its history and the group to reduce it over.
@@ -87,6 +100,7 @@ class PendingAmaxes:
 
     def __init__(self) -> None:
         self._noted: dict[int, PendingHistory] = {}  # by id of the history
+        self._joint: dict[tuple[int, ...], FlatHistory] = {}  # by ids of the histories
         self._slots: dict[Hashable, Tensor] = {}
         self._free: dict[Hashable, list[Tensor]] = {}
         self._past: dict[Hashable, tuple[Tensor, Tensor, int]] = {}  # history, what it stands for, and changes before
@@ -94,7 +108,7 @@ class PendingAmaxes:
         self._first: Hashable = None
 
     def __bool__(self) -> bool:
-        return bool(self._noted)
+        return bool(self._noted or self._joint)
 
     # To scale by -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +167,11 @@ class PendingAmaxes:
         self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], amaxes: Tensor, group: Groups
     ) -> None:
         """Note amaxes [n] for n different histories; the tensor is no longer the caller's."""
-        self._add(keys, number, histories, amaxes.detach().unbind(), group)
+        name = tuple(map(id, histories))
+        noted = self._joint.get(name)
+        if noted is None:
+            noted = self._joint[name] = FlatHistory(histories, keys, number, group, [])
+        noted.amaxes.append(amaxes.detach())
 
     def _add(
         self,
@@ -171,8 +189,22 @@ class PendingAmaxes:
                 noted.slots.append(slot)
 
     def histories(self) -> list[PendingHistory]:
-        """Those that amaxes are noted for."""
+        """All that amaxes are noted for, one by one."""
+        for each in self._joint.values():
+            for amaxes in each.amaxes:
+                self._add(each.keys, each.number, each.histories, amaxes.unbind(), each.group)
+        self._joint.clear()
         return list(self._noted.values())
+
+    def take_joint(self) -> list[FlatHistory]:
+        """Those that were noted together and never apart, with the largest of their amaxes; `histories` has the
+        others from here on."""
+        ids = [*self._noted, *chain.from_iterable(self._joint)]
+        if len(set(ids)) < len(ids):
+            return []
+        joint = [each._replace(amaxes=[reduce(torch.maximum, each.amaxes)]) for each in self._joint.values()]
+        self._joint.clear()
+        return joint
 
     # The end of a pass -----------------------------------------------------------------------------------------------
 
@@ -187,10 +219,13 @@ class PendingAmaxes:
                 before this one.
         """
         by_group: dict[Groups, list[PendingHistory]] = {}
-        for each in self._noted.values():
+        joint = self.take_joint() if all([each.group is None for each in self._joint.values()]) else []
+        for each in self.histories():
             by_group.setdefault(each.group, []).append(each)
         self._end(is_whole=True)
         MISMATCHES.check()
+        for several in joint:
+            record_amaxes_(several.histories, several.amaxes[0])
         for group, members in by_group.items():
             identities: list[tuple[int, int]] = []
             if group is not None:
@@ -211,7 +246,7 @@ class PendingAmaxes:
             read = {id(history): history for history, _, _ in self._past.values()}
             self._orders[self._first] = [weakref.ref(history) for history in read.values()]
         self._first = None
-        for part in (self._noted, self._slots, self._free, self._past):
+        for part in (self._noted, self._joint, self._slots, self._free, self._past):
             part.clear()
 
 

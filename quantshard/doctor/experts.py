@@ -28,7 +28,7 @@ from quantshard.doctor.cases import (
 from quantshard.doctor.timing import bytes_of
 from quantshard.gemm import backend, operands
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.grouped import ExpertsLayer
+from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
 from quantshard.modules.gemms.linear_operands import cells
 from quantshard.recipe import TensorRole
 from quantshard.tensor.quantized_tensor import quantize_weight
@@ -55,7 +55,7 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
     def launch() -> list[Tensor]:
         a, a_transposed = layer.quantized(x, TensorRole.INPUT, segments, True)
         b, b_transposed = layer.quantized(dy, TensorRole.GRAD_OUTPUT, segments, True)
-        held = layer.operands(layer.weights)
+        held = layer.operands()
         return [
             *_by_expert(a, spans), *_by_expert(b, spans),
             grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True),
@@ -82,7 +82,8 @@ def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: 
     weights = [quantize_weight(value, cell, dtype=torch.bfloat16) for value in values]
     past = [torch.full((2,), PAST, dtype=torch.float32, device=device) for _ in counts]
     return ExpertsLayer(
-        weights, (), counts, block, LinearContext(recipe, None, False), dict.fromkeys(TensorRole, past), False, None
+        weights, (), counts, block, LinearContext(recipe, None, False), dict.fromkeys(TensorRole, past), False, None,
+        ExpertsReader(),
     )  # fmt: skip
 
 

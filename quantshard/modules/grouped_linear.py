@@ -79,6 +79,7 @@ class GroupedLinear(QuantizedModule):
         self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
         self.local_gemms = experts.local_experts("GroupedLinear", num_gemms, ep_mesh)
         self._layers = []
+        self._reader = grouped.ExpertsReader()
         for index in range(num_gemms):
             if index in self.local_gemms:
                 layer = self._add_projection(
@@ -88,6 +89,11 @@ class GroupedLinear(QuantizedModule):
                 self._layers.append(layer)
             else:
                 storages.random_key()  # of another rank: the next weight, here and elsewhere, has its own on any mesh
+        self._weight_names = [layer.weights[0] for layer in self._layers]
+        self._bias_names = [layer.biases[0] for layer in self._layers]
+        self._history_names = {
+            role: [layer.prefix + name for layer in self._layers] for role, name in HISTORIES.items()
+        }
         self._note_spread()
 
     def _note_spread(self) -> None:
@@ -148,26 +154,26 @@ class GroupedLinear(QuantizedModule):
         """All experts as one layer, where kernels quantize and multiply them at once and that is faster; else None."""
         if not self._may_be_together(tokens):
             return None
-        weights = [private_torch.registered_parameter(self, layer.weights[0]) for layer in self._layers]
+        weights = private_torch.registered_parameters(self, self._weight_names)
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), "experts"), True)
         block = backend.block_together(call.recipe)
         if block is None:
             if call.strict:
-                self._refuse_fallbacks(self._layers[0].weights[0], self.joint_fallbacks(call.recipe, tokens.device))
+                self._refuse_fallbacks(self._weight_names[0], self.joint_fallbacks(call.recipe, tokens.device))
             return None
-        added = [] if self.return_bias else [layer.biases[0] for layer in self._layers]
-        biases = [bias for name in added if (bias := private_torch.registered_parameter(self, name)) is not None]
-        if not grouped.are_readable(weights, biases, call.recipe.weight, tokens):
+        added = () if self.return_bias else private_torch.registered_parameters(self, self._bias_names)
+        biases = [bias for bias in added if bias is not None]
+        if not grouped.are_readable(weights, biases, call.recipe.weight, tokens, self._reader):
             return None
         if call.strict:
-            for layer in self._layers:
-                self.weight_operand(layer.weights[0], call, tokens.device)
+            for name in self._weight_names:
+                self.weight_operand(name, call, tokens.device)
         histories = self._histories(call.recipe)
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)
-        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, self.training, group)
+        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, self.training, group, self._reader)
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
@@ -176,24 +182,24 @@ class GroupedLinear(QuantizedModule):
         return ("one by one",) if backend.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor) -> bool:
-        """What is compiled or captured goes one by one: a graph would have to keep the table of rows."""
+        """What is compiled goes one by one: there splits are numbers of a graph that may differ each time."""
         if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
             return False
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        return (
-            backend.is_faster_together(tokens.shape[0], len(self._layers), shape) and not kernel_dispatch.is_capturing()
-        )
+        return backend.is_faster_together(tokens.shape[0], len(self._layers), shape)
 
-    def _histories(self, recipe: Recipe) -> dict[TensorRole, list[Tensor]]:
+    def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """The amax histories of all experts that the recipe needs."""
-        found = {}
+        found: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
-            name = HISTORIES[role]
-            found[role] = [
-                self._history(layer.prefix + name, length, layer.weights[0], recipe) for layer in self._layers
-            ]
+            names = self._history_names[role]
+            there = [history for history in private_torch.registered_buffers(self, names) if history is not None]
+            if len(there) < len(names) or set(map(Tensor.numel, there)) != {length}:
+                pairs = zip(names, self._weight_names, strict=True)
+                there = [self._history(name, length, weight, recipe) for name, weight in pairs]
+            found[role] = there
         return found
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: int) -> list[int]:

@@ -57,9 +57,20 @@ _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_p
 
 
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """A parameter by its name, or None where there is none. As an attribute it takes ten times as long, which counts in
-    a layer of many experts."""
+    """A parameter by its name, or None where there is none. As an attribute it takes ten times as long."""
     return module._parameters.get(name)
+
+
+def registered_parameters(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter | None]:
+    """`registered_parameter` of each name: of a layer of many experts a call for each would count."""
+    registered = module._parameters
+    return [registered.get(name) for name in names]
+
+
+def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor | None]:
+    """`registered_buffer` of each name."""
+    registered = module._buffers
+    return [registered.get(name) for name in names]
 
 
 def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:

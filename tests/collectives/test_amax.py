@@ -373,6 +373,25 @@ def test_a_history_noted_alone_and_with_others_gets_the_largest():
     assert (one.tolist(), two.tolist()) == ([0, 3], [0, 2.5])
 
 
+@pytest.mark.parametrize("others", [["a", "b", "c"], ["c", "d"], []], ids=["the same", "some of them", "none"])
+def test_amaxes_that_are_noted_together_again_are_merged(others):
+    """As where a layer of experts is called twice: each history gets the largest, once."""
+    histories = {name: torch.zeros(2) for name in "abcd"}
+    keys = dict(zip("abcd", map(key, range(4)), strict=True))
+    pending = PendingAmaxes()
+    for names, amaxes in ((["a", "b", "c"], [1.0, 5.0, 3.0]), (others, [4.0, 2.0, 3.5])):
+        if names:
+            given = torch.tensor(amaxes[: len(names)])
+            pending.note_all([keys[n] for n in names], 0, [histories[n] for n in names], given, None)
+    assert pending
+    pending.flush()
+    assert not pending
+    wanted = {"a": 1.0, "b": 5.0, "c": 3.0} | {"d": 0.0}
+    for name, amax in zip(others, [4.0, 2.0, 3.5], strict=False):
+        wanted[name] = max(wanted[name], amax)
+    assert {name: history.tolist() for name, history in histories.items()} == {n: [0.0, a] for n, a in wanted.items()}
+
+
 def test_many_slots_are_aligned_and_apart():
     pending, histories = PendingAmaxes(), [torch.zeros(1) for _ in range(150)]
     slots = [pending.slot([key(n)], 0, [seen], None, QUEUE) for n, seen in enumerate(histories)]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
+from benchmarks import host
 from quantshard.errors import FallbackError, UnsupportedOperationError
 from quantshard.gemm import backend
 from quantshard.recipe import Recipe, resolve
+from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.modules.test_grouped_linear import is_equal_when_recomputed
@@ -31,6 +37,7 @@ pytestmark = [
 ]
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+PACKAGE = str(Path(qs.__file__).parent)
 IN, OUT = 33, 40  # divide by nothing
 AT_ONCE: dict[str, Recipe] = {
     "delayed": resolve(RECIPES["delayed"]),
@@ -144,6 +151,106 @@ def test_launches_do_not_grow_with_experts(recipe: str, launches: list[tuple[str
                 stepped(layer, rule, [2] * count, step)
         found.append((len(launches), dict(ops.seen)))
     assert found[0] == found[1] and found[0][0] <= 13
+
+
+def own_calls(step: Callable[[], object]) -> int:
+    """How many functions of the package a step calls."""
+    found = 0
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event == "call" and PACKAGE in frame.f_code.co_filename
+
+    with torch.autograd.set_multithreading_enabled(False):  # backward on this thread, whose calls are seen
+        sys.setprofile(called)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+@pytest.mark.skipif(ON_GPU, reason="counted where kernels do nothing")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_no_function_is_called_for_each_expert(recipe: str) -> None:
+    """1 process: forward and backward, in training, with biases and splits that no step had before."""
+    rule, found = AT_ONCE[recipe], []
+    with host.without_device():
+        for count in (8, 40):
+            layer = experts(rule, count)
+            for step in range(3):
+                stepped(layer, rule, [2] * count, step)
+            splits = [1, 3] * (count // 2)
+            found.append(own_calls(lambda layer=layer, splits=splits: stepped(layer, rule, splits, 3)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_a_captured_step_is_computed_at_once(recipe: str, calls: list[int]) -> None:
+    """1 process: forward and backward as a CUDA graph, whose replays have the bits of eager steps, histories too."""
+    rule, rows = AT_ONCE[recipe], SPLITS["more than a tile"]
+    eager, captured = experts(rule), experts(rule)
+    static = values(0, sum(rows), IN).requires_grad_()
+    dy = values(1, sum(rows), OUT)
+
+    def step(layer: qs.GroupedLinear, x: Tensor) -> list[Tensor]:
+        with qs.autocast(recipe=rule):
+            y = layer(x, rows)
+        return [y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for layer in (eager, captured):
+            step(layer, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(captured, static)
+    assert calls == [4] * 3
+    for number in range(3):
+        x = values(2 + number, sum(rows), IN) * (1 + number)
+        wanted = step(eager, x.requires_grad_())
+        with torch.no_grad():
+            static.copy_(x)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(captured.buffers(), eager.buffers(), strict=True))
+
+
+def test_weights_that_moved_are_read_where_they_are(apart: Callable) -> None:
+    """What was remembered of them holds no longer: new values in other memory, or other parameters."""
+    rule, rows = AT_ONCE["current"], SPLITS["one expert is empty"]
+    layer, x = experts(rule), values(0, 12, IN)
+
+    def forward() -> Tensor:
+        with qs.autocast(recipe=rule), torch.no_grad():
+            return layer(x, rows)
+
+    first = forward()
+    kept = layer.weight2  # so that its memory is not given to another
+    layer.weight2.data = quantize_weight(values(7, OUT, IN).float(), rule.weight, dtype=torch.bfloat16)
+    second = forward()
+    assert (first != second).any(1).tolist() == [row == 7 for row in range(12)]  # the third expert's
+    close([second], [apart(forward)])
+    layer.weight2 = torch.nn.Parameter(quantize_weight(values(8, OUT, IN).float(), rule.weight, dtype=torch.bfloat16))
+    third = forward()
+    assert (third != second).any(1).tolist() == [row == 7 for row in range(12)]
+    close([third], [apart(forward)])
+    del kept
+
+
+def test_a_copy_of_a_layer_reads_its_own_weights() -> None:
+    rule, rows = AT_ONCE["current"], SPLITS["one expert is empty"]
+    layer, x = experts(rule), values(0, 12, IN)
+    with qs.autocast(recipe=rule), torch.no_grad():
+        before = layer(x, rows)
+        copied = copy.deepcopy(layer)
+        copied.weight2.quantize_(values(7, OUT, IN).float())
+        assert torch.equal(layer(x, rows), before)
+        assert (copied(x, rows) != before).any(1).tolist() == [row == 7 for row in range(12)]
+    pickle.dumps(layer._reader)  # which has references that cannot be
 
 
 def test_parts_of_a_layer_may_need_no_gradient(calls: list[int], apart: Callable) -> None:

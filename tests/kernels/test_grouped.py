@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from quantshard.kernels.experts import grouped, grouped_matmul
 from quantshard.kernels.experts.grouped import ExpertSegments
-from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
+from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
 from quantshard.kernels.optimizer import history
 from quantshard.kernels.quantize import scales
 from tests.kernels.asked import request_of
@@ -114,15 +114,15 @@ def close(
     assert ((found.cpu().double() - exact).abs() <= room + torch.finfo(found.dtype).eps * exact.abs() + 1e-30).all()
 
 
-def weights(experts: int, biases: Sequence[Tensor] = (), shift: int = 0) -> tuple[ExpertWeights, list[Tensor]]:
-    """`shift`: bytes from a multiple of 16 to the codes of a weight."""
+def weights(experts: int, shift: int = 0) -> tuple[ExpertWeights, list[Tensor], list[Tensor]]:
+    """With their values, and the tensors that they lie in. `shift`: bytes from a multiple of 16 to the codes of one."""
     stored = [operands.quantize_operand(values(OUT, IN, 9 + e), Cell(ROWS[E4M3])) for e in range(experts)]
     codes = []
     for part in stored:
         held = torch.empty(OUT * IN + shift, dtype=torch.uint8, device=DEVICE)[shift:].view(OUT, IN)
         codes.append(held.copy_(part.components["codes"]))
     scale = [part.components["scale_inv"].to(DEVICE) for part in stored]
-    return ExpertWeights(codes, scale, [bias.to(DEVICE) for bias in biases], E4M3), in_double(stored)
+    return ExpertWeights.of(codes, scale, E4M3), in_double(stored), codes + scale
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -133,7 +133,7 @@ def test_products(counts: str) -> None:
     x, dy = values(sum(rows), IN, 1), values(sum(rows), OUT, 2)
     a, b = quantized(x, rows, E4M3), quantized(dy, rows, E5M2)
     x_of, dy_of = in_double(one_by_one(x, rows, E4M3)), in_double(one_by_one(dy, rows, E5M2))
-    held, w_of = weights(len(rows))
+    held, w_of, _tensors = weights(len(rows))
     y = grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True)
     close(y, [(part, w.t()) for part, w in zip(x_of, w_of, strict=True)])
     dx = grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False)
@@ -147,12 +147,15 @@ def test_products(counts: str) -> None:
 def test_biases_are_added_and_weights_may_lie_anywhere(dtype: torch.dtype) -> None:
     rows = COUNTS["few rows"]
     a, segments = quantized(values(sum(rows), IN, 1), rows, E4M3), ExpertSegments.of(rows, DEVICE)
-    biases = list(values(4, OUT, 5).to(dtype))
-    plain = grouped_matmul.rows_times_weights(a, weights(4)[0], segments, torch.float32, transposed=True)
-    held, _ = weights(4, biases, shift=1)
-    assert held.codes[0].data_ptr() % 16
-    found = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, transposed=True)
-    added = torch.cat([bias.float().expand(count, -1) for bias, count in zip(biases, rows, strict=True)])
+    biases = list(values(4, OUT, 5).to(dtype).to(DEVICE))
+    held, _, _tensors = weights(4)
+    plain = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, transposed=True)
+    moved, _, _others = weights(4, shift=1)
+    assert held.aligned and not moved.aligned
+    found = grouped_matmul.rows_times_weights(
+        a, moved, segments, torch.float32, transposed=True, biases=ExpertBias.of(biases)
+    )
+    added = torch.cat([bias.float().cpu().expand(count, -1) for bias, count in zip(biases, rows, strict=True)])
     wanted = plain.cpu() + added
     assert torch.allclose(found.cpu(), wanted, rtol=2.0**-22, atol=2.0**-22 * float(plain.abs().max()))  # fused or not
 
@@ -204,7 +207,7 @@ def test_products_by_blocks(counts: str, block: int) -> None:
     (a, a_transposed, _), (b, b_transposed, _) = by_blocks(x, rows, block), by_blocks(dy, rows, block)
     stored = [operands.quantize_operand(values(outputs, features, 9 + e), square) for e in range(len(rows))]
     parts = [[s.components[name].to(DEVICE) for s in stored] for name in ("codes", "scale_inv")]
-    held, w_of = ExpertWeights(*parts, [], E4M3, block), in_double(stored)
+    held, w_of = ExpertWeights.of(*parts, E4M3, block), in_double(stored)
     x_of, dy_of = (in_double([operands.quantize_operand(p, vector) for p in t.split(rows)]) for t in (x, dy))
     y = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, transposed=True)
     close(y, [(part, w.t()) for part, w in zip(x_of, w_of, strict=True)])

@@ -17,7 +17,7 @@ from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
 
 TOKENS, HIDDEN = 96, 64
-MODULES = ("Linear", "LayerNormMLP", "TransformerLayer", "converted")
+MODULES = ("Linear", "LayerNormMLP", "TransformerLayer", "converted", "experts")
 
 
 class RerunGraph:
@@ -73,12 +73,28 @@ def module_of(name: str, recipe: Any, device: str, quantized: bool = True, dropo
     with qs.quantized_model_init(quantized, recipe=recipe):
         if name == "Linear":
             return qs.Linear(HIDDEN, HIDDEN, **made)
+        if name == "experts":
+            return Experts(**made)
         if name == "LayerNormMLP":
             return qs.LayerNormMLP(HIDDEN, 160, normalization="RMSNorm", activation="swiglu", **made)
         return qs.TransformerLayer(
             HIDDEN, 160, 4, 2, hidden_dropout=dropout, attention_dropout=0.0, normalization="RMSNorm",
             activation="swiglu", attention_backend="math", **made,
         )  # fmt: skip
+
+
+class Experts(nn.Module):
+    """As many rows for each as a capture fixes, of one none."""
+
+    SPLITS = (TOKENS // 2, 0, TOKENS // 4 + 1, TOKENS // 4 - 1)
+
+    def __init__(self, **made: Any) -> None:
+        super().__init__()
+        self.layer = qs.GroupedLinear(len(self.SPLITS), HIDDEN, HIDDEN, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x, self.SPLITS)
+        return y
 
 
 class Training:

@@ -22,6 +22,7 @@ from quantshard.conversion import optimizer_watch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.contexts import context
 from quantshard.modules.graphs import callables
+from quantshard.modules.graphs.module_graph import GradientCopy
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
@@ -43,6 +44,21 @@ def pair(name: str, recipe: str, **options: Any) -> tuple[Training, Training]:
 
 
 # What replays leave behind -------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_are_parts_of_one_tensor_are_copied_as_one():
+    experts, other = torch.arange(24.0).view(3, 2, 4), torch.ones(5)
+    parts = [*experts.unbind(), None, other, experts.view(-1)[:0]]
+    memory = len({grad.untyped_storage().data_ptr() for grad in parts if grad is not None and grad.numel() > 0})
+    for order in ([0, 1, 2, 3, 4, 5], [2, 1, 0, 3, 4, 5], [4, 0, 3, 1, 5, 2]):
+        grads = [parts[index] for index in order]
+        copies = GradientCopy(grads).copies()
+        assert [copy is None for copy in copies] == [grad is None for grad in grads]
+        pairs = [(copy, grad) for copy, grad in zip(copies, grads, strict=True) if grad is not None]
+        assert all(torch.equal(copy, grad) for copy, grad in pairs)
+        found = {copy.untyped_storage().data_ptr() for copy, _ in pairs if copy.numel() > 0}
+        assert found.isdisjoint(grad.untyped_storage().data_ptr() for _, grad in pairs)
+        assert len(found) == (memory if order != [2, 1, 0, 3, 4, 5] else 4)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "nvfp4"])

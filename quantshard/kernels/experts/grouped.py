@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import add
 from typing import Final
 
 import torch
@@ -24,7 +27,6 @@ from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused.epilogue import by_rows, load_tile
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.optimizer.multi_tensor import device_table
 from quantshard.kernels.quantize.matrix import emit
 from quantshard.kernels.quantize.matrix import tile_of as quantize_tile_of
 from quantshard.kernels.quantize.targets import (
@@ -32,6 +34,7 @@ from quantshard.kernels.quantize.targets import (
     QuantizeRequest,
     plan_quantization,
 )
+from quantshard.kernels.tables import DeviceTable
 
 FEW_ROWS: Final = 64
 MANY_ROWS: Final = 128
@@ -61,19 +64,25 @@ class ExpertSegments:
 
         `unit`: what the first row of codes of an expert is a multiple of.
         """
-        few = unit == 1 and sum(counts) <= FEW_ROWS * len(counts)
-        rows, spans, start, shift = FEW_ROWS if few else MANY_ROWS, [], 0, 0
-        for expert, count in enumerate(counts):
-            spans.append((expert, start, start + count, shift))
-            zeros = -count % unit
-            start, shift = start + count + zeros, shift + zeros
-        tiles = [(e, row, end, shift) for e, start, end, shift in spans for row in range(start, end, rows)]
-        table = device_table([*spans, *tiles], device)
-        return ExpertSegments(rows, start - shift, start, table[: len(spans)], table[len(spans) :])
+        rows, total, held = _segments(tuple(counts), device, unit)
+        table = held.tensor()
+        return ExpertSegments(rows, sum(counts), total, table[: len(counts)], table[len(counts) :])
 
     def __len__(self) -> int:
         """How many experts."""
         return self.spans.shape[0]
+
+
+@lru_cache(maxsize=16)  # layers that follow each other have the same, and so has a capture as the run before it
+def _segments(counts: tuple[int, ...], device: torch.device, unit: int) -> tuple[int, int, DeviceTable]:
+    """The most rows in a tile, how many rows of codes there are, and the table of `spans` and `tiles`."""
+    rows = FEW_ROWS if unit == 1 and sum(counts) <= FEW_ROWS * len(counts) else MANY_ROWS
+    starts = list(accumulate([count + -count % unit for count in counts], initial=0))
+    shifts = accumulate([-count % unit for count in counts], initial=0)
+    ends = map(add, starts, counts)
+    spans = list(zip(range(len(counts)), starts, ends, shifts, strict=False))  # the last start and shift are of no one
+    tiles = [(e, row, end, shift) for e, start, end, shift in spans for row in range(start, end, rows)]
+    return rows, starts[-1], DeviceTable([*spans, *tiles], device)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ float32. In this type they read an operand along either dim, where those for FP8
 not be transposed, nor what has one scale, and no bits of sums are lost. A scale for each expert is applied at the end,
 those of blocks to the sum over each block.
 
-Weights are separate tensors, whose addresses a table has.
+Weights and biases are separate tensors, whose addresses tables have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
 from quantshard.kernels.experts.grouped import FEW_ROWS, MANY_ROWS, ExpertSegments
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.optimizer.multi_tensor import TYPES, device_table
+from quantshard.kernels.optimizer.multi_tensor import TYPES
+from quantshard.kernels.tables import DeviceTable, lasting_table
 
 
 class GroupedGemmConfig(NamedTuple):
@@ -67,7 +68,7 @@ def scale_at(ptr, there):
 
 @triton.jit
 def rows_kernel(
-    a_ptr, a_scales, poison, tiles, weights, experts, out, summed, cols,
+    a_ptr, a_scales, poison, tiles, weights, biases, experts, out, summed, cols,
     TURNED: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +115,7 @@ def rows_kernel(
     if poison is not None:
         total = total * tl.load(poison + expert)
     if BIAS is not None:
-        bias = tl.load(held + 2 * experts).to(tl.pointer_type(BIAS))
+        bias = tl.load(biases + expert).to(tl.pointer_type(BIAS))
         total += ql.widen(tl.load(bias + j, mask=j < cols, other=0.0))[None, :]
     to = out + (i - shift)[:, None] * cols + j[None, :]
     tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < end)[:, None] & (j < cols)[None, :])
@@ -202,37 +203,68 @@ class EncodedRows(NamedTuple):
         return ql.element(self.encoding, self.codes.device)
 
 
-class ExpertWeights(NamedTuple):
-    """The weights of all experts: for each its codes of 8 bits, uint8 [out_features, in_features], contiguous, its
-    scales, float32 or E8M0, and its bias [out_features], if it has one. All are of one shape, encoding and device.
+class ExpertBias(NamedTuple):
+    """The biases [out_features] of all experts, contiguous: a table of their addresses, and their dtype."""
 
-    `block`: 0 if there is one scale; else rows and columns of the square under one.
+    table: DeviceTable
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(biases: Sequence[Tensor]) -> ExpertBias:
+        """Biases of one dtype and device."""
+        return ExpertBias(lasting_table((_addresses(biases),), biases[0].device), biases[0].dtype)
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of all experts, by a table of the addresses of their codes and scales, int64 [2, experts].
+
+    `shape`: [out_features, in_features] of each. `aligned`: all codes begin at multiples of 16. `scales`: what dtype
+    scales are stored in. `block`: 0 if there is one scale; else rows and columns of the square under one.
     """
 
-    codes: Sequence[Tensor]
-    scales: Sequence[Tensor]
-    biases: Sequence[Tensor]
+    table: DeviceTable
+    shape: tuple[int, int]
+    aligned: bool
+    scales: torch.dtype
     encoding: Encoding
     block: int = 0
 
+    @staticmethod
+    def of(codes: Sequence[Tensor], scales: Sequence[Tensor], encoding: Encoding, block: int = 0) -> ExpertWeights:
+        """Of each weight the codes of 8 bits, uint8 [out_features, in_features], and scales, float32 or E8M0: all
+        contiguous, and of one shape, encoding and device."""
+        at, first = _addresses(codes), codes[0]
+        table = lasting_table((at, _addresses(scales)), first.device)
+        shape = (first.shape[0], first.shape[1])
+        return ExpertWeights(table, shape, not any([each % 16 for each in at]), scales[0].dtype, encoding, block)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(map(Tensor.data_ptr, tensors))
+
 
 def rows_times_weights(
-    a: EncodedRows, weights: ExpertWeights, segments: ExpertSegments, dtype: torch.dtype, *, transposed: bool
+    a: EncodedRows,
+    weights: ExpertWeights,
+    segments: ExpertSegments,
+    dtype: torch.dtype,
+    *,
+    transposed: bool,
+    biases: ExpertBias | None = None,
 ) -> Tensor:
-    """Rows times the weight [C, cols] of their expert or, if `transposed`, its transpose, plus the bias: `dtype` [rows,
+    """Rows times the weight [C, cols] of their expert or, if `transposed`, its transpose, plus its bias: `dtype` [rows,
     cols], rounded once. Of the codes [R, C] of rows, those between experts are left out."""
     assert a.block == weights.block, "blocks differ"
-    summed, cols = a.codes.shape[1], weights.codes[0].shape[0 if transposed else 1]
+    summed, cols = a.codes.shape[1], weights.shape[0 if transposed else 1]
     out = torch.empty((segments.values, cols), dtype=dtype, device=a.codes.device)
     if out.numel() == 0:
         return out
-    pointers, aligned = _table(weights)
-    bias = TYPES[weights.biases[0].dtype] if weights.biases else None
+    table, bias = (None, None) if biases is None else (biases.table.tensor(), TYPES[biases.dtype])
     launch = _launch(segments, a.block)
     launch_kernel(
         rows_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
-        a.codes, a.scales, a.poison, segments.tiles, pointers, len(segments), out, summed, cols,
-        TURNED=transposed, ALIGNED=aligned, BIAS=bias, SCALE=scale_type(weights.scales[0]), BLOCK=a.block,
+        a.codes, a.scales, a.poison, segments.tiles, weights.table.tensor(), table, len(segments), out, summed, cols,
+        TURNED=transposed, ALIGNED=weights.aligned, BIAS=bias, SCALE=scale_type(weights.scales), BLOCK=a.block,
         A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
         SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
@@ -243,15 +275,9 @@ def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
     return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[block]
 
 
-def scale_type(scale: Tensor) -> Any:
-    """The element type of a pointer to scales that are stored as this tensor is."""
-    return tl.uint8 if scale.dtype is torch.uint8 else tl.float32
-
-
-def _table(weights: ExpertWeights) -> tuple[Tensor, bool]:
-    """Addresses of codes, scales and biases, int64 [2 or 3, experts]; and whether all codes are at multiples of 16."""
-    parts = [[part.data_ptr() for part in of] for of in (weights.codes, weights.scales, weights.biases) if of]
-    return device_table(parts, weights.codes[0].device), not any(at % 16 for at in parts[0])
+def scale_type(dtype: torch.dtype) -> Any:
+    """The element type of a pointer to scales that are stored in this dtype."""
+    return tl.uint8 if dtype is torch.uint8 else tl.float32
 
 
 def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:

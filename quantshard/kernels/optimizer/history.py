@@ -9,7 +9,6 @@ past    = max(history)                 or its newest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels.launch import launch_kernel
+from quantshard.kernels.tables import lasting_table
 
 
 @triton.jit
@@ -31,10 +31,15 @@ def push_amax(history, length, amax, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def history_of(table):
+    """That of this program, and its length."""
+    row = table + tl.program_id(0)
+    return tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + tl.num_programs(0))
+
+
+@triton.jit
 def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
-    row = table + tl.program_id(0) * 2
-    history = tl.load(row).to(tl.pointer_type(tl.float32))
-    length = tl.load(row + 1)
+    history, length = history_of(table)
     push_amax(history, length, tl.load(amaxes_ptr + tl.program_id(0)), LENGTH)
 
 
@@ -51,20 +56,8 @@ def past(history, length, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 
 @triton.jit
 def past_kernel(table, amaxes_ptr, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    row = table + tl.program_id(0) * 2
-    history = tl.load(row).to(tl.pointer_type(tl.float32))
-    tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, tl.load(row + 1), MOST_RECENT, LENGTH))
-
-
-_CAPTURED: list[Tensor] = []
-"""Tables that CUDA graphs hold the addresses of."""
-
-
-@lru_cache(maxsize=4096)
-def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    # not from memory that can be paged out, which a copy would wait for
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    history, length = history_of(table)
+    tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, length, MOST_RECENT, LENGTH))
 
 
 def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
@@ -84,9 +77,6 @@ def pasts(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Te
 
 
 def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
-    """Addresses and lengths, int64 [n, 2] on the device, and a power of two that is no less than a length."""
-    rows = tuple([(history.data_ptr(), history.numel()) for history in histories])
-    table = _table(rows, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)
-    return table, triton.next_power_of_2(max([length for _, length in rows]))
+    """Addresses and lengths, int64 [2, n] on the device, and a power of two that is no less than a length."""
+    rows = tuple(map(Tensor.data_ptr, histories)), tuple(map(Tensor.numel, histories))  # of experts there are hundreds
+    return lasting_table(rows, device).tensor(), triton.next_power_of_2(max(rows[1]))

@@ -33,6 +33,7 @@ from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer.parameters import AdamPasses, adam_kernel_config, is_aligned, passes_of
 from quantshard.kernels.optimizer.stored import AdamParameter, ScaledTensor, StoredTensor
+from quantshard.kernels.tables import device_table
 from quantshard.numerics.adam import ROLES, Hyperparameters
 from quantshard.numerics.states import WEIGHT
 
@@ -184,7 +185,7 @@ class AdamLaunchPlan:
         firsts = (0, *accumulate(programs))
         table = [self._row(*row) for row in zip(members, across, firsts, strict=False)]
         entries = km.entry_of_program(tuple(programs), self.device)
-        return _KernelLaunch(kernel, how, members, km.device_table(table, self.device), entries, firsts[-1], redo)
+        return _KernelLaunch(kernel, how, members, device_table(table, self.device), entries, firsts[-1], redo)
 
     def _row(self, number: int, across: int, first: int) -> list[int]:
         p = self.parameters[number]
@@ -239,7 +240,7 @@ class AdamLaunchPlan:
                         0 if second is None else address(number, role, second.name),
                         0 if second is None else thing.components[second.name].data_ptr(),
                     ])  # fmt: skip
-        return [(rule, len(table), km.device_table(table, self.device)) for rule, table in rows.items()]
+        return [(rule, len(table), device_table(table, self.device)) for rule, table in rows.items()]
 
     def _history_tables(self) -> list[tuple[bool, int, Tensor]]:
         """Of delayed scaling: whether the newest amax counts, the longest history, and the table."""
@@ -254,7 +255,7 @@ class AdamLaunchPlan:
                     number, thing.history.data_ptr(), thing.history.numel(), address(number, role, _USED),
                     address(number, role, copy.scale.name), address(number, role, _REDO),
                 ])  # fmt: skip
-        return [(key, max(row[2] for row in table), km.device_table(table, self.device)) for key, table in rows.items()]
+        return [(key, max(row[2] for row in table), device_table(table, self.device)) for key, table in rows.items()]
 
     # A step ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -17,21 +18,63 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import Copy, Encoding
+from quantshard.formats import ALL, Copy, Encoding
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import AMAX_NUMBERS, amaxes_of, cells
 from quantshard.recipe import Cell, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY
+from quantshard.tensor.storage import KEY, QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.kernels.experts import grouped as grouped_kernel
     from quantshard.kernels.experts import grouped_matmul
     from quantshard.kernels.experts.grouped import ExpertSegments
-    from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertWeights
+    from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
     from quantshard.kernels.quantize import scales
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
+
+
+class ExpertsReader:
+    """Reads the weights of a layer of experts for kernels, and remembers what it found: while the storages are these,
+    their components lie where they lay. What FSDP2 gathered does not stay there, and is looked at each time.
+    """
+
+    def __init__(self) -> None:
+        self._storages: list[ReferenceType[QuantizedStorage]] = []
+        self._cell: Cell | None = None
+        self._found: ExpertWeights | None = None
+
+    def __reduce__(self) -> Any:
+        return ExpertsReader, ()  # a copy of a module has other weights
+
+    def read(self, weights: Sequence[QuantizedTensor], cell: Cell | None) -> ExpertWeights | None:
+        """Weights as kernels read them; None unless they are quantized by `cell`, alike, and all of each is there."""
+        storages = [weight.quantized_storage for weight in weights]
+        if self._found is not None and self._cell == cell and [known() for known in self._storages] == storages:
+            return self._found
+        self._found = None
+        found = None if cell is None else _as_kernels_read(storages, cell)
+        if not any([storage.gathered for storage in storages]):
+            self._storages, self._cell, self._found = list(map(ref, storages)), cell, found
+        return found
+
+
+def _as_kernels_read(storages: Sequence[QuantizedStorage], cell: Cell) -> ExpertWeights | None:
+    copy, extents = cell.format.copies[Copy.ROWWISE], storages[0].shard.extents
+    for storage in storages:
+        if storage.shard.extents != extents or (storage.cell is not cell and storage.cell != cell):
+            return None
+    codes, scale = ([each.components[name] for each in storages] for name in (copy.codes.name, copy.scale.name))
+    if not _lie_together(codes + scale, codes[0].get_device()):
+        return None
+    square = copy.block[0]
+    return ExpertWeights.of(codes, scale, copy.codes.encoding, 0 if square == ALL else square)
+
+
+def _lie_together(tensors: Sequence[Tensor], device: int) -> bool:
+    """Whether all are contiguous and on one device."""
+    return set(map(Tensor.get_device, tensors)) == {device} and all(map(Tensor.is_contiguous, tensors))
 
 
 class ExpertsLayer(NamedTuple):
@@ -40,6 +83,7 @@ class ExpertsLayer(NamedTuple):
     `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `block`: elements under one
     scale, along the summed dim; 0 if each expert has one. `histories`: by role, those of each expert under delayed
     scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom they are reduced over.
+    `reader`: reads the weights.
     """
 
     weights: Sequence[QuantizedTensor]
@@ -50,6 +94,7 @@ class ExpertsLayer(NamedTuple):
     histories: Mapping[TensorRole, Sequence[Tensor]]
     record: bool
     amax_group: process_groups.Groups
+    reader: ExpertsReader
 
     def past(self, role: TensorRole) -> Tensor | None:
         """The amaxes to scale by, float32 [experts], under delayed scaling. Of an input those of the first forward."""
@@ -117,37 +162,33 @@ class ExpertsLayer(NamedTuple):
             amaxes_of(role).note_all(keys, AMAX_NUMBERS[role], self.histories[role], seen, self.amax_group)
         return EncodedRows(codes, stored, copy.codes.encoding)
 
-    def operands(self, weights: Sequence[QuantizedTensor], biases: Sequence[Tensor] = ()) -> ExpertWeights:
-        """Weights as kernels read them."""
-        copy = weights[0].quantized_storage.cell.format.copies[Copy.ROWWISE]
-        codes, scale = copy.codes.name, copy.scale.name
-        parts = [weight.quantized_storage.components for weight in weights]
-        return ExpertWeights(
-            [p[codes] for p in parts], [p[scale] for p in parts], biases, copy.codes.encoding, self.block
-        )
+    def operands(self) -> ExpertWeights:
+        """The weights as kernels read them."""
+        found = self.reader.read(self.weights, self.call.recipe.weight)
+        assert found is not None, "`are_readable` said so"
+        return found
 
 
 def are_readable(
-    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: Cell | None, x: Tensor
+    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: Cell | None, x: Tensor, reader: ExpertsReader
 ) -> TypeGuard[Sequence[QuantizedTensor]]:
     """Whether kernels can read these weights and biases: quantized by `cell`, alike, all of each where x is.
 
     Not those that `QuantizedModule.weight_operand` would refuse, nor pieces.
     """
-    kinds, bias_dtypes, parts = set(), {bias.dtype for bias in biases}, list(biases)
-    for weight in weights:
-        if not isinstance(weight, QuantizedTensor):
-            return False
-        storage = weight.quantized_storage
-        if (storage.cell is not cell and storage.cell != cell) or storage.is_stale:
-            return False
-        kinds.add((storage.shard.shape, weight.dtype))
-        parts += storage.components.values()
-    dtypes = bias_dtypes | {dtype for _, dtype in kinds}
-    if len(kinds) != 1 or len(bias_dtypes) > 1 or not dtypes.issubset(kernel_dispatch.KERNEL_DTYPES):
+    if set(map(type, weights)) != {QuantizedTensor}:
         return False
-    # numbers of devices cost less to compare than these
-    return {part.get_device() for part in parts} == {x.get_device()} and all(part.is_contiguous() for part in parts)
+    quantized = cast("Sequence[QuantizedTensor]", weights)
+    dtypes, bias_dtypes = {weight.dtype for weight in quantized}, {bias.dtype for bias in biases}
+    if len(dtypes) > 1 or len(bias_dtypes) > 1 or not (dtypes | bias_dtypes).issubset(kernel_dispatch.KERNEL_DTYPES):
+        return False
+    if biases and not _lie_together(biases, x.get_device()):
+        return False
+    gathered = [storage for weight in quantized if (storage := weight.quantized_storage).gathered]
+    if any([storage.is_stale for storage in gathered]):
+        return False
+    found = reader.read(quantized, cell)
+    return found is not None and found.table.device == x.device
 
 
 def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
@@ -176,8 +217,8 @@ class _ExpertsFunction(torch.autograd.Function):
             context.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x.device)
         read, kept = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
-        weights = layer.operands(layer.weights, layer.biases)
-        y = grouped_matmul.rows_times_weights(read, weights, segments, x.dtype, transposed=True)
+        biases = ExpertBias.of(layer.biases) if layer.biases else None
+        y = grouped_matmul.rows_times_weights(read, layer.operands(), segments, x.dtype, transposed=True, biases=biases)
         bias_dtype = layer.biases[0].dtype if layer.biases else None
         ctx.saved = _ExpertsBackward(
             layer._replace(weights=(), biases=()), segments, kept.encoding, x.dtype, bias_dtype
@@ -211,12 +252,13 @@ def _gradients(
     read, transposed = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
     dx = None
     if needs_x:
-        dx = grouped_matmul.rows_times_weights(read, layer.operands(weights), segments, saved.dtype, transposed=False)
+        dx = grouped_matmul.rows_times_weights(read, layer.operands(), segments, saved.dtype, transposed=False)
     found: list[Tensor | None] = [None] * len(needs)
     if needs_weights:
         dws = grouped_matmul.weight_gradients(transposed, x, segments, weights[0].dtype)
         found[:count] = dws.unbind()
     if any(needs[count:]):
         found[count:] = grouped_kernel.expert_sums(grad, segments).to(saved.bias_dtype).unbind()
-    wanted = (value if needed else None for value, needed in zip(found, needs, strict=True))
-    return dx, None, None, *wanted
+    if not all(needs):
+        found = [value if needed else None for value, needed in zip(found, needs, strict=True)]
+    return dx, None, None, *found

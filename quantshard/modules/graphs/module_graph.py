@@ -32,9 +32,9 @@ from quantshard.modules.graphs.arguments import CONSTANTS, GraphArguments, leave
 class AmaxNotes(NamedTuple):
     """Amaxes [n] that a pass notes for n different histories, of one `number` and to be reduced over one group."""
 
-    keys: list[Tensor]
+    keys: Sequence[Tensor]
     number: int
-    histories: list[Tensor]
+    histories: Sequence[Tensor]
     amaxes: Tensor
     group: Groups
 
@@ -48,15 +48,57 @@ class AmaxRecord(PendingAmaxes):
     def notes(self) -> list[AmaxNotes]:
         """All of them, those of a number and a group in one tensor, which a replay of the graph writes."""
         alike: dict[tuple[int, Groups], list[PendingHistory]] = {}
+        joint = self.take_joint()
         for each in self.histories():
             alike.setdefault((each.number, each.group), []).append(each)
-        return [
+        return [AmaxNotes(each.keys, each.number, each.histories, each.amaxes[0], each.group) for each in joint] + [
             AmaxNotes(
                 [each.key for each in found], number, [each.history for each in found],
                 torch.stack(merged_slots([each.slots for each in found])), group,
             )
             for (number, group), found in alike.items()
         ]  # fmt: skip
+
+
+class GradientCopy:
+    """Copies of gradients that each replay writes anew, one for all that are the parts of one tensor: those of a layer
+    of many experts are."""
+
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+        self._count, self._joint = len(grads), []
+        self._alone = {index: grad for index, grad in enumerate(grads) if grad is not None}
+        alike: dict[int, list[int]] = {}
+        for index, grad in self._alone.items():
+            if type(grad) is Tensor and grad.numel() > 0:  # a DTensor has no memory to look at
+                alike.setdefault(grad.untyped_storage().data_ptr(), []).append(index)
+        for members in alike.values():
+            whole = _joined([self._alone[index] for index in members])
+            if whole is not None:
+                self._joint.append((whole, members))
+                for index in members:
+                    del self._alone[index]
+
+    def copies(self) -> list[Tensor | None]:
+        """As they are now, None where there is none."""
+        found: list[Tensor | None] = [None] * self._count
+        for whole, members in self._joint:
+            for index, part in zip(members, whole.clone().unbind(), strict=True):
+                found[index] = part
+        for index, grad in self._alone.items():
+            found[index] = grad.clone()
+        return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor [parts, ...] that several tensors of one memory are the parts of, in order; None if they are not."""
+    first = parts[0]
+    if len(parts) == 1 or not first.is_contiguous():
+        return None
+    for index, part in enumerate(parts):
+        alike = (part.shape, part.dtype, part.stride()) == (first.shape, first.dtype, first.stride())
+        if not alike or part.storage_offset() != first.storage_offset() + index * first.numel():
+            return None
+    return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
 
 
 @dataclass
@@ -183,6 +225,9 @@ class ModuleGraph:
         """Record the backward."""
         if any(grad is not None for grad in self._grad_outputs):
             self._backward_graph, self._grads = recorder.record(self._backward)
+            found = dict(zip((id(tensor) for _, tensor in self._trained()), self._grads.tensors, strict=True))
+            named = (*self.arguments.named, *self._params)
+            self._copies = GradientCopy([found.get(id(tensor)) for _, tensor in named])
         self._ends = []
 
     def _forward(self) -> PassRecord:
@@ -292,11 +337,8 @@ class ModuleGraph:
         if self._grads.notes:
             context.flush_after_backward()
             self._grads.note(context.backward_amaxes)
-        found = dict(zip((id(tensor) for _, tensor in self._trained()), self._grads.tensors, strict=True))
-        of_inputs = [found.get(id(tensor)) for _, tensor in self.arguments.named]
-        of_params = [found[id(param)] for _, param in self._params]
         # autograd takes them for .grad, of leaves further up too, where the nodes between hand gradients on
-        return [None if grad is None else grad.clone() for grad in (*of_inputs, *of_params)]
+        return self._copies.copies()
 
 
 def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:
