@@ -36,7 +36,7 @@ test-quick: $(STAMP)  ## Run the tests that start no process groups and are not 
 
 GPU_TESTS := tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity.py tests/numerics/test_numerics.py \
   tests/test_compute.py tests/collectives/test_amax.py tests/compat/test_transformer_engine.py \
-  $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py make_graphed.py) \
+  $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py make_graphed.py reduce_overhead.py) \
   $(addprefix tests/optimizers/test_,changed_parameters.py on_kernels.py capturable.py) \
   $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py identity.py no_sync.py recompute.py \
   sixteen_bits.py snippets.py tensor_parallel.py torch_autocast.py)

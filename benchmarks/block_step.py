@@ -63,7 +63,8 @@ class Shape:
 
 
 class Variant(NamedTuple):
-    """`name` is made of the others. `recomputes`: with recompute_activation=True. `graphed`: layers are captured."""
+    """`name` is made of the others. `recomputes`: with recompute_activation=True. `graphed`: in CUDA graphs, by
+    make_graphed_callables, or, where it is compiled too, by mode="reduce-overhead"."""
 
     family: str
     recipe: str
@@ -91,7 +92,7 @@ def variants(compile_ours: bool, recompute_ours: bool, graph_ours: bool) -> list
     plain = [Variant("bf16", "bf16", compiled) for compiled in (False, True)]
     torchao = [Variant("torchao", recipe, True) for recipe in ("tensorwise", "rowwise")]
     ways = [(False, False, False)] + [(True, False, False)] * compile_ours + [(False, True, False)] * recompute_ours
-    ways += [(False, False, True)] * graph_ours
+    ways += [(False, False, True)] * graph_ours + [(True, False, True)] * (compile_ours and graph_ours)
     return plain + torchao + [Variant("ours", recipe, *way) for recipe in RECIPES for way in ways]
 
 
@@ -226,9 +227,10 @@ class Subject:
             to_float8(self.model, variant.recipe, shape)
         self.call: Callable[[Tensor], Tensor] = self.model
         if variant.compiled:
-            self.call = torch.compile(self.model, backend=compiler)
+            mode = "reduce-overhead" if variant.graphed else None
+            self.call = torch.compile(self.model, backend=compiler, mode=mode)
         self.x, self.dy = data(shape)
-        if variant.graphed:
+        if variant.graphed and not variant.compiled:
             capture(self.model, self.x, variant.recipe)
         for _ in range(3):
             self.step()
@@ -408,7 +410,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of variants, or patterns, with commas")
     parser.add_argument("--compile-ours", action="store_true", help="ours under torch.compile too")
-    parser.add_argument("--graph-ours", action="store_true", help="ours with captured layers too")
+    parser.add_argument("--graph-ours", action="store_true", help="ours in CUDA graphs too, compiled or not")
     parser.add_argument("--recompute-ours", action="store_true", help="ours with recompute_activation=True too")
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--same-attention", default="", help="that of the second table; 'none' for no such table")

@@ -8,7 +8,7 @@ would do more than multiply, since it has hooks, was wrapped or exchanged, its c
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -187,6 +187,11 @@ class FusedGatedMLP(nn.Module):
     def _layer_of(self, name: str) -> ConvertedLinear:
         return cast(ConvertedLinear, self.get_submodule(name.removesuffix(".weight")))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self._handle = operator_arguments.handle_beside(self, self._handle)
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _renew(self)  # a copy is another module
@@ -204,7 +209,8 @@ def _tell_of_calls(mlp: str, layer: str, why: str, setting: str) -> None:
 
 
 def _renew(module: nn.Module) -> None:
-    cast(Any, module)._handle = operator_arguments.handle(cast(operator_arguments.LinearModule, module))
+    device = next(module.parameters()).device
+    cast(Any, module)._handle = operator_arguments.handle(cast(operator_arguments.LinearModule, module), device)
 
 
 def _fused(plain: type[nn.Module]) -> type[nn.Module]:

@@ -11,13 +11,16 @@ import torch.fx.traceback
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from quantshard.private_torch.lookup import missing, needs_attributes, private_name
+from quantshard.private_torch.lookup import missing, needs_attributes, private_name, private_name_later
 
 _task_id = private_name("torch._C._current_graph_task_id", "telling forward from backward, and so every layer,")
 _engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
-_register_effect = private_name("torch._higher_order_ops.effects._register_effectful_op", "torch.compile of a layer")
-_ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", "torch.compile of a layer")
+_COMPILED = "torch.compile of a layer"
+_inductor = private_name_later("torch._inductor.utils", _COMPILED)
+_unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)
+_register_effect = private_name("torch._higher_order_ops.effects._register_effectful_op", _COMPILED)
+_ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", _COMPILED)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -202,6 +205,16 @@ def constant_in_graphs(function: Any) -> Any:
     return function
 
 
+def keep_address(tensor: Tensor) -> Tensor:
+    """Tell torch.compile that a tensor which a function finds is not to be copied to another address, where a CUDA
+    graph would have it: of another address there is another CUDA graph.
+
+    This is the mark that `torch._dynamo.mark_static_address(tensor, guard=False)` sets; that imports all of Dynamo.
+    """
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    return tensor
+
+
 def keep_order(operator: Any) -> None:
     """Tell torch.compile that an operator does more than it returns: calls are neither dropped, merged nor reordered.
 
@@ -213,13 +226,20 @@ def keep_order(operator: Any) -> None:
 
 
 def check_order_is_kept() -> None:
-    """Called where such an operator is put into a graph.
+    """Called where such an operator is put into a graph: from now on Inductor cuts CUDA graphs at all such operators,
+    since their replays would do nothing but what they return.
+
+    It cuts at operators with the tag `cudagraph_unsafe`, but in a graph stands another around one that keeps its order
+    (torch 2.11 to 2.13), which has no tags. What it puts in the list by name it knows with what it returns, unlike
+    that of its option `custom_should_partition_ops`. Told in tracing: it takes a second to import.
 
     Raises:
         TorchVersionError: this version of PyTorch was not told of it.
     """
-    if (error := missing(_register_effect, _ordered)) is not None:
+    unsafe = _unsafe()
+    if (error := missing(_register_effect, _ordered, unsafe)) is not None:
         raise error
+    _inductor().FORBIDDEN_CUDAGRAPH_OPS = unsafe | {"with_effects"}
 
 
 def is_recomputed_in_graph() -> bool:

@@ -43,6 +43,12 @@ def private_name(path: str, feature: str, instead: str = "") -> Any:
         return MissingName(path, feature, instead)
 
 
+def private_name_later(path: str, feature: str) -> Callable[[], Any]:
+    """`private_name`, looked up by a call of what is returned: where it lies takes long to import."""
+    NAMES[path] = feature
+    return functools.partial(private_name, path, feature)
+
+
 def resolve_name(path: str) -> Any:
     """What PyTorch has by a dotted name.
 

@@ -103,7 +103,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         self._vectors: dict[str, float] = {}
         self._born_states: dict[str, dict[str, Tensor]] = {}
         self._awaits_values = self_device.type == "meta"
-        self._handle = operator_arguments.handle(self)
+        self._handle = operator_arguments.handle(self, self_device)
 
     # Birth -----------------------------------------------------------------------------------------------------------
 
@@ -269,6 +269,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
             storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
+        self._handle = operator_arguments.handle_beside(self, self._handle)
         self._check_dtypes()
         return self
 
@@ -478,7 +479,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle = operator_arguments.handle(self)  # a copy is another module
+        self._handle = operator_arguments.handle(self, self._handle.device)  # a copy is another module
 
 
 def _empty_history(length: int, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, is_told
 from quantshard.modules.contexts import context_warnings
 from quantshard.modules.contexts.context_warnings import InitWatch
-from quantshard.recipe import HighPrecision, Recipe, resolve
+from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,13 @@ def counts_calls(name: str) -> bool:
     return recipe.is_delayed or recipe.input_draws
 
 
+def counts_backwards(name: str) -> bool:
+    """True if each backward under the setting of that name counts: it notes amaxes, or draws random words."""
+    recipe = _settings[name].recipe
+    cells = recipe.activations[TensorRole.GRAD_OUTPUT]
+    return recipe.is_delayed or any(cell and cell.scaling.stochastic_rounding for cell in cells)
+
+
 def setting(name: str) -> AutocastSetting:
     """The setting of that name, its group resolved: None where nothing is delayed, and without process groups."""
     known, group = _settings[name], None
@@ -208,7 +215,7 @@ def drop_failed_backward() -> None:
         backward_amaxes.drop()
 
 
-@torch.library.custom_op("quantshard::record_forward_amaxes", mutates_args=())
+@torch.library.custom_op("quantshard::record_forward_amaxes", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _record_forward_amaxes() -> Tensor:
     """What leaving the outermost autocast does, as a step of a compiled graph. The result is empty.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -36,14 +35,23 @@ class LinearModule(Protocol):
 
 
 _modules: WeakValueDictionary[int, LinearModule] = WeakValueDictionary()
-_numbers = count()
+"""By the addresses of their handles."""
 
 
-def handle(module: LinearModule) -> Tensor:
-    """A number for a module, as an int64 tensor: one graph serves all values of a tensor, but not of an int."""
-    number = next(_numbers)
-    _modules[number] = module
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
+def handle(module: LinearModule, device: torch.device) -> Tensor:
+    """A tensor that stands for a module by its address: one compiled graph serves all of them, as it would not all
+    values of an int, and a CUDA graph holds what a GPU has. It is read without waiting for one. `device`: where the
+    weights are."""
+    found = torch.empty(1, dtype=torch.uint8, device="cpu" if device.type == "meta" else device)
+    if not private_torch.is_traced(found):
+        _modules[private_torch.keep_address(found).data_ptr()] = module
+    return found
+
+
+def handle_beside(module: Any, known: Tensor) -> Tensor:
+    """The handle that a module has, or another, where its parameters have moved."""
+    device = next((param.device for param in module.parameters()), known.device)
+    return known if device == known.device or device.type == "meta" else handle(module, device)
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -78,7 +86,7 @@ class LayerArguments(NamedTuple):
 
     def states(self) -> tuple[LinearModule, list[LinearState]]:
         """The module, and the state of each layer."""
-        module, structure = _modules.get(int(self.module)), self.structure
+        module, structure = _modules.get(self.module.data_ptr()), self.structure
         if module is None:
             raise UnsupportedOperationError(
                 f"the module of the compiled layer of {structure.names!r} was deleted before backward ran; keep a "

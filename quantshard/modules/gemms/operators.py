@@ -3,12 +3,17 @@
 Quantizing, noting amaxes and counting random draws stay out of the compiled graph, so a compiled layer has the bits of
 an uncompiled one by construction, and what lies between operators is what is compiled. An operator takes tensors and
 numbers: so the module goes in as a handle, what is fixed by a key, a quantized weight as its components. What backward
-needs it returns behind its results. Of each step that `register_step` makes known there are three:
+needs it returns behind its results. Of each step that `register_step` makes known there are four:
 
-    NAME             forward; it may run again in backward where a compiled function checkpoints
-    NAME_recording   the same where it notes amaxes, as under delayed scaling, or draws random words: never twice, nor
-                     once for two calls, nor out of order
-    NAME_backward    backward, which notes amaxes and takes random draws: likewise
+    NAME                      forward; it may run again in backward where a compiled function checkpoints
+    NAME_recording            the same where it notes amaxes, as under delayed scaling, or draws random words: never
+                              twice, nor once for two calls, nor out of order, nor in a CUDA graph, whose replays would
+                              scale by the amaxes of the capture and note none
+    NAME_backward             backward
+    NAME_backward_recording   the same where it notes amaxes or draws random words: likewise
+
+What does not record computes of tensors that it is given, on their device: a CUDA graph may hold it
+(`mode="reduce-overhead"`).
 """
 
 from __future__ import annotations
@@ -142,7 +147,8 @@ def _gradients(step: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ..
     of_outputs, of_total = functional.filled(grads[: len(last)], last), grads[len(last)] if ctx.is_added else None
     found = [of_total] if need_front[0] else []
     if of_outputs:
-        found = getattr(torch.ops.quantshard, f"{step}_backward")(
+        suffix = "_backward_recording" if context.counts_backwards(layers.structure.setting) else "_backward"
+        found = getattr(torch.ops.quantshard, step + suffix)(
             of_outputs, *layers, x, saved, of_total, ctx.x_shape, need_front, need.layers.plain, need_biases
         )
     left = iter(found)
@@ -226,21 +232,21 @@ def _backward_shapes(*arguments: Any) -> list[Tensor]:
 
 def register_step(name: str, forward: ForwardOf, backward: BackwardOf) -> None:
     """Make the operators of a step known."""
-    for suffix, schema, body, shapes in (
+    for kind, schema, body, shapes in (
         ("", FORWARD, partial(_forward, forward), _forward_shapes),
-        ("_recording", FORWARD, partial(_forward, forward), _forward_shapes),
         ("_backward", BACKWARD, partial(_backward, backward), _backward_shapes),
     ):
-        full = f"quantshard::{name}{suffix}"
-        torch.library.define(full, schema)
-        torch.library.impl(full, "default", body)
-        torch.library.register_fake(full, shapes)
-        operator = getattr(torch.ops.quantshard, name + suffix).default
-        _with_components(operator)
-        if suffix != "_backward":
-            torch.library.register_autograd(full, partial(_gradients, name), setup_context=_keep)
-        if suffix:
-            private_torch.keep_order(operator)
+        for records in (False, True):
+            full = f"quantshard::{name}{kind}" + ("_recording" if records else "")
+            torch.library.define(full, schema, tags=(torch.Tag.cudagraph_unsafe,) if records else ())
+            torch.library.impl(full, "default", body)
+            torch.library.register_fake(full, shapes)
+            operator = getattr(torch.ops.quantshard, full.removeprefix("quantshard::")).default
+            _with_components(operator)
+            if not kind:
+                torch.library.register_autograd(full, partial(_gradients, name), setup_context=_keep)
+            if records:
+                private_torch.keep_order(operator)
 
 
 def _with_components(operator: Any) -> None:
