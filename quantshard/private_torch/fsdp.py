@@ -33,6 +33,12 @@ class FsdpPlan:
         group = None if self.group is None else self.group()
         return group is not None and self.frees_between_passes and not _frees_between_passes(group)
 
+    @needs_attributes(_GATHERS)
+    def gathers_for_a_pass(self) -> bool:
+        """True if what FSDP2 gathers now is freed at the end of a pass over its module: not by a call of `unshard`."""
+        group = None if self.group is None else self.group()
+        return group is not None and _frees_between_passes(group) and group._training_state.name != "IDLE"
+
 
 def _frees_between_passes(group: Any) -> bool:
     return bool(group._reshard_after_forward and group.reshard_after_backward)
