@@ -34,10 +34,10 @@ class FsdpPlan:
         return group is not None and self.frees_between_passes and not _frees_between_passes(group)
 
     @needs_attributes(_GATHERS)
-    def gathers_for_a_pass(self) -> bool:
-        """True if what FSDP2 gathers now is freed at the end of a pass over its module: not by a call of `unshard`."""
+    def frees_after_passes(self) -> bool:
+        """True if FSDP2 frees it after each pass, as it was told by now."""
         group = None if self.group is None else self.group()
-        return group is not None and _frees_between_passes(group) and group._training_state.name != "IDLE"
+        return group is not None and _frees_between_passes(group)
 
 
 def _frees_between_passes(group: Any) -> bool:

@@ -273,9 +273,10 @@ class QuantizedTensor(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The gathered weight: gathered components alias FSDP2's buffers. Resident ones are the shard's for one pass,
-        and copies of them if the weight may stay gathered over an optimizer's step."""
-        gathered = _assemble(metadata, all_gather_outputs, _fsdp_plan(self).gathers_for_a_pass())
+        """The gathered weight: gathered components alias FSDP2's buffers. Resident ones are copied from the shard, but
+        in a backward after which FSDP2 frees it they are the shard's: a forward may be a call of `unshard`."""
+        for_a_pass = private_torch.in_backward() and _fsdp_plan(self).frees_after_passes()
+        gathered = _assemble(metadata, all_gather_outputs, for_a_pass)
         if out is not None:  # FSDP2 filled the first gather's buffers again; under TP a DTensor
             unsharded: Any = private_torch.local_tensor(out)
             unsharded.quantized_storage.take(gathered)

@@ -73,7 +73,7 @@ def two_ranks_played() -> Iterator[None]:
 class Training:
     """Two sharded transformer layers, their optimizer, and the tensors that a captured step reads and writes."""
 
-    def __init__(self, recipe: str, prefetches: bool = True) -> None:
+    def __init__(self, recipe: str) -> None:
         torch.manual_seed(5)
         with qs.quantized_model_init(recipe=RECIPES[recipe]):
             layers = [
@@ -92,7 +92,8 @@ class Training:
                 assert isinstance(module, FSDPModule)
                 module.set_custom_all_gather(PlayedGather())  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(PlayedReduction())  # type: ignore[arg-type]
-        for layer, following in pairwise(layers) if prefetches else ():
+        for layer, following in pairwise(layers):
+            assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
             layer.set_modules_to_forward_prefetch([following])
         self.recipe = recipe
         self.optimizer = FusedAdam(self.model.named_parameters(), lr=1e-3, weight_decay=0.1, capturable=True)
