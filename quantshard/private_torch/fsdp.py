@@ -33,6 +33,12 @@ class FsdpPlan:
         group = None if self.group is None else self.group()
         return group is not None and self.frees_between_passes and not _frees_between_passes(group)
 
+    @needs_attributes(_GATHERS)
+    def frees_after_passes(self) -> bool:
+        """True if FSDP2 frees it after each pass, as it was told by now."""
+        group = None if self.group is None else self.group()
+        return group is not None and _frees_between_passes(group)
+
 
 def _frees_between_passes(group: Any) -> bool:
     return bool(group._reshard_after_forward and group.reshard_after_backward)

@@ -14,6 +14,7 @@ placeholder, whose storage `copy_` fills.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import limits, private_torch, sharding
+from quantshard import kernel_dispatch, limits, private_torch, sharding
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import Copy
 from quantshard.recipe import Cell
@@ -272,13 +273,21 @@ class QuantizedTensor(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The gathered weight: gathered components alias FSDP2's buffers, resident ones are copied from the shard."""
-        gathered = _assemble(metadata, all_gather_outputs)
+        """The gathered weight: gathered components alias FSDP2's buffers. Resident ones are copied from the shard, but
+        in a backward after which FSDP2 frees it they are the shard's: a forward may be a call of `unshard`."""
+        for_a_pass = private_torch.in_backward() and _fsdp_plan(self).frees_after_passes()
+        gathered = _assemble(metadata, all_gather_outputs, for_a_pass)
         if out is not None:  # FSDP2 filled the first gather's buffers again; under TP a DTensor
             unsharded: Any = private_torch.local_tensor(out)
             unsharded.quantized_storage.take(gathered)
             return None
-        return QuantizedTensor(gathered, param_dtype), ()  # FSDP2 frees its own buffers; the few cloned scales may stay
+        return QuantizedTensor(gathered, param_dtype), ()  # FSDP2 frees its own buffers; the few scales may stay
+
+
+# FSDP2 asks for it at each gather, and inspect is slow where it is not written down
+QuantizedTensor.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    QuantizedTensor.fsdp_pre_all_gather
+)
 
 
 def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
@@ -353,18 +362,20 @@ def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
 
 
 def _padded(storage: QuantizedStorage, slot: sharding.GatherSlot) -> Tensor:
+    """What is sent in a slot; nobody reads what fills it up."""
     reference = next(iter(storage.components.values()))
     if slot.name is None:  # only in formats of two copies, which store bytes alone: the dtype of any component is right
-        return reference.new_zeros(slot.numel)
+        return reference.new_empty(slot.numel)
     part = storage.components[slot.name]
     if part.numel() == slot.numel:
         return part.reshape(-1)
-    padded = part.new_zeros(slot.numel)
+    padded = part.new_empty(slot.numel)
     padded[: part.numel()] = part.reshape(-1)
     return padded
 
 
-def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
+def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...], for_a_pass: bool) -> QuantizedStorage:
+    """`for_a_pass`: nothing writes to the shard while the result is in use."""
     local = gathering.storage
     shard = local.shard.before_cut()
     by_name = local.cell.format.by_name
@@ -376,17 +387,19 @@ def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...]) -> Quantiz
         rows = shard.component_shape(by_name[slot.name])[0]
         components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
     for name, part in local.components.items():
-        if part.is_cuda:  # CPU offload made it on FSDP2's stream, which must not reuse it before this one is done
+        if part.is_cuda and local.home is not local:
+            # CPU offload made it on FSDP2's stream, which must not reuse it before this one is done
             part.record_stream(torch.cuda.current_stream(part.device))
         if not gathering.slots:
             components[name] = part  # a mesh of one rank
         elif not local.shard.gathers(by_name[name]):
             # A few scales. Where FSDP2 keeps gathered codes over an optimizer's step, which writes the shard's scales
             # in place, old codes must not meet new scales.
-            components[name] = part.clone()
+            components[name] = part if for_a_pass else part.clone()
     # CPU offload gathers from a copy of the shard on another device; the draws to count are those of the shard
     return QuantizedStorage(
         local.cell, shard, components, local.home.state, version=local.version, gathered=True,
+        captured=kernel_dispatch.is_capturing(),
         fetch=partial(_gather_copy, ref(local.home), gathering.mesh, local.device), source=ref(local.home),
     )  # fmt: skip
 
@@ -408,7 +421,7 @@ def _gather_copy(
         part = _padded(storage, slot)
         outputs.append(part.new_empty(mesh.size() * slot.numel))
         private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
-    return _assemble(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs)).components
+    return _assemble(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs), for_a_pass=False).components
 
 
 class _Dequantize(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, numerics, private_torch
-from quantshard.errors import UnsupportedOperationError
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import Copy, Role
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
@@ -44,9 +44,10 @@ class QuantizedStorage:
     the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that no other write
     has; the last write or load of new values gave it to this storage, or to the one that this is a copy of. `gathered`:
     this is FSDP2's copy of the whole weight, which lasts until a reshard; it may hold only the quantized copy that the
-    pass needs, and `fetch` then gathers the components of another, a collective call. `source`: for a copy made by
-    a gather or a move, the storage that it was made from. `mesh`: the axis of tensor parallelism, of a piece that this
-    alone cut. Pieces that FSDP2 cuts have none: their DTensors are found among FSDP2's parameters.
+    pass needs, and `fetch` then gathers the components of another, a collective call. `captured`: that copy is one that
+    a CUDA graph gathers in each replay. `source`: for a copy made by a gather or a move, the storage that it was made
+    from. `mesh`: the axis of tensor parallelism, of a piece that this alone cut. Pieces that FSDP2 cuts have none:
+    their DTensors are found among FSDP2's parameters.
     """
 
     cell: Cell
@@ -56,6 +57,7 @@ class QuantizedStorage:
     high_precision: Tensor | None = None
     version: int = 0
     gathered: bool = False
+    captured: bool = False
     fetch: Callable[[Copy], dict[str, Tensor]] | None = None
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
@@ -90,6 +92,26 @@ class QuantizedStorage:
     def is_stale(self) -> bool:
         """True if new values were written to the shard since this copy was gathered from it."""
         return self.gathered and self.version != self.home.version
+
+    def check_captured(self, owner: str) -> None:
+        """Of a gathered copy: raise unless a CUDA graph that is captured now, and no other, gathers it.
+
+        Raises:
+            ConfigurationError: naming the weight, `owner`.
+        """
+        if self.captured is (is_capturing := kernel_dispatch.is_capturing()):
+            return
+        if self.captured:
+            raise ConfigurationError(
+                f"{owner} was gathered by FSDP while a CUDA graph was captured, so it has values in replays only; "
+                "capture forward and backward in one graph, or call reshard() on the FSDP-wrapped module after it"
+            )
+        if is_capturing and torch.is_grad_enabled():
+            raise ConfigurationError(
+                f"{owner} was gathered by FSDP before the capture of this CUDA graph, so all replays would use its "
+                "values of now; call reshard() on the FSDP-wrapped module before the capture: a forward without a "
+                "backward leaves weights gathered"
+            )
 
     @property
     def is_unwritten(self) -> bool:
@@ -144,7 +166,7 @@ class QuantizedStorage:
     def clone(self) -> QuantizedStorage:
         """An independent copy, of the state too."""
         state = {name: value.clone() for name, value in self.state.items()}
-        return replace(self.map(torch.clone), state=state, gathered=False, fetch=None, source=None)
+        return replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
         """An independent copy on another device (None: the same one). The key stays on the CPU, which reads it."""
@@ -194,8 +216,8 @@ class QuantizedStorage:
         """Become another handle to what `source` holds now."""
         self.cell, self.shard, self.components = source.cell, source.shard, source.components
         self.state, self.high_precision = source.state, source.high_precision
-        self.version, self.gathered, self.fetch = source.version, source.gathered, source.fetch
-        self.source, self.mesh, self._in_place = source.source, source.mesh, source._in_place
+        self.version, self.gathered, self.captured = source.version, source.gathered, source.captured
+        self.fetch, self.source, self.mesh, self._in_place = source.fetch, source.source, source.mesh, source._in_place
         self._views = source._views
 
     @torch.no_grad()

@@ -176,7 +176,7 @@ def build(settings: TrainSettings, recipe: Recipe, mesh: DeviceMesh) -> Language
     tp_size = 1 if tp_mesh is None else tp_mesh.size()
     axes = MeshSpec(dp_shard=data_mesh.size(), tp=tp_size)
     model = LanguageModel(settings, recipe, "meta", tp_mesh, settings.divides_sequences(axes))
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # sums of gradients over processes and micro-batches
+    policy = MixedPrecisionPolicy(reduce_dtype=settings.torch_reduce_dtype)  # of sums over processes and micro-batches
     for layer in model.layers:
         fully_shard(layer, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
     fully_shard(model, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)

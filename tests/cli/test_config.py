@@ -61,6 +61,7 @@ def test_resolved_fills_in_what_follows():
         ({"weight_decay": float("nan")}, "weight_decay = nan"),
         ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, constant"),
         ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
     ],
 )
 def test_refused_in_one_line(change, says):

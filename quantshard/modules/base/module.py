@@ -449,7 +449,8 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
         Raises:
             RecipeMismatchError: it is stored in another format than the recipe's.
-            ConfigurationError: it was gathered before it was last written to, or was never given values.
+            ConfigurationError: it was gathered before it was last written to, or before this CUDA graph's capture, or
+                was never given values.
             FallbackError: under strict, its GEMMs would fall back.
         """
         recipe, stored = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
@@ -459,6 +460,8 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
                 "call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
+        if stored is not None and stored.gathered:
+            stored.check_captured(f"{type(self).__name__}.{name}")
         if stored is not None and stored.version == 0 and stored.is_unwritten and not weight.is_meta:
             raise ConfigurationError(
                 f"{context_warnings.name_of(self)}.{name} was never given values: to_empty took memory as it was, and "
