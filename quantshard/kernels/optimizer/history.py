@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantshard import private_torch
 from quantshard.kernels.launch import launch_kernel
 
 
@@ -56,10 +57,6 @@ def past_kernel(table, amaxes_ptr, STRIDE: tl.constexpr, MOST_RECENT: tl.constex
     tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, tl.load(row + 1), MOST_RECENT, LENGTH))
 
 
-_CAPTURED: list[Tensor] = []
-"""Tables that CUDA graphs hold the addresses of."""
-
-
 @lru_cache(maxsize=4096)
 def _table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     table = torch.tensor(rows, dtype=torch.int64)
@@ -88,5 +85,5 @@ def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tenso
     rows = tuple([(history.data_ptr(), history.numel()) for history in histories])
     table = _table(rows, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)
+        private_torch.keep_with(histories[0], table)  # the graph has its address, and is not replayed without these
     return table, triton.next_power_of_2(max([length for _, length in rows]))
