@@ -241,9 +241,8 @@ class ModuleGraph:
     def _results(self) -> list[Tensor]:
         """The outputs that a replay writes: all but those that are parameters or buffers, or parts of them."""
         owned = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
-        held = {each.untyped_storage().data_ptr() for each in owned if not isinstance(each, QuantizedTensor)}
-        plain = [each for each in self._outputs.tensors if each is not None and not isinstance(each, QuantizedTensor)]
-        return [each for each in plain if each.untyped_storage().data_ptr() not in held]
+        held = {_memory(each) for each in owned}
+        return [each for each in self._outputs.tensors if each is not None and _memory(each) not in held]
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         """What gradients are computed for."""
@@ -327,6 +326,13 @@ class ModuleGraph:
         of_params = [found[id(param)] for _, param in self._params]
         # autograd takes them for .grad, of leaves further up too, where the nodes between hand gradients on
         return [None if grad is None else grad.clone() for grad in (*of_inputs, *of_params)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the memory that a tensor is a part of begins."""
+    local = private_torch.local_tensor(tensor)
+    held = next(iter(local.quantized_storage.components.values())) if isinstance(local, QuantizedTensor) else local
+    return held.untyped_storage().data_ptr()
 
 
 def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:
