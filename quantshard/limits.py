@@ -161,8 +161,8 @@ REFUSALS: Final[dict[str, Limit]] = {
         "checkpoint inside of what is captured, with use_reentrant=False and preserve_rng_state=False",
     ),
     "overwritten activations": Limit(
-        "the backward of a captured callable does not run behind another forward of it, or of one captured before it, "
-        "nor twice",
+        "the backward of a captured callable does not run behind another forward of it, or of one captured before it "
+        "or by another call into the same pool, nor twice",
         "its activations lie at fixed addresses, and were written over",
         "call backward before the next forward, or capture a callable for each forward whose backward is still to come",
     ),

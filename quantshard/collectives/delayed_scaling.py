@@ -63,8 +63,6 @@ MISMATCHES = MismatchRecord(
 
 _MOST_ORDERS = 64
 """So many are remembered of the orders in which passes read histories."""
-_CAPTURED: list[Tensor] = []
-"""Slots that CUDA graphs hold the addresses of: several may be captured within one pass."""
 
 
 class PendingHistory(NamedTuple):
@@ -152,10 +150,18 @@ class PendingAmaxes:
         found = self._slots.get(name)
         if found is None:
             if not self._free.get(queue):
-                self._free[queue] = _new_slots(queue)
+                self._free[queue] = workspace.zero_scalars(queue[0])
             found = self._slots[name] = self._free[queue].pop()
             self._add(keys, number, histories, [found] * len(histories), group)
+            if queue[2]:
+                self._keep(found, histories)
         return found
+
+    def _keep(self, slot: Tensor, histories: Sequence[Tensor]) -> None:
+        """CUDA graphs hold its address, several if they are captured within one pass: it goes with the histories,
+        without which none of them is replayed."""
+        for history in histories:
+            private_torch.keep_with(history, slot)
 
     def note(self, key: Tensor, number: int, history: Tensor, amax: Tensor, group: Groups) -> None:
         """Note an amax (float32 scalar) for a history; a second one before `flush` is merged with the first by MAX."""
@@ -211,8 +217,9 @@ class PendingAmaxes:
     def flush(self) -> None:
         """Reduce all of them, one collective per group, and append each to its history.
 
-        Nothing waits for a GPU to say whether ranks agree: if they do not, it records nothing, and the next flush, or
-        who saves the state (`MISMATCHES`), raises the error.
+        It does not wait for a GPU to say whether ranks of this pass agree: if they do not, it records nothing, and the
+        next flush, an optimizer's step or who saves the state (`MISMATCHES`) raises the error. For what the pass before
+        found it waits, but for nothing that the GPU was given later.
 
         Raises:
             RankMismatchError: on every rank, if ranks of a group saw different modules, now or on a GPU in the flush
@@ -248,13 +255,6 @@ class PendingAmaxes:
         self._first = None
         for part in (self._noted, self._joint, self._slots, self._free, self._past):
             part.clear()
-
-
-def _new_slots(queue: LaunchQueue) -> list[Tensor]:
-    slots = workspace.zero_scalars(queue[0])
-    if queue[2]:
-        _CAPTURED.append(slots[0])
-    return slots
 
 
 def merged_slots(noted: list[list[Tensor]]) -> list[Tensor]:

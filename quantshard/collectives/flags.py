@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch
-from quantshard.errors import RankMismatchError
+from quantshard.errors import ConfigurationError, RankMismatchError
 
 DEFERRED_DEVICES = {"cuda"}
 """Types of the devices that run behind the host."""
@@ -38,8 +38,8 @@ class MismatchRecord:
 
     What a CPU finds is said by the next `check`. What a GPU finds is said by the first `check` after that, as all ranks
     of a group take the same ones in the same order: none may wait on its host for a collective that the others do not
-    come to; before it would, there is a `check`. A
-    captured CUDA graph notes it in each replay, for the first `check` after the next `add` that is not captured.
+    come to; before it would, there is a `check`. A captured CUDA graph notes it in each replay, for the first `check`
+    after the next `add` that is not captured, and for `settle`.
     """
 
     def __init__(self, message: str) -> None:
@@ -49,12 +49,19 @@ class MismatchRecord:
         self._is_captured = False
 
     def add(self, differs: Tensor) -> None:
-        """Note a bool scalar, equal on all ranks that it concerns."""
+        """Note a bool scalar, equal on all ranks that it concerns.
+
+        Raises:
+            ConfigurationError: the first of a device is added while a CUDA graph is captured.
+        """
         is_capturing = kernel_dispatch.is_capturing()
         found = self._found.get(differs.device)
         if found is None:
-            if is_capturing:  # memory of the graph has no value before a replay; nor is there a graph without a step
-                return
+            if is_capturing:  # memory of the graph has no value before a replay
+                raise ConfigurationError(
+                    "a CUDA graph is captured of what ranks must agree on, and none of it ran before; run a step "
+                    "before the capture"
+                )
             with torch.inference_mode(False):
                 found = self._found[differs.device] = torch.zeros((), dtype=torch.bool, device=differs.device)
         found.logical_or_(differs)

@@ -41,6 +41,21 @@ def capturable_(model: nn.Module) -> None:
 
 
 @contextmanager
+def capturable_unless_failed(models: Sequence[nn.Module]) -> Iterator[None]:
+    """`capturable_`, undone if what is inside fails; draws inside must be undone by then (`states_preserved`)."""
+    states = [state for model in models for _, state in _states(model).values()]
+    before = [state[DRAWS] for state in states]
+    try:
+        for model in models:
+            capturable_(model)
+        yield
+    except BaseException:
+        for state, draws in zip(states, before, strict=True):
+            state[DRAWS] = draws
+        raise
+
+
+@contextmanager
 def states_preserved(models: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """What forwards and backwards inside change besides gradients is afterwards as it was before: buffers, counts of
     draws, amax histories, and the random generators of the CPU and of `device`."""

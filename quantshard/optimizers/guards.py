@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.collectives.flags import PendingFlag
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
@@ -270,9 +271,11 @@ class GradientFlags:
         """Whether this step must be skipped since something is wrong with a gradient; counted in every group.
 
         Raises:
-            RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`.
+            RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`; the former also for what
+                delayed scaling found on the GPU in the passes before (`MISMATCHES`).
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
+        MISMATCHES.settle()  # the device has come to here, so nothing is waited for
         if bad:
             self.check_missing()
         for group in groups:

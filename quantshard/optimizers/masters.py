@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
+from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
 from quantshard.optimizers import guards, loading, options, parameter_registry
@@ -140,6 +141,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         return seed
 
     def _raise_for_bad_steps(self) -> None:
+        MISMATCHES.settle()
         self._remembered.check(self.param_groups, self._max_skipped_in_a_row)
 
     # State -----------------------------------------------------------------------------------------------------------

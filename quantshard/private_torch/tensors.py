@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantshard.private_torch.lookup import missing, private_name
 
@@ -31,6 +32,8 @@ _unfinished = private_name(
 _wrapper = private_name("torch.Tensor._make_wrapper_subclass", _TENSOR)
 _null_pointer = private_name("torch._C._set_throw_on_mutable_data_ptr", "telling who would read from a null pointer")
 _takes_data = private_name("torch._has_compatible_shallow_copy_type", "moving or casting a quantized tensor's module")
+
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 disabled_torch_function = private_name("torch._C._disabled_torch_function_impl", _TENSOR)
 """A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
@@ -111,6 +114,13 @@ def count_in_place_changes(tensors: Iterable[Tensor]) -> int:
         return sum([tensor._version for tensor in tensors])
     except RuntimeError:
         return 0
+
+
+def keep_with(owner: Tensor, other: Tensor) -> None:
+    """Keep a tensor alive as long as another one, for what has its address."""
+    kept = _kept.setdefault(owner, [])
+    if all(other is not each for each in kept):
+        kept.append(other)
 
 
 def takes_data(tensor: Tensor, value: Tensor) -> bool:

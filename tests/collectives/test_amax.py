@@ -1,5 +1,8 @@
 """Amax histories, the flat reduction and what is pending, in one process; the collectives are in tests/distributed."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from quantshard import QuantizedTensor, kernel_dispatch, requantize_
 from quantshard.collectives import flat_max as flat
 from quantshard.collectives.delayed_scaling import (
+    MISMATCHES,
     PendingAmaxes,
     history_amax,
     record_amax_,
@@ -17,6 +21,8 @@ from quantshard.collectives.flags import MismatchRecord
 from quantshard.collectives.flat_max import FlatMax, check_equal_on_ranks
 from quantshard.collectives.process_groups import sharding_group, united
 from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
+from quantshard.modules.graphs.module_graph import AmaxRecord
+from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import requantize
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization, shared_scales
@@ -524,6 +530,55 @@ def test_a_mismatch_in_a_captured_graph_is_told_when_the_state_is_read(monkeypat
         capturing = False
         assert told(record.check) == ""
         assert [told(lambda: tell(record)), told(record.settle)] == ["they differ", ""]  # noqa: B023
+
+
+def test_what_is_captured_before_any_step_is_refused(monkeypatch):
+    """Memory of a graph could not be asked: what its replays find would never be told."""
+    monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: True)
+    with pytest.raises(ConfigurationError, match="run a step before the capture"):
+        MismatchRecord("they differ").add(torch.tensor(True))
+
+
+@pytest.mark.parametrize("way", ["step", "step after a replay", "MasterWeights", "skipped_steps", "state_dict"])
+def test_the_optimizer_tells_of_the_last_backward(monkeypatch, way):
+    """Without another forward; of a captured step, who asks for what else its replays could not raise."""
+    param = torch.nn.Parameter(torch.ones(4))
+    if way == "MasterWeights":
+        optimizer = MasterWeights(torch.optim.SGD, [param], lr=0.1)
+    else:
+        optimizer = FusedAdam([param], lr=0.1, capturable=way in ("skipped_steps", "state_dict"))
+    param.grad = torch.ones(4)
+    monkeypatch.setattr(MISMATCHES, "_is_captured", False)
+    MISMATCHES.add(torch.tensor(False))
+    MISMATCHES.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_dispatch, "is_capturing", lambda: "step" != way != "MasterWeights")
+        MISMATCHES.add(torch.tensor(True))
+    tell = {"skipped_steps": lambda: optimizer.skipped_steps, "state_dict": optimizer.state_dict}.get(
+        way, optimizer.step
+    )
+    with pytest.raises(RankMismatchError, match="different modules"):
+        tell()
+    assert torch.equal(param, torch.ones(4))
+    tell()
+    optimizer.step()
+    assert not torch.equal(param, torch.ones(4))
+
+
+def test_captured_slots_go_with_their_histories():
+    """Their graphs may outlive the pass, but not the history; those of one graph alone are in its memory."""
+    for kind, stays in ((PendingAmaxes, True), (AmaxRecord, False)):
+        pending, seen = kind(), torch.zeros(3)
+        slot = weakref.ref(
+            pending.slot([torch.zeros(1, dtype=torch.int64)], 0, [seen], None, (torch.device("cpu"), 0, True))
+        )
+        assert slot() is not None
+        pending.drop()
+        gc.collect()
+        assert (slot() is not None) == stays
+        del seen
+        gc.collect()
+        assert slot() is None
 
 
 # ---------------------------------------------------------------------------------------------------------- not finite

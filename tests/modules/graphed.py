@@ -22,7 +22,7 @@ MODULES = ("Linear", "LayerNormMLP", "TransformerLayer", "converted", "experts")
 
 class RerunGraph:
     """What a graph is to those who replay it: the same work once more, on the same tensors, its results in the tensors
-    of the first time, and nothing that Python did besides."""
+    of the first time, and nothing that Python did besides; autograd does not see that they are written."""
 
     def __init__(self, work: Callable[[], PassRecord]) -> None:
         self.work, self.first = work, work()
@@ -35,7 +35,7 @@ class RerunGraph:
             for into, values in zip(old, new, strict=True):
                 assert (into is None) == (values is None)
                 if into is not None:
-                    into.copy_(values)
+                    into.data.copy_(values)
 
 
 class RerunRecorder:

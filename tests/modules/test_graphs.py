@@ -20,6 +20,7 @@ import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import kernel_dispatch, kernels
 from quantshard.conversion import optimizer_watch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.modules import capture
 from quantshard.modules.contexts import context
 from quantshard.modules.graphs import callables
 from quantshard.modules.graphs.module_graph import GradientCopy
@@ -646,3 +647,153 @@ def test_a_leaf_further_up_accumulates(rerun: None, way: str) -> None:
             (y.float() * (step + 1)).square().sum().backward()
         found.append(leaf.grad)
     assert torch.equal(*found)
+
+
+# What is written over, replaced or lost is told ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_autograd_saved_of_a_result_is_written_over(rerun: None, trained: bool) -> None:
+    """A head keeps a captured layer's result for its own backward, which the next replay changes."""
+    layer, head = built("Linear", "current").requires_grad_(trained), nn.Linear(HIDDEN, 2).to(X.dtype)
+    qs.make_graphed_callables(layer, (X,), recipe="current")
+    with qs.autocast(recipe="current"):
+        first, second = (head(layer(X + number)).float().sum() for number in (1, 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+    second.backward()
+    assert head.weight.grad.isfinite().all()
+
+
+def test_a_parameter_that_is_returned_counts_no_change(rerun: None) -> None:
+    """Optimizers take over what others write, which they know by it."""
+
+    class Tied(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.weight.T
+
+    module = Tied(3, 3)
+    qs.make_graphed_callables(module, (torch.ones(2, 3),), enabled=False)
+    before = module.weight._version
+    y, weight = module(torch.ones(2, 3))
+    assert module.weight._version == before and torch.equal(weight, module.weight.T)
+    (y.sum() + weight.sum()).backward()
+    assert torch.equal(module.weight.grad, torch.full((3, 3), 3.0))
+
+
+def test_callables_of_two_calls_in_one_pool(rerun: None) -> None:
+    """Either may lie in the other's activations."""
+    first, second, apart = (built("Linear", "current") for _ in range(3))
+    for layer, pool in ((first, (7, 7)), (second, (7, 7)), (apart, (8, 8))):
+        qs.make_graphed_callables(layer, (X,), recipe="current", pool=pool)
+
+    def call(layer: nn.Module) -> Tensor:
+        with qs.autocast(recipe="current"):
+            y: Tensor = layer(X).float().sum()
+        return y
+
+    y = call(first)
+    call(apart).backward()
+    y.backward()
+    for early, late in ((first, second), (second, first)):
+        lost, kept = call(early), call(late)
+        with pytest.raises(UnsupportedOperationError, match="written over"):
+            lost.backward()
+        kept.backward()
+
+
+@pytest.mark.parametrize("change", ["module", "hook"])
+def test_what_is_put_inside_after_the_capture_is_named(rerun: None, change: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    qs.make_graphed_callables(model, (torch.ones(2),), enabled=False)
+    model.register_forward_hook(lambda *_: None)  # its own runs
+    model(torch.ones(2))
+    if change == "hook":
+        model[1].register_forward_hook(lambda *_: None)
+    else:
+        model[1] = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="the module was" if change == "module" else "1 was replaced"):
+        model(torch.ones(2))
+
+
+def test_an_empty_constant_is_not_a_missing_one(rerun: None) -> None:
+    def total(x: Tensor, parts: Any = (1.0,)) -> Tensor:
+        return x * sum(parts)
+
+    x = torch.ones(2, requires_grad=True)
+    graphed = qs.make_graphed_callables(total, (x,), sample_kwargs={"parts": ()}, enabled=False)
+    assert not graphed(x, parts=()).any()
+    with pytest.raises(ConfigurationError, match="captured with arguments argument 0, parts"):
+        graphed(x)
+
+
+class Failing(nn.Module):
+    def __init__(self, inner: nn.Module, runs: int) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, runs
+
+    def forward(self, x: Tensor) -> Any:
+        self.runs -= 1
+        if self.runs < 0:
+            raise ValueError("enough")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2, 4])
+def test_a_failed_capture_leaves_counts_of_draws_where_they_were(
+    rerun: None, monkeypatch: pytest.MonkeyPatch, runs: int
+) -> None:
+    """It fails in the first run, in those that a graph's counts are for, and in the capture."""
+
+    def moved(model: nn.Module) -> None:
+        for state in (
+            each.quantized_storage.state for each in model.parameters() if hasattr(each, "quantized_storage")
+        ):
+            state["draws"] = state["draws"].clone()
+
+    monkeypatch.setattr(capture, "capturable_", moved)
+    module = Failing(built("Linear", "nvfp4"), runs)
+    state = module.inner.weight.quantized_storage.state
+    held, before = state["draws"], bits(module)
+    with pytest.raises(ValueError, match="enough"):
+        qs.make_graphed_callables(module, (X,), recipe="nvfp4")
+    assert state["draws"] is held and bits(module) == before
+    module.runs = 9
+    qs.make_graphed_callables(module, (X,), recipe="nvfp4")
+    assert state["draws"] is not held and bits(module) == before
+
+
+def test_a_flag_for_each_callable(rerun: None) -> None:
+    parts = tuple(built("Linear", "current") for _ in range(2))
+    expected = [copy.deepcopy(part) for part in parts]
+    te.make_graphed_callables(parts, ((X,), (X,)), enabled=(False, True), recipe="current")
+    x = torch.randn(X.shape, generator=torch.Generator().manual_seed(1)).to(X.dtype)
+    for modules in (parts, expected):
+        y = modules[0](x)
+        with qs.autocast(recipe="current"):
+            z = modules[1](x)
+        assert not torch.equal(y, z)
+        found = (y.detach(), z.detach()) if modules is parts else found  # noqa: F821
+    assert torch.equal(found[0], y) and torch.equal(found[1], z)
+    with qs.autocast(recipe="current"), pytest.raises(ConfigurationError, match="captured under"):
+        parts[0](x)
+
+
+@pytest.mark.parametrize("enabled", [(True,), "current", (True, "current"), 1])
+def test_a_flag_that_is_none_is_refused(enabled: Any) -> None:
+    for call in (qs.make_graphed_callables, te.make_graphed_callables):
+        with pytest.raises(ConfigurationError, match="enabled="):
+            call((linear(), linear()), ((X,), (X,)), enabled=enabled)
+
+
+def test_transformer_engines_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the signature that has old names and new."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("quantshard.modules.make_graphed_callables", lambda *args, **kwargs: seen.update(kwargs))
+    te.make_graphed_callables(linear(), (X,), 3, False, None, True, None, "mxfp8", None, True)
+    assert seen["enabled"] is True and seen["recipe"] == "mxfp8" and seen["pool"] is None
+    new = (True, None, "block", None, True, None, None, (1, 2))
+    te.make_graphed_callables(linear(), (X,), 3, False, None, *[None] * 5, *new)
+    assert seen["enabled"] is True and seen["recipe"] == "block" and seen["pool"] == (1, 2)
+    with pytest.raises(ConfigurationError, match="fp8_calibrating"):
+        te.make_graphed_callables(linear(), (X,), 3, False, None, False, True)

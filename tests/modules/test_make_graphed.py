@@ -223,3 +223,80 @@ def test_layers_of_transformers(recipe: str) -> None:
         found.append((torch.stack(losses), bits(model, optimizer)))
     assert torch.equal(found[0][0], found[1][0]) and len(found[0][0].unique()) == 4
     assert found[0][1] == found[1][1]
+
+
+def test_what_autograd_saved_of_a_result_is_written_over() -> None:
+    """1 process: a frozen layer's result, that a head keeps for its own backward."""
+    layer, head = built("Linear", "current").requires_grad_(False), nn.Linear(64, 2).to("cuda", torch.bfloat16)
+    x = torch.randn(96, 1, 64, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    qs.make_graphed_callables(layer, (x,), recipe="current")
+    with qs.autocast(recipe="current"):
+        first, second = (head(layer(x * number)).float().sum() for number in (1, 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+    second.backward()
+
+
+class Failing(nn.Module):
+    def __init__(self, inner: nn.Module, runs: int) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, runs
+
+    def forward(self, x: Tensor) -> Any:
+        self.runs -= 1
+        if self.runs < 0:
+            raise ValueError("enough")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("runs", [2, 4])
+def test_a_failed_capture_leaves_draws_counted_on_the_host(runs: int) -> None:
+    """1 process: it fails in the second warm-up, or in the capture; afterwards it can be captured."""
+    eager, graphed = (Training("nvfp4", [Failing(built("Linear", "nvfp4"), runs)]) for _ in range(2))
+    state, before = graphed.model[0].inner.weight.quantized_storage.state, bits(graphed.model)
+    with pytest.raises(ValueError, match="enough"):
+        graphed.capture()
+    assert state["draws"].is_cpu and bits(graphed.model) == before
+    for training in (eager, graphed):
+        training.model[0].runs = 99
+    graphed.capture()
+    assert state["draws"].is_cuda
+    assert_same(eager, graphed, steps=3)
+
+
+def memory_after(recipe: str) -> int:
+    """Bytes that are reserved when a captured model was trained and is gone."""
+    training = Training(recipe, [built("LayerNormMLP", recipe)])
+    training.capture()
+    training.step(0)
+    training.model.forward.reset()
+    del training
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_memory_of_graphs_goes_with_them(recipe: str) -> None:
+    """1 process: what four models reserved is no more than what two did."""
+    found = [memory_after(recipe) for _ in range(4)]
+    assert found[3] <= found[1], found
+
+
+def test_calls_that_share_a_pool_train_in_turn() -> None:
+    """1 process: bits of eager where each backward comes before another call's forward, an error elsewhere."""
+    pool = torch.cuda.graph_pool_handle()
+    eager, graphed = ([Training("delayed", [built("LayerNormMLP", "delayed")]) for _ in range(2)] for _ in range(2))
+    for training in graphed:
+        training.capture(pool=pool)
+    for number in range(3):
+        for training in (*eager, *graphed):
+            training.step(number)
+    for one, other in zip(eager, graphed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.seen, other.seen, strict=True))
+        assert bits(one.model, one.optimizer) == bits(other.model, other.optimizer)
+    lost, kept = (training.forward(training.data(1)).float().sum() for training in graphed)
+    with pytest.raises(qs.errors.UnsupportedOperationError, match="written over"):
+        lost.backward()
+    kept.backward()

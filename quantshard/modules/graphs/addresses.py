@@ -43,7 +43,7 @@ class GraphAddresses:
         return next(label for label, found, known in pairs if found != known)
 
     def _facts(self) -> list[Any]:
-        found: list[Any] = [each.training for _, each in self._owners]
+        found: list[Any] = [_of_module(path, each) for path, each in self._owners]
         found += [self._of_parameter(each, name, state) for _, each, name, state in self._params]
         for _, each, name in self._held:
             buffer = private_torch.registered_buffer(each, name)
@@ -63,6 +63,11 @@ class GraphAddresses:
         held += [value.data_ptr() for key, value in state.items() if key != KEY]
         key = int(state[KEY]) if self._draws and KEY in state else 0  # the graph has its value
         return id(param), param.requires_grad, key, held
+
+
+def _of_module(path: str, module: nn.Module) -> Any:
+    """Its mode, which modules it calls, and whether Python runs around it that a graph would not run."""
+    return module.training, [id(child) for child in module.children()], path and private_torch.has_call_hooks(module)
 
 
 def surroundings() -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quantshard.errors import ConfigurationError
 
-CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, Enum)
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, Enum, tuple, list, dict)
+"""What a graph takes for fixed; of tuples, lists and dicts those that are empty."""
 _HINTS = ("is_first_microbatch",)
 """Arguments that change no result, so a call may give them another value than the sample."""
 
@@ -20,10 +21,10 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The tensors and constants in tuples, lists and dicts, each with a name for messages."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, tuple | list) and value:
         for index, each in enumerate(value):
             yield from leaves(each, f"{name}[{index}]")
-    elif isinstance(value, dict):
+    elif isinstance(value, dict) and value:
         for key, each in value.items():
             yield from leaves(each, f"{name}[{key!r}]")
     else:

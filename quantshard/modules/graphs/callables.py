@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
-    enabled: bool = True,
+    enabled: bool | Sequence[bool] = True,
     recipe: str | Recipe | None = None,
     amax_reduction_group: dist.ProcessGroup | None = None,
     strict: bool = False,
@@ -95,11 +96,12 @@ def make_graphed_callables(
         allow_unused_input: allow parameters and arguments that the outputs do not depend on.
         sample_kwargs: keyword arguments, a dict; of several callables a sequence of dicts.
         enabled: as in `autocast`, under which it is captured and is to be called; False outside of any autocast leaves
-            it outside.
+            it outside. Of several callables also one for each.
         recipe: as in `autocast`.
         amax_reduction_group: as in `autocast`.
         strict: as in `autocast`.
-        pool: memory to share with other graphs (`torch.cuda.graph_pool_handle()`), which then run in turn with these.
+        pool: memory to share with other graphs (`torch.cuda.graph_pool_handle()`), which then run in turn with these:
+            a backward raises if callables of another call ran since its forward; other graphs are not seen.
 
     Returns:
         The modules themselves, and in the place of each function one that replays; a tuple of several.
@@ -113,24 +115,27 @@ def make_graphed_callables(
     subjects: list[Callables] = list(modules) if isinstance(modules, Iterable) and several else [modules]  # type: ignore[list-item]
     names = [_name(subject, index, several) for index, subject in enumerate(subjects)]
     args, kwargs = _samples(subjects, sample_args, sample_kwargs, several)
-    context.check_flags(_CALL, enabled=enabled, strict=strict, allow_unused_input=allow_unused_input)
+    context.check_flags(_CALL, strict=strict, allow_unused_input=allow_unused_input)
+    switches = _switches(enabled, len(subjects), several)
     _check_surroundings(num_warmup_iters)
     for subject, name in zip(subjects, names, strict=True):
         _check(subject, name)
     device = _device(subjects, [*args, *kwargs])
 
-    def entered() -> AbstractContextManager[Any]:
-        if not enabled and not context.in_autocast():
+    def entered(switch: bool) -> AbstractContextManager[Any]:
+        if not switch and not context.in_autocast():
             return nullcontext()
-        return context.autocast(enabled, recipe=recipe, amax_reduction_group=amax_reduction_group, strict=strict)
+        return context.autocast(switch, recipe=recipe, amax_reduction_group=amax_reduction_group, strict=strict)
 
     graphs = []
     for index, subject in enumerate(subjects):
         module = subject if isinstance(subject, nn.Module) else None
         arguments = GraphArguments(names[index], args[index], kwargs[index])
-        graphs.append(ModuleGraph(_eager(subject), arguments, module, entered, allow_unused_input))
+        inside = partial(entered, switches[index])
+        graphs.append(ModuleGraph(_eager(subject), arguments, module, inside, allow_unused_input))
     owned = [subject for subject in subjects if isinstance(subject, nn.Module)]
-    _capture(graphs, owned, GraphRecorder(device, pool), device, num_warmup_iters)
+    order = GraphOrder(len(graphs), pool)
+    _capture(graphs, owned, GraphRecorder(device, pool), order, device, num_warmup_iters)
     made = [_replaced(subject, graph) for subject, graph in zip(subjects, graphs, strict=True)]
     return tuple(made) if several else made[0]
 
@@ -139,6 +144,7 @@ def _capture(
     graphs: Sequence[ModuleGraph],
     models: Sequence[nn.Module],
     recorder: GraphRecorder,
+    order: GraphOrder,
     device: torch.device,
     times: int,
 ) -> None:
@@ -148,13 +154,10 @@ def _capture(
         for graph in graphs:
             graph.warm(1)
         draws = capture.draw_counts(models) != before
-    for model in models if draws else ():
-        capture.capturable_(model)
-    with capture.states_preserved(models, device):
+    with capture.capturable_unless_failed(models if draws else ()), capture.states_preserved(models, device):
         with recorder.warming():
             for graph in graphs:
                 graph.warm(times)
-        order = GraphOrder(len(graphs))
         with recorder.recording():
             for index, graph in enumerate(graphs):
                 graph.capture_forward(recorder, order, index, draws)
@@ -209,6 +212,18 @@ def _samples(
     if not subjects or len({id(subject) for subject in subjects}) != len(subjects):
         raise ConfigurationError(f"{_CALL}: give callables, each of them once; a copy of a module may share parameters")
     return [tuple(each) for each in sample_args], [dict(each) for each in sample_kwargs]
+
+
+def _switches(enabled: bool | Sequence[bool], count: int, several: bool) -> list[bool]:
+    """`enabled` of each callable."""
+    switches: list[Any] = list(enabled) if several and isinstance(enabled, tuple | list) else [enabled] * count
+    if len(switches) != count:
+        raise ConfigurationError(
+            f"{_CALL}(enabled={enabled!r}): give one flag, or one for each of the {count} callables"
+        )
+    for switch in switches:
+        context.check_flags(_CALL, enabled=switch)
+    return switches
 
 
 def _check(subject: Callables, name: str) -> None:

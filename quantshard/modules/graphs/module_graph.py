@@ -9,14 +9,16 @@ is compared before each.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from quantshard import limits, private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes, PendingHistory, merged_slots
@@ -25,6 +27,7 @@ from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.contexts import context, context_warnings
 from quantshard.modules.graphs.addresses import GraphAddresses, surroundings
 from quantshard.modules.graphs.arguments import CONSTANTS, GraphArguments, leaves, mapped
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 # What a pass leaves with the package ---------------------------------------------------------------------------------
 
@@ -44,6 +47,9 @@ class AmaxRecord(PendingAmaxes):
 
     def flush(self) -> None:
         """Keep them: the pass has left autocast, and `notes` comes later."""
+
+    def _keep(self, slot: Tensor, histories: Sequence[Tensor]) -> None:
+        """Nothing: one graph alone has its slots, in memory that is the graph's."""
 
     def notes(self) -> list[AmaxNotes]:
         """All of them, those of a number and a group in one tensor, which a replay of the graph writes."""
@@ -119,14 +125,22 @@ class GraphOrder:
 
     Memory is given out in the order of capture: all forwards, then all backwards from the last to the first. What a
     callable keeps for backward is overwritten by a forward of it or of an earlier one, and by the backward of an
-    earlier one; not by those of later ones.
+    earlier one; not by those of later ones. What was captured in another call, into the same `pool`, may lie anywhere
+    in that memory, so each replay of one call takes what the others kept.
     """
 
-    def __init__(self, count: int) -> None:
+    _in_pool: ClassVar[dict[Hashable, weakref.WeakSet[GraphOrder]]] = {}
+
+    def __init__(self, count: int, pool: Hashable = None) -> None:
         self._kept: list[object | None] = [None] * count
+        self._sharing = (
+            weakref.WeakSet[GraphOrder]() if pool is None else self._in_pool.setdefault(pool, weakref.WeakSet())
+        )
+        self._sharing.add(self)
 
     def begin(self, index: int) -> object:
         """A forward runs; what `end` must be given."""
+        self._overwrite_others()
         token = object()
         self._kept[index:] = [token] + [None] * (len(self._kept) - index - 1)
         return token
@@ -139,7 +153,13 @@ class GraphOrder:
         """
         if self._kept[index] is not token:
             raise UnsupportedOperationError(limits.refusal("overwritten activations", owner))
+        self._overwrite_others()
         self._kept[index:] = [None] * (len(self._kept) - index)
+
+    def _overwrite_others(self) -> None:
+        for other in self._sharing:
+            if other is not self:
+                other._kept = [None] * len(other._kept)
 
 
 # The graphs ----------------------------------------------------------------------------------------------------------
@@ -219,6 +239,7 @@ class ModuleGraph:
             self._surroundings = surroundings()
         self._forward_graph, self._outputs = recorder.record(self._forward)
         self._differentiable = [end.requires_grad for end in self._ends]
+        self._written = self._results()
         self._addresses = GraphAddresses(self._module, draws)
 
     def capture_backward(self, recorder: GraphRecorder) -> None:
@@ -262,6 +283,12 @@ class ModuleGraph:
             )
         return PassRecord(list(found), record.notes())
 
+    def _results(self) -> list[Tensor]:
+        """The outputs that a replay writes: all but those that are parameters or buffers, or parts of them."""
+        owned = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
+        held = {_memory(each) for each in owned}
+        return [each for each in self._outputs.tensors if each is not None and _memory(each) not in held]
+
     def _trained(self) -> list[tuple[str, Tensor]]:
         """What gradients are computed for."""
         return [(name, tensor) for name, tensor in self.arguments.named if tensor.requires_grad] + self._params
@@ -286,8 +313,9 @@ class ModuleGraph:
         tensors = self.arguments.tensors_of(args, kwargs)
         if (changed := self._addresses.changed()) is not None:
             raise ConfigurationError(
-                f"{self.owner}: {changed} was replaced, frozen or switched since the capture, and a graph has the "
-                "address of what was there; change values in place, or call reset() on its forward and capture it again"
+                f"{self.owner}: {changed} was replaced, frozen, switched or hooked since the capture, and a graph has "
+                "the address of what was there; change values in place, or call reset() on its forward and capture it "
+                "again"
             )
         outputs = iter(_Replay.apply(self, *tensors, *(param for _, param in self._params)))
         return mapped(self._returned, lambda _: next(outputs))
@@ -308,6 +336,7 @@ class ModuleGraph:
             static.copy_(given)
         token = self._order.begin(self._index)
         self._forward_graph.replay()
+        increment_version(self._written)  # which autograd, and what else keeps an older result, must know
         context_warnings.counts.run += 1
         self._outputs.note(context.forward_amaxes)
         if not context.in_autocast():  # one that the callable itself enters ends in it
@@ -323,7 +352,7 @@ class ModuleGraph:
         return [private_torch.in_place_changes(each) for each in self._outputs.tensors if each is not None]
 
     def replay_backward(self, token: object, grads: Sequence[Tensor | None], changes: list[int]) -> list[Tensor | None]:
-        """The gradients of inputs, in memory that the next backward writes to, and of parameters, in memory of theirs.
+        """The gradients of inputs and of parameters, in memory of their own.
 
         `changes`: `in_place_changes` after the forward.
         """
@@ -339,6 +368,13 @@ class ModuleGraph:
             self._grads.note(context.backward_amaxes)
         # autograd takes them for .grad, of leaves further up too, where the nodes between hand gradients on
         return self._copies.copies()
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the memory that a tensor is a part of begins."""
+    local = private_torch.local_tensor(tensor)
+    held = next(iter(local.quantized_storage.components.values())) if isinstance(local, QuantizedTensor) else local
+    return held.untyped_storage().data_ptr()
 
 
 def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:

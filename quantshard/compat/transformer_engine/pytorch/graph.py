@@ -20,12 +20,15 @@ _REFUSED = {
     "_num_layers_per_chunk": "leave it out",
     "retain_graph_in_backward": "a backward runs once for each forward; leave it out",
     "_reuse_graph_input_output_buffers": "leave it out",
+    "_input_output_aliases": "leave it out",
+    "capture_stream": "leave it out",
     "pre_warmup_hook": "run it before the call",
     "post_warmup_hook": "run it after the call",
     "capture_time_hooks": "hooks run outside of the graphs; register them after the capture",
 }
-_HINTS = ("fp8_weight_caching", "cache_quantized_params")
-"""Weights that are stored quantized are not quantized again; others are in each replay, to the same codes."""
+_HINTS = ("_clone_param_grads_on_return",)
+"""They always are; weights (`cache_quantized_params`) that are stored quantized are not quantized again, and others are
+in each replay, to the same codes."""
 
 
 def make_graphed_callables(
@@ -34,21 +37,34 @@ def make_graphed_callables(
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    fp8_enabled: bool | None = None,
+    fp8_enabled: bool | Sequence[bool] | None = None,
+    fp8_calibrating: bool | None = None,
     fp8_recipe: str | Recipe | None = None,
     fp8_group: dist.ProcessGroup | None = None,
-    enabled: bool | None = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: bool | Sequence[bool] | None = None,
+    calibrating: bool | None = None,
     recipe: str | Recipe | None = None,
     amax_reduction_group: dist.ProcessGroup | None = None,
+    cache_quantized_params: bool | None = None,
+    _order: Any = None,
+    _num_layers_per_chunk: Any = None,
     pool: Any = None,
     **others: Any,
 ) -> Any:
     """`quantshard.make_graphed_callables`; `fp8_enabled`, `fp8_recipe` and `fp8_group` are `enabled`, `recipe` and
-    `amax_reduction_group`, and GEMMs run in high precision unless it is enabled, as in TransformerEngine.
+    `amax_reduction_group`, and GEMMs run in high precision unless it is enabled, as in TransformerEngine, for all
+    callables or, by a tuple, for each.
 
     Raises:
         ConfigurationError: as there; for what is not supported of TransformerEngine's; for both names of one argument.
     """
+    others |= {
+        "fp8_calibrating": fp8_calibrating,
+        "calibrating": calibrating,
+        "_order": _order,
+        "_num_layers_per_chunk": _num_layers_per_chunk,
+    }
     for name, value in others.items():
         if name not in _REFUSED and name not in _HINTS:
             raise TypeError(f"make_graphed_callables() got an unexpected keyword argument {name!r}")
@@ -62,14 +78,13 @@ def make_graphed_callables(
     for name, (new, old) in pairs.items():
         if new is not None and old is not None:
             raise ConfigurationError(f"make_graphed_callables: give {name} or its old name, not both")
+    given: dict[str, Any] = {name: old if new is None else new for name, (new, old) in pairs.items()}
     return layers.make_graphed_callables(
         modules,
         sample_args,
         num_warmup_iters,
         allow_unused_input,
         sample_kwargs,
-        enabled=bool(enabled or fp8_enabled),
-        recipe=recipe if recipe is not None else fp8_recipe,
-        amax_reduction_group=amax_reduction_group if amax_reduction_group is not None else fp8_group,
+        **given | {"enabled": False if given["enabled"] is None else given["enabled"]},
         pool=pool,
     )
