@@ -6,7 +6,8 @@
 Needs no GPU: kernels and scaled products do nothing (`host.without_device`), but memory is asked for as on a GPU that
 has all of these products. (One that is emulated dequantizes its operands besides.) Sizes are bytes for a token, of the
 storages of tensors, without weights, their gradients, and the input of the first layer. Layers are those of
-block_step.py; "recomputed" is with recompute_activation=True. A GPU's allocator rounds sizes up.
+block_step.py, and taken for large ones (`operands.LARGE`); "recomputed" is with recompute_activation=True. A GPU's
+allocator rounds sizes up.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from benchmarks import host  # the first: it says that kernels are to be interpr
 from benchmarks.block_step import Ours, Shape, data
 
 import quantshard as qs  # isort: skip
+from quantshard.gemm import operands  # isort: skip
 from quantshard.tensor.quantized_tensor import QuantizedTensor  # isort: skip
 
 SMALL = Shape(layers=4, hidden=256, ffn=896, heads=8, kv_heads=2, batch=1, tokens=1024, device="cpu")
@@ -90,6 +93,7 @@ class Timeline(TorchDispatchMode):
         return sum(p.bytes for p in self.pieces if p.born <= moment < p.died and id(p) not in left)
 
 
+@mock.patch.object(operands, "LARGE", 0)
 def kept(recipe: str, recomputes: bool = False, shape: Shape = SMALL) -> list[Kept]:
     """What the second of two layers keeps, in the order in which it is saved, but for scalars and the angles."""
     model, x, _ = _made(recipe, recomputes, dataclasses.replace(shape, layers=2))
@@ -122,6 +126,7 @@ def _saving_step() -> str:
     return name
 
 
+@mock.patch.object(operands, "LARGE", 0)
 def peak(recipe: str, recomputes: bool = False, shape: Shape = SMALL) -> Peak:
     """Of one step."""
     model, x, dy = _made(recipe, recomputes, shape)

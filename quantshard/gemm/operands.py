@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,16 @@ def quantized_cells(
     read the first quantization."""
     shared = wanted.second and serves_both(first, second)
     return first if wanted.first or shared else None, second if wanted.second and not shared else None, shared
+
+
+LARGE: Final = 1 << 22
+"""Elements from which on a matrix is worth a launch more, if less of it is kept: its codes are as many bytes, and a
+pass over them takes a GPU a few microseconds, about as long as a launch takes the host."""
+
+
+def is_large(x: Tensor) -> bool:
+    """True if memory counts more than the host's time where a matrix is made again, or apart from others."""
+    return x.numel() >= LARGE
 
 
 @lru_cache

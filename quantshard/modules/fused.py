@@ -117,7 +117,7 @@ def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple
     """The outputs of a linear layer [..., out_features] behind a normalization; and x + residual, if that is there."""
     if isinstance(layer, TracedLinear):
         return _traced("norm_linear", front, [layer], [_remakes_in_graph(layer.setting, False, True)])
-    keeps = SavedInputPolicy.of(layer, _remakes(layer.call.recipe, False, True))
+    keeps = SavedInputPolicy.of(layer, _remakes(layer.call.recipe, False, operands.is_large(front.x)))
     *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], (front.normalization, layer, keeps), *layer.tensors)
     return outputs, total
 
@@ -142,7 +142,7 @@ def mlp(
         return out, total
     assert isinstance(fc1, PreparedLinear) and isinstance(fc2, PreparedLinear)
     remakes = [
-        front.normalization is not None and _remakes(fc1.call.recipe, recomputes, True),
+        front.normalization is not None and _remakes(fc1.call.recipe, recomputes, operands.is_large(front.x)),
         _remakes(fc2.call.recipe, recomputes, False),
     ]
     keeps = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
@@ -164,22 +164,22 @@ class SavedInputPolicy(NamedTuple):
         return SavedInputPolicy(needed and not remakes, needed and remakes)
 
 
-def _remakes(recipe: Recipe, asked: bool, normalized: bool) -> bool:
+def _remakes(recipe: Recipe, asked: bool, cheap: bool) -> bool:
     """True if backward makes codes again, of normalized rows or of an activation; `asked`: it is to, if it can.
 
-    Those of normalized rows that one read makes, by the amax that forward took, it always does: that costs less than
-    the memory until then.
+    `cheap`: of many normalized rows. Those that one read makes, by the amax that forward took, are always made again:
+    that costs less than the memory until then.
     """
     if not asked:
         read = recipe.activations[TensorRole.INPUT]
-        if not normalized or None in read or not operands.scales_by_one_amax(*read):
+        if not cheap or None in read or not operands.scales_by_one_amax(*read):
             return False
     return not recipe.input_draws
 
 
 @private_torch.constant_in_graphs
-def _remakes_in_graph(setting: str, asked: bool, normalized: bool) -> bool:
-    return _remakes(context.setting(setting).recipe, asked, normalized)
+def _remakes_in_graph(setting: str, asked: bool, cheap: bool) -> bool:
+    return _remakes(context.setting(setting).recipe, asked, cheap)
 
 
 def _traced(

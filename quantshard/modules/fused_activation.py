@@ -9,8 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quantshard import kernels
+from quantshard.gemm import operands
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
-from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest
+from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
 from quantshard.recipe import TensorRole
 
 if kernels.USABLE:
@@ -63,7 +64,7 @@ def through_activation(
     if any(each.plan.reads_values for each in asked):
         given = [TensorProducer.empty(gate) for _ in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
-        return _quantized(asked, given)
+        return _quantized(asked, given) if operands.is_large(gate) else iter(operands_together(asked, given))
     outputs = [each.outputs() for each in asked]
     targets = _activation_backward(rows, gate, up, activation, outputs)
     return iter([each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)])

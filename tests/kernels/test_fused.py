@@ -19,6 +19,7 @@ import quantshard as qs
 from quantshard import private_torch
 from quantshard.conversion import gated_mlp
 from quantshard.errors import UnsupportedOperationError
+from quantshard.gemm import operands
 from quantshard.modules import fused
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional
@@ -288,11 +289,20 @@ def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, k
     assert there == [["gate", "up", "codes"], []], "of fc2, and of fc1"
 
 
-def test_backward_takes_the_amax_of_the_forward(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
-    """Under current scaling normalized rows are written once, in forward, for their amax; backward has it."""
+@pytest.mark.parametrize("large", [True, False])
+def test_backward_takes_the_amax_of_the_forward(
+    large: bool, monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None
+) -> None:
+    """Under current scaling normalized rows are never written: their amax is taken with their statistics, and backward,
+    which quantizes many again, has it."""
+    monkeypatch.setattr(operands, "LARGE", 0 if large else 1 << 30)
     module = build("gated mlp", RECIPES["current"], True)
     measured: list[bool] = []
-    real = fused.NormProducer.measured
+    emitted: list[bool] = []
+    real, emit = fused.NormProducer.measured, fused.NormProducer.emit
+    monkeypatch.setattr(
+        fused.NormProducer, "emit", lambda each, to: emitted.append(private_torch.in_backward()) or emit(each, to)
+    )
     monkeypatch.setattr(
         fused.NormProducer, "measured", lambda each: measured.append(private_torch.in_backward()) or real(each)
     )
@@ -300,12 +310,14 @@ def test_backward_takes_the_amax_of_the_forward(monkeypatch: pytest.MonkeyPatch,
     with qs.autocast(recipe=RECIPES["current"]):
         y = module(x)
     y.backward(torch.ones_like(y))
-    assert measured == [False]
+    assert not measured and emitted == [False, True][: 1 + large]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_what_is_kept_for_backward(recomputes: bool, kernels_on_cpu: None) -> None:
-    """z, the two outputs of fc1, statistics and, unless made again, the codes of the second input in 8 bits."""
+def test_what_is_kept_for_backward(recomputes: bool, kernels_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many tokens: z, the two outputs of fc1, statistics and, unless made again, the codes of the second input in 8
+    bits."""
+    monkeypatch.setattr(operands, "LARGE", 0)
     module = build("gated mlp", RECIPES["current"], True)
     module.recompute_activation = recomputes  # type: ignore[assignment]
     kept: dict[int, int] = {}

@@ -23,7 +23,7 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
-from quantshard.gemm import backend
+from quantshard.gemm import backend, operands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
@@ -156,7 +156,8 @@ def linear(
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         return _plain_linears(x, weights, biases, state.tp)
     keeps = keeps_input(weights)
-    if again is None and keeps and state.tp.size == 1 and private_torch.is_kept_output(x):
+    alone = again is None and keeps and state.tp.size == 1
+    if alone and operands.is_large(x) and private_torch.is_kept_output(x):
         again = RecomputedInput(_as_it_is, (x,))
     if again is not None and not can_reread(call.recipe):
         again = None
