@@ -38,7 +38,7 @@ GPU_TESTS := tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity
   tests/test_compute.py tests/collectives/test_amax.py tests/compat/test_transformer_engine.py \
   $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py make_graphed.py reduce_overhead.py) \
   $(addprefix tests/optimizers/test_,changed_parameters.py on_kernels.py capturable.py) \
-  $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py identity.py no_sync.py recompute.py \
+  $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py graphs_fsdp.py identity.py no_sync.py recompute.py \
   sixteen_bits.py snippets.py tensor_parallel.py torch_autocast.py)
 
 test-gpu: $(STAMP)  ## Run the tests that use GPUs where there are some, on those that are here; two show more than one

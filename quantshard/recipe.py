@@ -26,7 +26,7 @@ import torch
 from quantshard import formats
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
-from quantshard.recipe_arguments import RecipePredicates, check_fixed, fixed
+from quantshard.recipe_arguments import RecipePredicates, check_fixed, check_scalings, fixed
 
 
 class Gemm(str, Enum):
@@ -226,12 +226,10 @@ class TableRecipe(Recipe):
     fast: frozenset[Gemm] = frozenset()
 
     def __post_init__(self) -> None:
-        pair = [self.cells.get((role, Gemm.WGRAD)) for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)]
-        if len({cell is not None and cell.scaling.random_hadamard for cell in pair}) != 1:
-            raise ConfigurationError(
-                f"recipe {self.label!r}: the Hadamard transform cancels only if both operands of wgrad have it; set "
-                "random_hadamard for both or for neither"
-            )
+        object.__setattr__(self, "cells", dict(self.cells))  # the caller's may change
+        check_scalings(
+            self.label, {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.cells.items()}
+        )
 
     @property
     def name(self) -> str:

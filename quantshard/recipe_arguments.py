@@ -5,11 +5,12 @@ Some of their arguments have one value here: that one is accepted, others are re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields
 from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
+from quantshard.formats import Scaling
 
 _REASON: Final = "reason"
 
@@ -109,3 +110,26 @@ class RecipePredicates:
     def custom(self) -> bool:
         """True for `TableRecipe`."""
         return self._is("TableRecipe")
+
+
+def check_scalings(label: str, scalings: Mapping[tuple[str, str], Scaling]) -> None:
+    """Check how a table's operands are scaled, by role and GEMM.
+
+    Raises:
+        ConfigurationError: a Hadamard transform that does not cancel, or a role of which one GEMM's operand is scaled
+            by past amaxes and the other's is not: there is one history for both.
+    """
+    turned = {at for at, scaling in scalings.items() if scaling.random_hadamard and at[0] != "weight"}
+    if turned not in (set(), {("input", "wgrad"), ("grad_output", "wgrad")}):
+        raise ConfigurationError(
+            f"recipe {label!r}: the Hadamard transform cancels only if both operands of wgrad have it; set "
+            "random_hadamard for both or for neither, and in no other GEMM"
+        )
+    for role in ("input", "grad_output"):
+        delayed = {gemm: bool(scaling.history) for (of, gemm), scaling in scalings.items() if of == role}
+        if len(set(delayed.values())) > 1:
+            said = ", ".join(f"{gemm} {'with' if found else 'without'}" for gemm, found in delayed.items())
+            raise ConfigurationError(
+                f"recipe {label!r}: operands of the role {role} have one amax history, and are all scaled by it "
+                f"or none; here are {said} a history"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import quantshard as qs
 from quantshard import kernels, private_torch
 from quantshard.gemm import operands
 
-if not kernels.USABLE or torch.cuda.is_available():
-    pytest.skip("counted with kernels, on a machine without a GPU", allow_module_level=True)
+if not kernels.USABLE or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("counted with kernels that are interpreted, as on machines without a GPU", allow_module_level=True)
 
 from benchmarks import memory
 from benchmarks.memory import SMALL
@@ -56,7 +57,7 @@ def test_the_peak_of_a_step(recomputes: bool) -> None:
     """Current scaling holds what delayed scaling does; beside what is kept, what is said in docs/kernels.md."""
     h, f = SIZES["h"], SIZES["f"]
     added = {recipe: memory.peak(recipe, recomputes) for recipe in ("delayed", "current", "block")}
-    scalars = 1  # of current scaling one lies in memory that others share, all of which is counted
+    scalars = 4  # they share memory, all of which is counted of one that is kept
     assert added["current"].kept <= added["delayed"].kept + scalars
     assert added["current"].most <= added["delayed"].most + scalars
     for recipe, found in added.items():

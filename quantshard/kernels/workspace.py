@@ -11,8 +11,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quantshard import private_torch
-
 LaunchQueue = tuple[torch.device, int, bool]
 """A device, a stream of it, and whether a CUDA graph is captured."""
 
@@ -29,7 +27,7 @@ def launch_queue(device: torch.device) -> LaunchQueue:
     others nobody knows. While a CUDA graph is captured it is another one, since its launches run with the graph."""
     if device.type != "cuda":
         return device, 0, False
-    return device, private_torch.current_stream(device.index), torch.cuda.is_current_stream_capturing()
+    return device, torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
@@ -38,7 +36,7 @@ def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
         with torch.inference_mode(False):  # some may be raised outside of it
             return zero_scalars(device, *shape)
     block = torch.zeros(SCALARS, APART, dtype=torch.float32, device=device)
-    return list(block[:, 0].view(SCALARS, *shape).unbind())
+    return list(block[:, :1].view(SCALARS, *shape).unbind())  # with strides of 1, so that they can be seen as bytes
 
 
 def zero(device: torch.device, written: bool = False) -> Tensor:
@@ -49,7 +47,10 @@ def zero(device: torch.device, written: bool = False) -> Tensor:
     queue = launch_queue(device)
     if queue[2]:
         return (torch.empty if written else torch.zeros)((1, 1), dtype=torch.float32, device=device)
-    free = _FREE.get(queue)
-    if not free:
-        free = _FREE[queue] = zero_scalars(device, 1, 1)
-    return free.pop()
+    try:
+        return _FREE[queue].pop()
+    except (KeyError, IndexError):  # another thread may have taken the last one
+        found = zero_scalars(device, 1, 1)
+        scalar = found.pop()
+        _FREE[queue] = found
+        return scalar

@@ -98,7 +98,8 @@ def apply_rotary_pos_emb(
 
     Args:
         t: queries or keys, [s, b, h, d] or, with `tensor_format="bshd"`, [b, s, h, d].
-        freqs: angles [at least s, 1, 1, at most d], from `RotaryPositionEmbedding`.
+        freqs: angles [at least s, 1, 1, at most d], from `RotaryPositionEmbedding`. Their cosines and sines are kept
+            while they stay as they are; what is written to `.data`, or by a collective, is not noticed.
         tensor_format: "sbhd" or "bshd".
         interleaved: the layout of the planes, that of `freqs`.
         **others: TransformerEngine's other arguments; see `unsupported`.
@@ -144,7 +145,7 @@ def rotate_projection(
         layout: of `qkv` and `freqs`.
     """
     table = _table(qkv, freqs, layout)
-    if _has_kernel(qkv, table):
+    if _has_kernel(qkv, table, layout):
         q, k, v = _KernelRotateProjection.apply(qkv, *table, layout, heads, groups)
         return q, k, v
     q, k, v = qkv.split((heads, groups, groups), dim=-2)
@@ -186,8 +187,11 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
     asked, at = (length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream), id(freqs)
     found = _kept.get(at)
     if found is None or found.angles() is not freqs or found.asked != asked:
+        table = _made(freqs, length, layout, t.device)
+        if private_torch.is_traced(table.cos):  # of real angles, where a mode makes results fake
+            return table
         angles = weakref.ref(freqs, lambda _: _kept.pop(at, None))
-        found = _kept[at] = _SharedTable(angles, asked, _made(freqs, length, layout, t.device))
+        found = _kept[at] = _SharedTable(angles, asked, table)
     return found.table
 
 
@@ -210,14 +214,14 @@ def _made(freqs: Tensor, length: int, layout: HeadLayout, device: torch.device) 
     return RotaryTable(freqs.cos(), freqs.sin())
 
 
-def _has_kernel(t: Tensor, table: RotaryTable) -> bool:
+def _has_kernel(t: Tensor, table: RotaryTable, layout: HeadLayout) -> bool:
     """Kernels take angles for constants, one for each position and feature; they run as operators, so in graphs too."""
-    by_position = table.cos.numel() == max(table.cos.shape[:2]) * table.cos.shape[-1]
+    by_position = table.cos.numel() == layout.length(table.cos) * table.cos.shape[-1]
     return by_position and kernel_dispatch.kernels_read(t) and not table.cos.requires_grad
 
 
 def _rotate(t: Tensor, table: RotaryTable, layout: HeadLayout) -> Tensor:
-    if _has_kernel(t, table):
+    if _has_kernel(t, table, layout):
         return cast(Tensor, _KernelRotate.apply(t, *table, layout, False))
     rotated = table.cos.shape[-1]
     x = t[..., :rotated].float()

@@ -236,10 +236,10 @@ def check_order_is_kept() -> None:
     Raises:
         TorchVersionError: this version of PyTorch was not told of it.
     """
-    unsafe = _unsafe()
-    if (error := missing(_register_effect, _ordered, unsafe)) is not None:
+    inductor, unsafe = _inductor(), _unsafe()
+    if (error := missing(_register_effect, _ordered, inductor, unsafe)) is not None:
         raise error
-    _inductor().FORBIDDEN_CUDAGRAPH_OPS = unsafe | {"with_effects"}
+    inductor.FORBIDDEN_CUDAGRAPH_OPS = unsafe | {"with_effects"}
 
 
 def is_recomputed_in_graph() -> bool:

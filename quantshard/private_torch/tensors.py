@@ -48,9 +48,6 @@ scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized o
 """All that the public `torch.nn.functional.scaled_mm` calls, with the numbers of its enums, of which that makes lists
 anew in every call."""
 
-current_stream = private_name("torch._C._cuda_getCurrentRawStream", "telling which stream kernels are launched on")
-"""The address of a device's current stream; the public `torch.cuda.current_stream` makes an object around it."""
-
 all_gather_of_dtensor = private_name(
     "torch.ops._c10d_functional.all_gather_into_tensor.default", "telling what to do in place of full_tensor()"
 )

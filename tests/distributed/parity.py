@@ -93,6 +93,7 @@ def exact_matmul(
     poison: Tensor | None = None,
     precision: torch.dtype | None = None,
     fast: bool = False,
+    read: object = None,
 ) -> Tensor:
     """`backend.matmul` in float64."""
     left = _double(a, backend.Copy.COLUMNWISE if transpose_a else backend.Copy.ROWWISE)
@@ -103,7 +104,7 @@ def exact_matmul(
 
 
 def _double(operand: operands.Operand, wanted: backend.Copy) -> Tensor:
-    return operand if isinstance(operand, Tensor) else backend._values(operand, wanted).double()
+    return operand if isinstance(operand, Tensor) else backend._values(operand, wanted, torch.float32).double()
 
 
 def amaxes_of_all_ranks(

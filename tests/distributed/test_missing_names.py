@@ -6,6 +6,7 @@ Runs on 1 rank, so that there are sharded parameters too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -51,6 +52,9 @@ def without(path: str) -> Iterator[None]:
             if value is found:
                 changed.append((file, name, value))
                 setattr(file, name, missing)
+            elif isinstance(value, functools.partial) and value.args[:1] == (path,):  # a name that is looked up later
+                changed.append((file, name, value))
+                setattr(file, name, lambda: missing)
             elif isinstance(value, tuple) and any(each is found for each in value):
                 changed.append((file, name, value))
                 setattr(file, name, tuple(missing if each is found else each for each in value))
@@ -144,6 +148,8 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     "torch._subclasses.fake_tensor.FakeTensor": [fake],
     "torch._higher_order_ops.effects._register_effectful_op": [compiled],
     "torch._higher_order_ops.effects._EffectType.ORDERED": [compiled],
+    "torch._inductor.utils": [compiled],
+    "torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS": [compiled],
     "torch.distributed._composable_state._module_state_mapping": [lambda _: built()[0][0].reset_parameters()],
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": [lambda _: qs.explain(built(sharded=True)[0])],
     "torch._C._autograd._top_saved_tensors_default_hooks": _RECOMPUTED,

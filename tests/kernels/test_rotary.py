@@ -64,3 +64,23 @@ def test_strides_are_followed():
 def test_nothing_gives_nothing(shape):
     both = kr.tables(RotaryPositionEmbedding(8)(5, device=DEVICE))
     assert kr.rotate(torch.empty(shape, device=DEVICE), *both).shape == shape
+
+
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
+def test_angles_of_each_sequence(tensor_format, kernels_on_cpu):
+    """One new token of several sequences, each at a position of its own: kernels, which read angles by position, leave
+    it to the oracle."""
+    t, angles = queries(1, 3, 2, 8, tensor_format, torch.float32), torch.randn(1, 3, 1, 8, device=DEVICE)
+    got = apply_rotary_pos_emb(t, angles, tensor_format)
+    for number in range(3):
+        one = t.narrow(tensor_format.index("b"), number, 1)
+        want = apply_rotary_pos_emb(one, angles[:, number : number + 1], tensor_format)
+        assert torch.equal(got.narrow(tensor_format.index("b"), number, 1), want)
+
+
+def test_heads_that_lie_far_apart(kernels_on_cpu):
+    """2**31 elements and more, of memory that is taken where it is used."""
+    t = torch.empty_strided((1, 1, 3, 8), (8, 8, 2**30, 1), dtype=torch.bfloat16, device=DEVICE)
+    t.copy_(queries(1, 1, 3, 8, "sbhd", torch.bfloat16))
+    both = kr.tables(RotaryPositionEmbedding(8)(1, device=DEVICE))
+    assert torch.equal(kr.rotate(t, *both), kr.rotate(t.contiguous(), *both))

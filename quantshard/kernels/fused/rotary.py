@@ -50,8 +50,8 @@ def rotate_kernel(
     h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     p = tl.arange(0, PLANES)[None, :]
     valued = h < heads
-    x_ptr += s * x_s + b * x_b + h * x_h
-    out_ptr += s * out_s + b * out_b + h * out_h
+    x_ptr += s * x_s + b * x_b + h.to(tl.int64) * x_h
+    out_ptr += s * out_s + b * out_b + h.to(tl.int64) * out_h
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     first = tl.zeros((1, 1), tl.int64) + s * table_stride
     always = tl.full((1, 1), True, tl.int1)

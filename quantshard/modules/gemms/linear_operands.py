@@ -282,8 +282,8 @@ class OperandRequest:
         if one is not None and found is not None and found.transposed is not None:
             second = one.operand(found, transposed=True)
         kept = _or_nothing(values if second is None and wanted.second else second)
-        if first is None:
-            first = kept if values is None else values  # where the first GEMM reads nothing
+        if first is None:  # of an operator no two results may be one
+            first = _or_nothing(values)
         return GemmOperands(
             first, WgradOperand(kept, second is not None),
             outputs.sums, outputs.poison if poison == "scalar" else None,

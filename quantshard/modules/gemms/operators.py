@@ -74,10 +74,14 @@ def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
     for index, (layer, x_wgrad) in enumerate(zip(ready, results.inputs, strict=True)):
         kept = SavedInput.of(layers, index, asked.x.shape, asked.x)
         found += [] if kept is None else kept.tensors(x_wgrad)
-        # the call keeps its own
-        found += [layer.call.amaxes[key].clone() for key in layers.amaxes(index)]
-    # a native product may have filled its rows up
-    return [tensor.contiguous() for tensor in (*found, *results.others)]
+        found += [layer.call.amaxes[key] for key in layers.amaxes(index)]
+    return [_apart(tensor) for tensor in (*found, *results.others)]
+
+
+def _apart(result: Tensor) -> Tensor:
+    """In memory that no other result has, nor the call: scalars share it (`kernels.workspace`), and a native product
+    may have filled its rows up."""
+    return result.clone() if result.numel() == 1 else result.contiguous()
 
 
 def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
