@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
+from quantshard.kernels import workspace
 from quantshard.modules import fused, rotary
 from quantshard.modules.contexts import context
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -409,3 +410,23 @@ def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, mo
             found.append([*outputs, t.grad])
             assert ran == {1: ["rotate", "rotate"], 3: ["rotate", "join", "join"]}[len(outputs)]
         assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_scalars_of_operators_share_no_memory(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No results of an operator may; and of memory that is a CUDA graph's none may be left for later."""
+
+    def shared(*_: Any) -> Any:
+        raise AssertionError("scalars of an operator share an allocation")
+
+    with qs.quantized_model_init(recipe=recipe):
+        module = MODULES["gated mlp"](device=DEVICE, params_dtype=torch.bfloat16)
+    compiled = torch.compile(module, backend="aot_eager")
+    monkeypatch.setattr(workspace, "_FREE", {})
+    monkeypatch.setattr(workspace, "zero_scalars", shared)
+    x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
+    with qs.autocast(recipe=recipe):
+        y = compiled(x)
+    y.sum().backward()
+    with pytest.raises(AssertionError, match="share an allocation"), qs.autocast(recipe=recipe):
+        module(x)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
+from quantshard.kernels import workspace
 from quantshard.modules.contexts import context, context_warnings, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
@@ -64,6 +65,7 @@ ForwardOf = Callable[[ForwardArguments, list[PreparedLinear]], ForwardResults]
 """Computes a step, of layers that are ready."""
 
 
+@workspace.apart()
 def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
     asked = ForwardArguments.of(arguments)
     layers = asked.layers
@@ -74,14 +76,10 @@ def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
     for index, (layer, x_wgrad) in enumerate(zip(ready, results.inputs, strict=True)):
         kept = SavedInput.of(layers, index, asked.x.shape, asked.x)
         found += [] if kept is None else kept.tensors(x_wgrad)
-        found += [layer.call.amaxes[key] for key in layers.amaxes(index)]
-    return [_apart(tensor) for tensor in (*found, *results.others)]
-
-
-def _apart(result: Tensor) -> Tensor:
-    """In memory that no other result has, nor the call: scalars share it (`kernels.workspace`), and a native product
-    may have filled its rows up."""
-    return result.clone() if result.numel() == 1 else result.contiguous()
+        # the call keeps its own
+        found += [layer.call.amaxes[key].clone() for key in layers.amaxes(index)]
+    # a native product may have filled its rows up
+    return [tensor.contiguous() for tensor in (*found, *results.others)]
 
 
 def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
@@ -178,6 +176,7 @@ BackwardOf = Callable[[BackwardArguments, list[SavedLinear], list[Tensor]], Step
 """Computes the gradients, with the `others` of `ForwardResults`."""
 
 
+@workspace.apart()
 def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:
     asked = BackwardArguments.of(arguments)
     layers, others = _saved(asked)
