@@ -81,6 +81,8 @@ class Timeline(TorchDispatchMode):
             self._live.pop(address).died = self.now
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() <= SCALARS:
+            return
         piece = _Piece(storage, self.now)
         address = piece.reference.cdata
         if address not in self._live and address not in self._given:

@@ -80,6 +80,10 @@ def check_fixed(recipe: Any) -> None:
 class RecipePredicates:
     """TransformerEngine's methods that tell which recipe one is."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what follows from them is that of the release that reads a pickle."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
     def _is(self, *classes: str) -> bool:
         return any(kind.__name__ in classes for kind in type(self).__mro__)
 

@@ -14,6 +14,7 @@ from benchmarks import convert_models as converted
 from benchmarks import host, power, train_step
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
+from quantshard.kernels import workspace
 from quantshard.trainer.data import collect
 from tests.distributed.pool import run_ranks
 from tests.modules.graphed import rerun
@@ -104,19 +105,25 @@ def test_converted_models_are_measured_beside_bf16(rerun):
     assert [line.split(" | ")[4] for line in converted.table(rows)[2:]] == ["1.00", "2.00"]
 
 
-HOST_WORK = {"linear": (450, 40, 8), "layer": (1960, 217, 45), "llama-fused": (2250, 310, 48)}
+HOST_WORK = {"linear": (430, 40, 8), "layer": (1960, 217, 45), "llama-fused": (2230, 310, 45)}
 """At most so many Python calls, ATen operations and launches of a step, forward and backward, by module."""
+MEASURED = {"llama-fused": 3}
+"""Launches more under current scaling, of amaxes of what no kernel of ours makes."""
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "delayed"])
 @pytest.mark.parametrize("module", HOST_WORK)
-def test_the_host_does_no_more_for_a_module(module: str, recipe: str) -> None:
-    """Without a device, where counts repeat exactly."""
+def test_the_host_does_no_more_for_a_module(module: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device, where counts repeat exactly but for one step of several, which makes shared scalars."""
+    monkeypatch.setattr(workspace, "_FREE", {})
+    monkeypatch.setattr(workspace, "SCALARS", 2048)
     if torch.cuda.is_available():
         pytest.skip("counts are those of a machine without a GPU")
     row = host.measure(module, recipe, 128, repeats=1)
     found = tuple(row[name] for name in ("calls", "operations", "launches"))
-    assert all(count <= most for count, most in zip(found, HOST_WORK[module], strict=True)), found
+    calls, operations, launches = HOST_WORK[module]
+    launches += MEASURED.get(module, 0) if recipe == "current" else 0
+    assert all(count <= most for count, most in zip(found, (calls, operations, launches), strict=True)), found
     assert found[2] > 5
 
 

@@ -1,5 +1,6 @@
 """Tables that a `TableRecipe` refuses, and that it does not follow."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -34,3 +35,10 @@ def test_a_recipe_does_not_follow_the_dict_that_it_was_made_of():
     recipe = TableRecipe("mine", cells)
     cells.clear()
     assert recipe.table == CURRENT
+
+
+def test_a_pickle_holds_no_more_than_the_arguments():
+    recipe = DelayedScaling()
+    before = pickle.dumps(DelayedScaling())
+    assert recipe.table and recipe.weight and pickle.dumps(recipe) == before
+    assert pickle.loads(before) == recipe and pickle.loads(before).table == recipe.table

@@ -53,7 +53,7 @@ def matmul(
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
         fast: sums need not be in float32; see `recipe.MMParams`. For a float32 result they are.
-        read: what `turned` has given for b.
+        read: what `transposed_together` has given for b.
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
         plan = product_plan(
@@ -65,7 +65,7 @@ def matmul(
     return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, poison, precision or out_dtype)
 
 
-def turned(
+def transposed_together(
     lefts: Sequence[Operand], rights: Sequence[Operand], poisons: Sequence[Tensor | None], out_dtype: torch.dtype
 ) -> Sequence[ReadOperand | None]:
     """The right operands of several products a @ b as these read them, for `matmul`, if one kernel can transpose them
@@ -77,13 +77,13 @@ def turned(
                 a.cell.format, a.shard, True, b.cell.format, b.shard, False,
                 scaled_products.capability_of(a.device), out_dtype, None, False,
             )  # fmt: skip
-            if isinstance(plan, ProductPlan) and plan.right.is_turned:
+            if isinstance(plan, ProductPlan) and plan.right.is_transposed:
                 readers.append(plan.right)
                 storages.append(b)
     kinds = {(each.native, each.lays_blocks) for each in readers}
     if len(readers) < len(rights) or len(kinds) != 1:
         return [None] * len(rights)
-    return OperandReader.turned(
+    return OperandReader.transposed(
         readers,
         storages,
         [poison if each.takes_poison else None for each, poison in zip(readers, poisons, strict=True)],
@@ -185,15 +185,15 @@ class OperandReader:
         # what is stored is all that is read, and only looked at in another way
         self.is_viewed = is_whole and not (spec.transposed or any(spec.cuts))
         # nothing is done but to transpose it; of blocks of 128 x 128 the same pass lays the scales out
-        self.is_turned = is_whole and spec.transposed and bits == 8 and self.amax is None
-        self.lays_blocks = self.is_turned and scales.layout is scaled_products.by_four
+        self.is_transposed = is_whole and spec.transposed and bits == 8 and self.amax is None
+        self.lays_blocks = self.is_transposed and scales.layout is scaled_products.by_four
         self.turns_scales = scales.layout is not scaled_products.as_single
 
     def read(self, storage: QuantizedStorage, poison: Tensor | None) -> ReadOperand:
         """Codes of a dtype that PyTorch multiplies, [rows, bytes] or for a right operand the transpose of that, and
         scales, to which `poison` is added."""
-        if self.is_turned:
-            return OperandReader.turned([self], [storage], [poison])[0]
+        if self.is_transposed:
+            return OperandReader.transposed([self], [storage], [poison])[0]
         if self.codes not in storage.components:
             storage = storage.with_copy(self.spec.which)
         if self.is_viewed:
@@ -208,10 +208,10 @@ class OperandReader:
         return codes, (grid,) if self.amax is None else (grid, self._second(storage.components[self.amax]))
 
     @staticmethod
-    def turned(
+    def transposed(
         readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], poisons: Sequence[Tensor | None]
     ) -> list[ReadOperand]:
-        """The same of several that are transposed (`is_turned`) alike, by one kernel."""
+        """The same of several that are transposed (`is_transposed`) alike, by one kernel."""
         parts = [each._touched(storage) for each, storage in zip(readers, storages, strict=True)]
         lays = readers[0].lays_blocks
         found = kernel_dispatch.by_columns(

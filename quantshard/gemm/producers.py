@@ -207,13 +207,13 @@ def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
 class DirectionPlan(NamedTuple):
     """How a matrix, or its transpose, is quantized: by a cell, which to a kernel is a spec, into a rectangle.
 
-    `turned`: that of the transpose of what is made. `measured`: the blocks whose amaxes a kernel must be given.
+    `transposed`: that of the transpose of what is made. `measured`: the blocks whose amaxes a kernel must be given.
     """
 
     cell: Cell
     spec: QuantizeSpec
     shard: Shard
-    turned: Shard
+    transposed: Shard
     measured: Pair | None
 
     @staticmethod
@@ -267,7 +267,7 @@ class DirectionPlan(NamedTuple):
         components = {copy.codes.name: codes, copy.scale.name: scale}
         if copy.amax is not None:
             components[copy.amax.name] = output.second
-        return QuantizedStorage(self.cell, self.turned if transposed else self.shard, components)
+        return QuantizedStorage(self.cell, self.transposed if transposed else self.shard, components)
 
 
 def measure_all(producers: Sequence[TensorProducer]) -> None:

@@ -42,20 +42,20 @@ def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
     return list(block[:, :1].view(SCALARS, *shape).unbind())  # with strides of 1, so that they can be seen as bytes
 
 
-_OWN = threading.local()
+_SEPARATE = threading.local()
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def separate_allocations() -> Iterator[None]:
     """Inside, on this thread, each scalar has an allocation of its own: for operators of compiled functions. Their
     results may not share memory, and where CUDA graphs are made of them memory is the graphs' before they are
     captured, of which nothing may be kept."""
-    before = getattr(_OWN, "on", False)
-    _OWN.on = True
+    before = getattr(_SEPARATE, "on", False)
+    _SEPARATE.on = True
     try:
         yield
     finally:
-        _OWN.on = before
+        _SEPARATE.on = before
 
 
 def zero(device: torch.device, written: bool = False) -> Tensor:
@@ -64,7 +64,7 @@ def zero(device: torch.device, written: bool = False) -> Tensor:
     A captured graph gets one of its own: a replay zeroes only what was zeroed within it.
     """
     queue = launch_queue(device)
-    if queue[2] or getattr(_OWN, "on", False):
+    if queue[2] or getattr(_SEPARATE, "on", False):
         return (torch.empty if written else torch.zeros)((1, 1), dtype=torch.float32, device=device)
     try:
         return _FREE[queue].pop()

@@ -161,3 +161,17 @@ def assert_same(eager: Training, graphed: Training, steps: int = 5) -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager.seen, graphed.seen, strict=True))
     assert all(loss.isfinite().all() for loss in eager.seen)
     assert results[0] == results[1]
+
+
+class Failing(nn.Module):
+    """A module whose forward fails after so many runs."""
+
+    def __init__(self, inner: nn.Module, runs: int) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, runs
+
+    def forward(self, x: Tensor) -> Any:
+        self.runs -= 1
+        if self.runs < 0:
+            raise ValueError("enough")
+        return self.inner(x)

@@ -28,7 +28,17 @@ from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.interpreter import prepared_once
-from tests.modules.graphed import HIDDEN, MODULES, TOKENS, RerunRecorder, Training, assert_same, module_of, rerun
+from tests.modules.graphed import (
+    HIDDEN,
+    MODULES,
+    TOKENS,
+    Failing,
+    RerunRecorder,
+    Training,
+    assert_same,
+    module_of,
+    rerun,
+)
 
 __all__ = ["rerun"]
 
@@ -725,18 +735,6 @@ def test_an_empty_constant_is_not_a_missing_one(rerun: None) -> None:
     assert not graphed(x, parts=()).any()
     with pytest.raises(ConfigurationError, match="captured with arguments argument 0, parts"):
         graphed(x)
-
-
-class Failing(nn.Module):
-    def __init__(self, inner: nn.Module, runs: int) -> None:
-        super().__init__()
-        self.inner, self.runs = inner, runs
-
-    def forward(self, x: Tensor) -> Any:
-        self.runs -= 1
-        if self.runs < 0:
-            raise ValueError("enough")
-        return self.inner(x)
 
 
 @pytest.mark.parametrize("runs", [0, 1, 2, 4])

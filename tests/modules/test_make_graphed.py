@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
-from tests.modules.graphed import MODULES, Training, assert_same, module_of
+from tests.modules.graphed import MODULES, Failing, Training, assert_same, module_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -235,18 +235,6 @@ def test_what_autograd_saved_of_a_result_is_written_over() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.backward()
     second.backward()
-
-
-class Failing(nn.Module):
-    def __init__(self, inner: nn.Module, runs: int) -> None:
-        super().__init__()
-        self.inner, self.runs = inner, runs
-
-    def forward(self, x: Tensor) -> Any:
-        self.runs -= 1
-        if self.runs < 0:
-            raise ValueError("enough")
-        return self.inner(x)
 
 
 @pytest.mark.parametrize("runs", [2, 4])

@@ -354,19 +354,20 @@ def backward_gemms(
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
     held: Sequence[Operand] = []
-    turned: Sequence[backend.ReadOperand | None] = [None]
+    read: Sequence[backend.ReadOperand | None] = [None]
     if needed.x:
         held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
         if len(held) > 1:
             ways = list(ways)
-            turned = backend.turned([each.first for each in ways], held, [each.poison for each in ways], dx_dtype)
+            poisons = [each.poison for each in ways]
+            read = backend.transposed_together([each.first for each in ways], held, poisons, dx_dtype)
     each = iter(ways)
     for part, weight in enumerate(weights):
         found, bias_dtype = next(each), bias_dtypes[part]  # not by zip, which holds on to the one before
         if needed.x:
             dx = backend.matmul(
                 found.first, held[part], dx_dtype, poison=found.poison, precision=x_dtype,
-                fast=Gemm.DGRAD in call.recipe.fast_gemms, read=turned[part],
+                fast=Gemm.DGRAD in call.recipe.fast_gemms, read=read[part],
             )  # fmt: skip
             summands.append(dx)
             del dx  # the list alone holds it

@@ -65,7 +65,7 @@ ForwardOf = Callable[[ForwardArguments, list[PreparedLinear]], ForwardResults]
 """Computes a step, of layers that are ready."""
 
 
-@workspace.apart()
+@workspace.separate_allocations()
 def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
     asked = ForwardArguments.of(arguments)
     layers = asked.layers
@@ -176,7 +176,7 @@ BackwardOf = Callable[[BackwardArguments, list[SavedLinear], list[Tensor]], Step
 """Computes the gradients, with the `others` of `ForwardResults`."""
 
 
-@workspace.apart()
+@workspace.separate_allocations()
 def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:
     asked = BackwardArguments.of(arguments)
     layers, others = _saved(asked)
