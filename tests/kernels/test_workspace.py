@@ -1,0 +1,35 @@
+"""Zeroed scalars: each is handed out once, also to threads that ask at the same time."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantshard.kernels import workspace
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class Taken(list[torch.Tensor]):
+    """Scalars of which another thread takes the last between a look and the taking."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def pop(self, *_: object) -> torch.Tensor:
+        raise IndexError("pop from empty list")
+
+
+def test_the_last_scalar_may_be_taken_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = workspace.launch_queue(DEVICE)
+    monkeypatch.setattr(workspace, "_FREE", {queue: Taken()})
+    one, other = workspace.zero(DEVICE), workspace.zero(DEVICE)
+    assert one.data_ptr() != other.data_ptr() and len(workspace._FREE[queue]) == workspace.SCALARS - 2
+
+
+def test_scalars_are_zero_and_can_be_seen_as_bytes() -> None:
+    scalars = [workspace.zero(DEVICE) for _ in range(2 * workspace.SCALARS)]
+    assert all(each.item() == 0 and each.view(torch.uint8).shape == (1, 4) for each in scalars)
+    with workspace.separate_allocations():
+        one, other = workspace.zero(DEVICE), workspace.zero(DEVICE)
+    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
