@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields
+from functools import cached_property
 from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
@@ -81,8 +82,11 @@ class RecipePredicates:
     """TransformerEngine's methods that tell which recipe one is."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what follows from them is that of the release that reads a pickle."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        """What it was made with: what follows from that is for the release that reads a pickle to say."""
+        kind = type(self)
+        return {
+            key: value for key, value in vars(self).items() if not isinstance(getattr(kind, key, None), cached_property)
+        }
 
     def _is(self, *classes: str) -> bool:
         return any(kind.__name__ in classes for kind in type(self).__mro__)

@@ -2,11 +2,12 @@
 
 import pickle
 from dataclasses import replace
+from functools import cached_property
 
 import pytest
 
 from quantshard.errors import ConfigurationError
-from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, Gemm, TableRecipe, TensorRole
+from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, Gemm, Recipe, Table, TableRecipe, TensorRole
 
 DELAYED, CURRENT = DelayedScaling().table, Float8CurrentScaling().table
 INPUT, GRADIENT = TensorRole.INPUT, TensorRole.GRAD_OUTPUT
@@ -42,3 +43,21 @@ def test_a_pickle_holds_no_more_than_the_arguments():
     before = pickle.dumps(DelayedScaling())
     assert recipe.table and recipe.weight and pickle.dumps(recipe) == before
     assert pickle.loads(before) == recipe and pickle.loads(before).table == recipe.table
+
+
+class NotedRecipe(Recipe):
+    """A user's, which is no dataclass of its own."""
+
+    name = "noted"
+
+    def __init__(self, note: str) -> None:
+        object.__setattr__(self, "note", note)
+
+    @cached_property
+    def table(self) -> Table:
+        return CURRENT
+
+
+def test_a_pickle_holds_what_a_recipe_of_a_users_was_made_with():
+    recipe = NotedRecipe("mine")
+    assert recipe.table and vars(pickle.loads(pickle.dumps(recipe))) == {"note": "mine"}

@@ -10,7 +10,7 @@ from quantshard.kernels import workspace
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class Taken(list[torch.Tensor]):
+class RacingList(list[torch.Tensor]):
     """Scalars of which another thread takes the last between a look and the taking."""
 
     def __len__(self) -> int:
@@ -22,7 +22,7 @@ class Taken(list[torch.Tensor]):
 
 def test_the_last_scalar_may_be_taken_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = workspace.launch_queue(DEVICE)
-    monkeypatch.setattr(workspace, "_FREE", {queue: Taken()})
+    monkeypatch.setattr(workspace, "_FREE", {queue: RacingList()})
     one, other = workspace.zero(DEVICE), workspace.zero(DEVICE)
     assert one.data_ptr() != other.data_ptr() and len(workspace._FREE[queue]) == workspace.SCALARS - 2
 
