@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import statistics
@@ -223,6 +224,17 @@ def microseconds(subject: Subject, repeats: int) -> Row:
     return {name: round(statistics.median(values)) for name, values in found.items()}
 
 
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """What Python calls where it frees what others left, as the callbacks of weak references, is no call of a step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def counts(subject: Subject, launched: Counter[str]) -> Row:
     """Python calls and ATen operations of a step, and what it asks of the device."""
     calls = 0
@@ -231,7 +243,7 @@ def counts(subject: Subject, launched: Counter[str]) -> Row:
         nonlocal calls
         calls += event == "call"
 
-    with torch.autograd.set_multithreading_enabled(False):  # backward on this thread, whose calls are seen
+    with torch.autograd.set_multithreading_enabled(False), without_garbage_collection():  # backward on this thread
         sys.setprofile(called)
         subject.step()
         sys.setprofile(None)

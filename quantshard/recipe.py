@@ -100,7 +100,7 @@ class Cell:
 
     def __hash__(self) -> int:
         """That of what tells most cells apart: caches ask for it in each call."""
-        return hash(self.format.name)
+        return hash((self.format.name, self.scaling.history))
 
     @property
     def tag(self) -> str:

@@ -1,9 +1,12 @@
 """The benchmark of optimizers, with a small model and two steps: what it trains, keeps, compares and refuses."""
 
+import gc
 import json
 import re
 import warnings
+from collections import Counter
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -125,6 +128,27 @@ def test_the_host_does_no_more_for_a_module(module: str, recipe: str, monkeypatc
     launches += MEASURED.get(module, 0) if recipe == "current" else 0
     assert all(count <= most for count, most in zip(found, (calls, operations, launches), strict=True)), found
     assert found[2] > 5
+
+
+def test_garbage_of_others_is_no_call_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed in the midst of a step, each object that is referred to weakly calls Python."""
+    step, referred = host.Subject.step, WeakKeyDictionary[torch.nn.Module, int]()
+
+    def littering(subject: host.Subject) -> None:
+        for _ in range(2 * gc.get_threshold()[0]):
+            module = torch.nn.Module()
+            module.itself = [module]
+            referred[module] = 1
+        step(subject)
+
+    monkeypatch.setattr(host.Subject, "step", littering)
+    subject = host.Subject("linear", "bf16", 16, "cpu")
+    counted = [host.counts(subject, Counter())["calls"] for _ in range(2)]
+    gc.disable()
+    try:
+        assert counted == [host.counts(subject, Counter())["calls"]] * 2
+    finally:
+        gc.enable()
 
 
 def test_training_steps_are_measured(tmp_path, capsys):

@@ -4,6 +4,7 @@ All on the CPU, also where there is a GPU: products there sum in another order t
 """
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_setting_goes_with_its_process_group():
     class Group:
         pass
 
-    before, names = set(context._settings), set()
+    before, names = (set(context._settings), set(context._names)), set()
     for _ in range(3):
         group = Group()
         context_ = autocast(recipe="delayed", amax_reduction_group=group)
@@ -61,7 +62,42 @@ def test_a_setting_goes_with_its_process_group():
         gc.collect()
         assert found() is None
     assert len(names) == 3
-    assert set(context._settings) == before
+    assert (set(context._settings), set(context._names)) == before
+
+
+def calls_of(function):
+    """Python calls that a call makes."""
+    count = 0
+
+    def called(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    gc.collect()
+    gc.disable()
+    sys.setprofile(called)
+    function()
+    sys.setprofile(None)
+    gc.enable()
+    return count
+
+
+def test_an_autocast_costs_the_same_however_many_recipes_were_used():
+    def step_of(recipe):
+        layer, x = linear(recipe), data()
+
+        def step():
+            with autocast(recipe=recipe):
+                layer(x)
+
+        step()
+        return calls_of(step)
+
+    alone = step_of(recipes.DelayedScaling(amax_history_len=71))
+    for length in range(100, 130):
+        autocast(recipe=recipes.DelayedScaling(amax_history_len=length))
+    step_of(recipes.Float8CurrentScaling())  # whose formats are the same
+    assert step_of(recipes.DelayedScaling(amax_history_len=72)) == alone
 
 
 # Which recipe

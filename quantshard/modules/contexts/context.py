@@ -70,8 +70,13 @@ class _RegisteredSetting:
     strict: bool = False
 
 
+_SettingKey = tuple[int, int, bool]
+"""Identities of a recipe and of a process group, which live as long as the key is in a dict; and whether strict."""
+
 NO_AUTOCAST = "no autocast"
-_settings: dict[str, _RegisteredSetting] = {NO_AUTOCAST: _RegisteredSetting(HighPrecision())}
+_HIGH_PRECISION = HighPrecision()
+_settings: dict[str, _RegisteredSetting] = {NO_AUTOCAST: _RegisteredSetting(_HIGH_PRECISION)}
+_names: dict[_SettingKey, str] = {}
 _numbers = itertools.count(1)
 
 
@@ -85,7 +90,17 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
     It has a digest of what graphs depend on, since a compile cache hands them to other processes. They do not depend on
     the process group, which is known by its number in this process.
     """
-    asked = resolve(recipe) if enabled else HighPrecision()
+    asked = resolve(recipe) if enabled else _HIGH_PRECISION
+    key = (id(asked), id(group), strict)
+    if (name := _names.get(key, "")) != "":
+        return name
+    name = _registered_name(asked, group, strict)
+    if _settings[name].recipe is asked:
+        _names[key] = name
+    return name
+
+
+def _registered_name(asked: Recipe, group: dist.ProcessGroup | None, strict: bool) -> str:
     known = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
     for name, other in _settings.items():
         if other == known and name != NO_AUTOCAST:
@@ -95,7 +110,13 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
     if group is not None or name in _settings:  # a recipe of one's own may have the content of another
         name += f" {next(_numbers)}"
     if group is not None:
-        known = _RegisteredSetting(asked, weakref.ref(group, lambda _: _settings.pop(name, None)), strict)
+        key = (id(asked), id(group), strict)
+
+        def forget(_: weakref.ReferenceType[dist.ProcessGroup]) -> None:
+            _names.pop(key, None)
+            _settings.pop(name, None)
+
+        known = _RegisteredSetting(asked, weakref.ref(group, forget), strict)
     _settings[name] = known
     return name
 
