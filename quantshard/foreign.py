@@ -222,6 +222,13 @@ class FieldReader:
             raise self.wrong(name, f"an integer from {least} to {most}")
         return value
 
+    def number(self, name: str, least: float, most: float) -> float | None:
+        """A number of a range, whole or not."""
+        value = self.content.get(name)
+        if value is not None and (type(value) not in (int, float) or not least <= value <= most):
+            raise self.wrong(name, f"a number from {least:g} to {most:g}")
+        return None if value is None else float(value)
+
     def flag(self, name: str) -> bool:
         """True or false; false where it is missing."""
         value = self.content.get(name)

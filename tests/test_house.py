@@ -64,6 +64,7 @@ PRIVATE_ALLOWED = {
     "_asdict": "public API of named tuples",
     "_fields": "public API of named tuples",
     "_replace": "public API of named tuples",
+    "_init_weights": "what transformers documents for models to define and calls on them",
 }
 """Private names that may be used outside private_torch/, each with its reason."""
 

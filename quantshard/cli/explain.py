@@ -16,6 +16,7 @@ from quantshard.cli.models import ModelSource
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
 from quantshard.terminal.screen import Screen, say_whole
+from quantshard.trainer import huggingface
 from quantshard.trainer.config import MOMENT_DTYPES
 from quantshard.trainer.mesh import TP, MeshSpec
 
@@ -88,7 +89,7 @@ def plan(
     report = observe.plan(
         found.model,
         axes,
-        layers=models.repeated_layers(found.model),
+        layers=huggingface.repeated_layers(found.model),
         rank=rank,
         tensor_parallel=cuts,
         exp_avg_dtype=_moment("--exp-avg-dtype", exp_avg_dtype, found.moments[0]),

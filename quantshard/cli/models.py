@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from quantshard import recipe, sharding
+from quantshard import sharding
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.commit import is_complete
-from quantshard.conversion.convert import convert
-from quantshard.conversion.selection import HIGH_PRECISION
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import FieldReader, shown
 from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.layouts.table import cell_of_tag
@@ -26,13 +19,11 @@ from quantshard.layouts.writing import CONFIGURATION
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.terminal import inputs
+from quantshard.trainer import huggingface
 from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.model import ModelSpec
+from quantshard.trainer.recipes import LayerRecipes
 from quantshard.trainer.run_dir import RunDir
-
-_MOST_LAYERS = 1 << 12
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_local_experts")
-"""Fields of configurations that say how many modules there are; a configuration comes from anybody."""
 
 _RUN = "config.toml"
 
@@ -75,7 +66,7 @@ def find(path: str, recipe_name: str | None) -> ModelSource:
         CheckpointError: the checkpoint is damaged.
     """
     if recipe_name is not None:
-        recipe.resolve(recipe_name)
+        LayerRecipes.parse(recipe_name)
     place = Path(inputs.existing(path, "a run, a checkpoint or a config.json"))
     if "://" in path or (place.is_dir() and is_complete(path)):
         if recipe_name is not None:
@@ -97,9 +88,10 @@ def of_run(path: Path, recipe_name: str | None) -> ModelSource:
     settings, launched, _ = RunDir(path).read_config()
     settings = replace(settings, recipe=recipe_name or settings.recipe)
     settings.check(str(path))
-    model = LanguageModel(settings, recipe.resolve(settings.recipe), "meta")
+    model = ModelSpec(settings, RunDir(path).read_model(settings)).described()
     mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
-    told = f"{path}: {settings.architecture} of a run, by recipe {settings.recipe!r}"
+    kind = settings.architecture if settings.is_by_sizes else type(model).__name__
+    told = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
     return ModelSource(model, (told,), mesh, moments=settings.torch_moment_dtypes, settings=settings)
 
 
@@ -146,62 +138,7 @@ def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
 
 def of_configuration(file: Path, recipe_name: str) -> ModelSource:
     """The model of a Hugging Face configuration, converted."""
-    content = read_layout_json(file)
-    content.pop("quantization_config", None)  # of weights that are not looked at
-    model = _build(content, file)
+    model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
     told = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
-    if recipe_name == HIGH_PRECISION:
-        return ModelSource(model, (told,))
-    try:
-        left = str(convert(model, recipe_name)).partition("\nleft ")[2]
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{file}: {error}; --recipe {HIGH_PRECISION} shows it as it is") from None
+    left = "" if report is None else str(report).partition("\nleft ")[2]
     return ModelSource(model, (told, f"left {left}") if left else (told,))
-
-
-def _build(content: dict[str, Any], file: Path) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigurationError(
-            f"{file} describes a model of transformers, which is not installed: pip install transformers"
-        ) from None
-    _check_counts(content, file)
-    fields = FieldReader(content, str(file))
-    kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
-    known = list(transformers.CONFIG_MAPPING)
-    if kind not in known:
-        near = get_close_matches(str(kind), known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "is this a model's configuration?"
-        raise ConfigurationError(
-            f"{file}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint}"
-        )
-    kept = {name: value for name, value in content.items() if name not in ("model_type", "dtype", "torch_dtype")}
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
-    names = [name for name in content.get("architectures") or () if isinstance(name, str)]
-    try:
-        config = transformers.AutoConfig.for_model(kind, **kept)
-        named: Any = getattr(transformers, names[0], None) if names else None
-        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-        with torch.device("meta"):
-            model = named(config) if is_model else transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever a field of a wrong type leads to in there
-        line = " ".join(str(error).split())
-        raise ConfigurationError(f"{file}: transformers cannot build it: {type(error).__name__}: {line:.300}") from None
-    found: nn.Module = model.to(getattr(torch, dtype))
-    return found
-
-
-def _check_counts(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse more modules than any model has, which would take all memory, in what is nested, too."""
-    for name, value in content.items():
-        if name in _COUNTS and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ConfigurationError(f"{file}: {name} is {value}, more than the {_MOST_LAYERS} that are built")
-        if isinstance(value, dict):
-            _check_counts(value, file)
-
-
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose names end in a number and have none before: what `fully_shard` is to wrap one by one."""
-    return [module for name, module in model.named_modules() if re.fullmatch(r"(?:[^.]*[^.\d][^.]*\.)*\d+", name)]

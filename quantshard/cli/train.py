@@ -18,8 +18,8 @@ import typer
 
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import inputs
-from quantshard.trainer import initialization, launch, worker
-from quantshard.trainer.config import TYPES, merge, setting_fields
+from quantshard.trainer import launch, model_choice, worker
+from quantshard.trainer.config import TYPES, given_values, merge, setting_fields
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.worker import WorkerJob
 
@@ -63,9 +63,7 @@ def train(
         flags["data"] = tuple(flags["data"])
     if config is not None:
         inputs.existing(config, "a TOML file of settings")
-    settings = merge(flags, config)
-    if settings.init_from:
-        settings = merge(flags, config, initialization.sizes(settings.init_from))
+    settings = merge(flags, config, model_choice.implied(given_values(flags, config)))
     settings.check()
     settings = settings.resolved()
     if launch.is_worker():

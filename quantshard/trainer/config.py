@@ -20,7 +20,9 @@ from quantshard import foreign, recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.schema import SettingType, check_value, read_table
+from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.schema import SettingType, check_value, read_table, shown_value
+from quantshard.trainer.sizes import SIZES
 
 MOST_BYTES = 32 << 20
 """The most bytes of a configuration; that of a run lists its data, about 150 bytes a file."""
@@ -33,7 +35,8 @@ MOMENT_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 
 CHOICES = {
     "architecture": ("llama", "gpt"),
-    "schedule": ("cosine", "constant"),
+    "schedule": ("cosine", "linear", "wsd", "constant"),
+    "recompute": ("none", "activation", "layer"),
     "params_dtype": ("bfloat16", "float32"),
     "reduce_dtype": ("bfloat16", "float32"),
     "exp_avg_dtype": tuple(MOMENT_DTYPES),
@@ -61,6 +64,12 @@ def _setting(default: Any, panel: str, help: str, least: float = 0, most: float 
 class TrainSettings:
     """Everything that determines a run but the number of its processes and the bytes of its data."""
 
+    model: str = _setting(
+        "",
+        "Model",
+        f"a Hugging Face folder or config.json; or the sizes of one of {', '.join(SIZES)}. Default: by the sizes below",
+    )
+    random_weights: bool = _setting(False, "Model", "begin with random weights though the folder of the model has some")
     architecture: str = _setting("llama", "Model", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)")
     hidden: int = _setting(256, "Model", "width of the model", 1, _SIZE)
     layers: int = _setting(4, "Model", "number of transformer layers", 1, _COUNT)
@@ -70,6 +79,9 @@ class TrainSettings:
     )
     ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, _SIZE)
     seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence", 2, _SIZE)
+    head_dim: int = _setting(0, "Model", "features of a head; 0: hidden over heads", 0, _SIZE)
+    rope_theta: float = _setting(10000.0, "Model", "base of the rotary positions of a llama", 1, 1e12)
+    norm_eps: float = _setting(1e-5, "Model", "epsilon of the normalizations", 0, 1, more=True)
     tied: bool = _setting(False, "Model", "use the embedding as the output head too")
     dropout: float = _setting(0.0, "Model", "probability of dropout", 0, 1, less=True)
 
@@ -90,21 +102,36 @@ class TrainSettings:
     micro_batches: int = _setting(
         1, "Training", "parts in which a process takes its share of a step, one by one", 1, _SIZE
     )
+    micro_batch: int = _setting(
+        0,
+        "Training",
+        "sequences that a process takes at once, from which micro_batches follows; 0: not given",
+        0,
+        _SIZE,
+    )
     lr: float = _setting(1e-3, "Training", "highest learning rate", 0, 1e6, more=True)
-    schedule: str = _setting("cosine", "Training", "cosine or constant, after the warmup")
+    schedule: str = _setting(
+        "cosine", "Training", "after the warmup: cosine, linear, wsd (warmup, stable, decay) or constant"
+    )
     warmup: int = _setting(20, "Training", "steps in which the learning rate rises to lr", 0, _STEPS)
     decay_steps: int = _setting(
-        0, "Training", "step at which the cosine ends; 0: steps, as the run was started with", 0, _STEPS
+        0, "Training", "step at which the schedule ends; 0: steps, as the run was started with", 0, _STEPS
     )
-    lr_floor: float = _setting(0.1, "Training", "share of lr at which the cosine ends", 0, 1)
+    decay_share: float = _setting(0.2, "Training", "share of decay_steps, at their end, in which wsd falls", 0, 1)
+    lr_floor: float = _setting(0.1, "Training", "share of lr at which the schedule ends", 0, 1)
     beta1: float = _setting(0.9, "Training", "Adam's decay of the first moment", 0, 1, less=True)
     beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment", 0, 1, less=True)
     eps: float = _setting(1e-8, "Training", "Adam's epsilon", 0, 1e6, more=True)
     weight_decay: float = _setting(0.1, "Training", "decoupled weight decay of matrices", 0, 1e6)
+    z_loss: float = _setting(
+        0.0, "Training", "weight of the squared logarithm of the softmax's denominator, as 1e-4", 0, 1e6
+    )
     clip: float = _setting(1.0, "Training", "highest norm of the gradient; 0: no clipping", 0, 1e12)
     seed: int = _setting(0, "Training", "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
 
-    recipe: str = _setting("mxfp8", "Precision", f"one of {', '.join(recipe.NAMES)}", 1, 80)
+    recipe: str = _setting(
+        "mxfp8", "Precision", f"one of {', '.join(recipe.NAMES)}; or by layer: layers.0=bf16,*=mxfp8", 1, 4096
+    )
     params_dtype: str = _setting("bfloat16", "Precision", "dtype of activations and of weights that stay unquantized")
     exp_avg_dtype: str = _setting("float32", "Precision", "Adam's first moment: float32 or fp8")
     exp_avg_sq_dtype: str = _setting("float32", "Precision", "Adam's second moment: float32 or fp8")
@@ -117,8 +144,22 @@ class TrainSettings:
     async_save: bool = _setting(False, "Running", "save in the background, from a copy of the state in memory")
     eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end", 0, _STEPS)
     log_every: int = _setting(1, "Running", "steps between printed lines", 1, _STEPS)
+    sample_every: int = _setting(0, "Running", "steps between generated texts, besides the first and last", 0, _STEPS)
+    peak_tflops: float = _setting(
+        0.0, "Running", "peak of a device, of which MFU is a share; 0: of BF16, where the GPU is known", 0, 1e9
+    )
     sample_bytes: int = _setting(
         0, "Running", "print a generated text of this length when training starts and ends", 0, _SIZE
+    )
+    recompute: str = _setting(
+        "none",
+        "Running",
+        "what backward computes again instead of keeping it: none, activation (of the MLP) or layer",
+    )
+    recompute_every: int = _setting(1, "Running", "every how many layers, where recompute is layer", 1, _COUNT)
+    compile: bool = _setting(False, "Running", "torch.compile of each layer")
+    profile: int = _setting(
+        0, "Running", "steps that are traced by torch.profiler after the third, into RUN/profile; 0: none", 0, 1000
     )
     device: str = _setting("auto", "Running", "cpu, cuda, or auto: cuda where there is one")
     deterministic: bool = _setting(True, "Running", "the same bits in every run on the same hardware and software")
@@ -143,6 +184,16 @@ class TrainSettings:
     reduce_dtype: str = _setting(
         "float32", "Sharding", "dtype of gradients' sums over processes; bfloat16 sends half the bytes", 0, 200
     )
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def is_by_sizes(self) -> bool:
+        """Whether the model is the decoder that is built here, and not one of transformers."""
+        return not self.model or self.model in SIZES
 
     @property
     def torch_params_dtype(self) -> torch.dtype:
@@ -173,6 +224,7 @@ class TrainSettings:
             decay_steps=self.decay_steps or self.steps,
             data=tuple(str(Path(path).absolute()) for path in self.data),
             init_from=_absolute(self.init_from),
+            model=self.model if self.is_by_sizes else _absolute(self.model),
         )
 
     def check(self, where: str = "") -> None:
@@ -189,15 +241,38 @@ class TrainSettings:
     def _check(self) -> None:
         for name, kind in KINDS.items():
             check_value(name, getattr(self, name), kind)
-        recipe.resolve(self.recipe)
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+        LayerRecipes.parse(self.recipe)
+        if self.head_size % 2 or (not self.head_dim and self.hidden % self.heads):
             raise ConfigurationError(
-                f"hidden = {self.hidden} over heads = {self.heads}: each head must get the same even number of elements"
+                f"hidden = {self.hidden} over heads = {self.heads}: each head must get the same even number of "
+                f"elements; or give head_dim (now {self.head_dim}), an even number"
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise ConfigurationError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+        if self.micro_batch and self.micro_batches != 1:
+            raise ConfigurationError(
+                f"micro_batch = {self.micro_batch} and micro_batches = {self.micro_batches} say the same thing twice; "
+                "give one of them"
+            )
+        self._check_model()
         if self.mesh:
             self._check_mesh(MeshSpec.parse(self.mesh))
+
+    def _check_model(self) -> None:
+        """Refuse what only the decoder that is built here can do, of a model of transformers."""
+        if self.is_by_sizes:
+            return
+        others = {
+            "dropout": self.dropout > 0,
+            "recompute = 'activation'": self.recompute == "activation",
+            "tp in the mesh": bool(self.mesh) and MeshSpec.parse(self.mesh).tp > 1,
+        }
+        for name, asked in others.items():
+            if asked:
+                raise ConfigurationError(
+                    f"model = {shown_value(self.model)} is one of transformers, for which there is no {name} here; "
+                    f"leave it out, or build the model by sizes ({', '.join(SIZES)}, or --hidden, --layers, ...)"
+                )
 
     def _check_mesh(self, axes: MeshSpec) -> None:
         if self.dp_replicate not in (1, axes.dp_replicate):
@@ -220,8 +295,8 @@ class TrainSettings:
                     f"{name} = {size} cannot be divided evenly over tp = {tp} processes (mesh = {axes}); make it a "
                     f"multiple of {tp}, or take another tp"
                 )
-        weight = recipe.resolve(self.recipe).weight
-        parts = weight.format.components if weight else ()
+        weights = [each.weight for each in LayerRecipes.parse(self.recipe).recipes.values()]
+        parts = [part for weight in weights if weight for part in weight.format.components]
         packed = max((max(part.covers) for part in parts if part.role is Role.CODES), default=1)
         if full.ffn // tp % packed:
             raise ConfigurationError(
@@ -233,9 +308,15 @@ class TrainSettings:
         """How that many processes are arranged; `check_ranks` says if they cannot be."""
         return MeshSpec.parse(self.mesh) if self.mesh else MeshSpec(self.dp_replicate, processes // self.dp_replicate)
 
+    def parts(self, axes: MeshSpec) -> int:
+        """In how many micro-batches a process takes its share of a step."""
+        if not self.micro_batch:
+            return self.micro_batches
+        return max(1, self.global_batch // (axes.data_parallel * self.micro_batch))
+
     def sequences_at_once(self, axes: MeshSpec) -> int:
         """Sequences of a micro-batch of one process."""
-        return self.global_batch // (axes.data_parallel * self.micro_batches)
+        return self.global_batch // (axes.data_parallel * self.parts(axes))
 
     def divides_sequences(self, axes: MeshSpec) -> bool:
         """Whether a micro-batch is divided over tp between the GEMMs (sequence parallelism)."""
@@ -255,12 +336,13 @@ class TrainSettings:
                 f"mesh = {axes} is of {axes.processes} processes, but --nproc-per-node, or the launcher, says {ranks}; "
                 "make them equal, or leave --nproc-per-node out"
             )
-        parts = axes.data_parallel * self.micro_batches
+        times, name = (self.micro_batch, "micro_batch") if self.micro_batch else (self.micro_batches, "micro_batches")
+        parts = axes.data_parallel * times
         if self.global_batch % parts:
             over = f"{ranks} processes" if axes.tp == 1 else f"{axes.data_parallel} data-parallel parts (mesh = {axes})"
             raise ConfigurationError(
-                f"global_batch = {self.global_batch} sequences cannot be split evenly over {over} x micro_batches = "
-                f"{self.micro_batches}; make it a multiple of {parts}, or take another --nproc-per-node or --mesh"
+                f"global_batch = {self.global_batch} sequences cannot be split evenly over {over} x {name} = {times}; "
+                f"make it a multiple of {parts}, or take another --nproc-per-node or --mesh"
             )
         if self.sequence_parallel == "on" and axes.tp > 1 and not self.divides_sequences(axes):
             raise ConfigurationError(
@@ -356,9 +438,13 @@ def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
 
 def merge(flags: Mapping[str, Any], config: Path | None, known: Mapping[str, Any] | None = None) -> TrainSettings:
     """Settings from the flags that were given, over the file, over those that are `known`, over the defaults."""
+    return TrainSettings(**{**(known or {}), **given_values(flags, config)})
+
+
+def given_values(flags: Mapping[str, Any], config: Path | None) -> dict[str, Any]:
+    """What is given by a flag, or by the file where no flag does."""
     values = from_mapping(read_settings_file(config, follow=True), str(config)) if config is not None else {}
-    given = {name: value for name, value in flags.items() if value is not None}
-    return TrainSettings(**{**(known or {}), **values, **given})
+    return values | {name: value for name, value in flags.items() if value is not None}
 
 
 def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:

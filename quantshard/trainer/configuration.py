@@ -11,12 +11,14 @@ from quantshard.foreign import FieldReader, shown
 from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
 from quantshard.trainer.config import TrainSettings, from_mapping, read_settings_file
 from quantshard.trainer.data import VOCABULARY
+from quantshard.trainer.run_dir import RunDir
 
-_EPSILON, _ROTARY_BASE = 1e-5, 10000.0
+_DEFAULT_ANGLES = "default"
+"""transformers' word for rotary positions that are not scaled."""
 
 
 def hf_config(settings: TrainSettings) -> dict[str, Any]:
-    """The Hugging Face configuration of a run's model."""
+    """The Hugging Face configuration of a run's Llama."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -25,10 +27,12 @@ def hf_config(settings: TrainSettings) -> dict[str, Any]:
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "num_key_value_heads": settings.kv_heads,
+        "head_dim": settings.head_size,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": settings.seq_length,
-        "rms_norm_eps": _EPSILON,
-        "rope_theta": _ROTARY_BASE,
+        "rms_norm_eps": settings.norm_eps,
+        "rope_theta": settings.rope_theta,
+        "rope_parameters": {"rope_type": _DEFAULT_ANGLES, "rope_theta": settings.rope_theta},
         "tie_word_embeddings": settings.tied,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -62,11 +66,12 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
             raise fields.wrong(theirs, "given")
         found[ours] = count
     del found["vocabulary"]
-    width = fields.integer("head_dim", 1, MOST) or found["hidden"] // found["heads"]
-    if width * found["heads"] != found["hidden"]:
-        raise ConfigurationError(f"{where}: heads of {width} features do not make up {found['hidden']}: {instead}")
+    width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
     settings = TrainSettings(
         **found,
+        head_dim=0 if width in (None, found["hidden"] // found["heads"]) else width or 0,
+        rope_theta=_angles(fields)[1],
+        norm_eps=TrainSettings.norm_eps if eps is None else eps,
         kv_heads=fields.integer("num_key_value_heads", 1, MOST_HEADS) or 0,
         tied=is_tied(config),
         params_dtype="float32" if dtype == "float32" else "bfloat16",
@@ -75,15 +80,49 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
     return settings
 
 
+def _angles(fields: FieldReader) -> tuple[str, float]:
+    """How rotary positions are scaled, by transformers' word for it, and their base."""
+    held = [FieldReader(fields.table(name) or {}, f"{fields.where}: {name}") for name in _ANGLES]
+    kinds = [kind for each in held if (kind := each.text("rope_type") or each.text("type"))]
+    bases = [base for each in (*held, fields) if (base := each.number("rope_theta", 1, 1e12)) is not None]
+    return kinds[0] if kinds else _DEFAULT_ANGLES, bases[0] if bases else TrainSettings.rope_theta
+
+
+_ANGLES = ("rope_parameters", "rope_scaling")
+"""Where transformers 5, and those before, say how rotary positions are scaled."""
+
+
+def check_angles(config: Mapping[str, Any], where: str) -> None:
+    """Refuse rotary positions that the decoder here does not have: weights would see other angles than they learned.
+
+    Raises:
+        ConfigurationError: they are scaled.
+    """
+    kind, _ = _angles(FieldReader(config, f"{where}: config.json"))
+    if kind != _DEFAULT_ANGLES:
+        raise ConfigurationError(
+            f"{where}: config.json has rotary positions of rope_type {shown(kind)}, which the decoder that is built by "
+            f"sizes does not have; train the model itself: --model {where}"
+        )
+
+
 def run_of(checkpoint: str) -> TrainSettings | None:
     """The settings of the run whose checkpoint this is; None if it is not in a run's folder."""
-    file = Path(checkpoint).absolute().parent.parent / "config.toml"
+    file = _folder_of_run(checkpoint) / "config.toml"
     if "://" in checkpoint or not file.is_file():
         return None
     return TrainSettings(**from_mapping(read_settings_file(file), str(file)))
 
 
+def _folder_of_run(checkpoint: str) -> Path:
+    return Path(checkpoint).absolute().parent.parent
+
+
 def config_of_run(checkpoint: str) -> dict[str, Any] | None:
     """The configuration of the model of the run whose checkpoint this is; None if there is no such run, or model."""
     settings = run_of(checkpoint)
-    return None if settings is None or settings.architecture != "llama" else hf_config(settings)
+    if settings is None:
+        return None
+    if not settings.is_by_sizes:
+        return RunDir(_folder_of_run(checkpoint)).read_model(settings)
+    return hf_config(settings) if settings.architecture == "llama" else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from quantshard import checkpoints, layouts, recipe
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -19,10 +21,11 @@ from quantshard.layouts.writing import CONFIGURATION
 from quantshard.tensor import components
 from quantshard.terminal import inputs
 from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.configuration import run_of, settings_of
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.configuration import check_angles, run_of, settings_of
 
-_SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype")
+_SIZES = (
+    "hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "head_dim", "rope_theta", "norm_eps",
+)  # fmt: skip
 _OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
 
 
@@ -41,6 +44,7 @@ def sizes(source: str) -> dict[str, Any]:
     elif "://" not in source and (Path(source) / CONFIGURATION).is_file():
         content = read_layout_json(Path(source) / CONFIGURATION)
         described = settings_of(content, source)
+        check_angles(content, source)
         found = {name: getattr(described, name) for name in _SIZES}
     return found | _recipe_of(source)
 
@@ -54,14 +58,14 @@ def _recipe_of(source: str) -> dict[str, Any]:
     return {"recipe": names[0]} if names else {}
 
 
-def check(settings: TrainSettings) -> None:
-    """Compare names, shapes and formats with those of the run's model. One process; no weight is read.
+def check(settings: TrainSettings, model: nn.Module) -> None:
+    """Compare names, shapes and formats with those of the run's model, on the meta device. One process; no weight is
+    read.
 
     Raises:
         CheckpointError: they differ; naming the first weight, with what it is here and there.
     """
     source = inputs.existing(settings.init_from, "a checkpoint, or a folder of safetensors")
-    model = LanguageModel(settings, recipe.resolve(settings.recipe), "meta")
     if _is_checkpoint(source):
         _check_checkpoint(source, model, settings)
     else:
@@ -88,7 +92,7 @@ def _is_checkpoint(source: str) -> bool:
     )
 
 
-def _check_checkpoint(source: str, model: LanguageModel, settings: TrainSettings) -> None:
+def _check_checkpoint(source: str, model: nn.Module, settings: TrainSettings) -> None:
     held = CheckpointModel(source).weights
     for name, param in model.named_parameters():
         if name not in held:
@@ -110,13 +114,13 @@ def _check_checkpoint(source: str, model: LanguageModel, settings: TrainSettings
         raise CheckpointError(f"{source}: {_first_other(held, model)}{_WAYS_OUT}")
 
 
-def _first_other(held: dict[str, Any], model: LanguageModel) -> str:
+def _first_other(held: dict[str, Any], model: nn.Module) -> str:
     own = dict(model.named_parameters())
     others = [name for name in held if name not in own]
     return f"it has {others[0]}, which this model lacks; " if others else ""
 
 
-def load(source: str, model: LanguageModel) -> str:
+def load(source: str, model: nn.Module) -> str:
     """Load the weights of `source`, before the optimizer is made, and say what was loaded. A collective call.
 
     Raises:

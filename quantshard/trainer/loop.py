@@ -21,33 +21,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import checkpoints, recipe
+from quantshard import checkpoints
 from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
-from quantshard.trainer import initialization
+from quantshard.trainer import flops, initialization
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import Corpus, Windows, text
 from quantshard.trainer.mesh import TP, SequenceShare
+from quantshard.trainer.profiling import StepProfile
 from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
-
-
-def learning_rate(settings: TrainSettings, step: int) -> float:
-    """The learning rate of a step, from its number alone: a linear rise, then a constant or a cosine."""
-    if step <= settings.warmup:
-        return settings.lr * step / settings.warmup
-    if settings.schedule == "constant":
-        return settings.lr
-    span = max(1, settings.decay_steps - settings.warmup)
-    done = min(1.0, (step - settings.warmup) / span)
-    share = settings.lr_floor + (1 - settings.lr_floor) * 0.5 * (1 + math.cos(math.pi * done))
-    return settings.lr * share
+from quantshard.trainer.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,8 @@ class StopFlag:
 
 
 class Trainer:
-    """One process's share of a run. `init_from`: whose weights the model begins with.
+    """One process's share of a run. `init_from`: whose weights the model begins with. `configuration`: of a model of
+    transformers.
 
     Raises:
         ConfigurationError: the settings do not fit the number of processes or the data.
@@ -86,6 +77,7 @@ class Trainer:
         place: ProcessInfo,
         stop: StopFlag,
         init_from: str = "",
+        configuration: Mapping[str, Any] | None = None,
     ) -> None:
         settings.check_ranks(place.ranks)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
@@ -93,9 +85,11 @@ class Trainer:
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
         self.share = SequenceShare.of(mesh)
-        self.model = models.build(settings, recipe.resolve(settings.recipe), mesh)
+        self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=not init_from)
         self.begun = initialization.load(init_from, self.model) if init_from else ""
         self.optimizer = make_optimizer(self.model, settings)
+        self._flops = flops.flops_of_token(self.model, settings, configuration)
+        self._peak = flops.peak_of(place.device, settings)
         self.progress = Progress(settings, shown=place.rank == 0)
 
     # One step --------------------------------------------------------------------------------------------------------
@@ -105,14 +99,16 @@ class Trainer:
         settings, place, share = self.settings, self.place, self.share
         count = settings.global_batch // share.count
         batch = self.windows.batch(settings.seed, step, share.index * count, count).to(place.device)
-        if settings.dropout:  # alike on the processes that compute on the same sequences
+        if settings.dropout or not settings.is_by_sizes:  # alike where processes compute on the same sequences
             torch.manual_seed(settings.seed + step * share.count + share.index)
         total = torch.zeros((), dtype=torch.float64, device=place.device)
-        parts = batch.chunk(settings.micro_batches)
+        parts = batch.chunk(settings.parts(self.axes))
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            loss = models.loss(self.model(part[:, :-1]), part[:, 1:]) / len(parts)
-            loss.backward()
+            logits = models.logits(self.model, part[:, :-1])
+            loss = models.loss(logits, part[:, 1:]) / len(parts)
+            more = settings.z_loss * models.z_loss(logits) / len(parts) if settings.z_loss else 0.0
+            (loss + more).backward()
             total += loss.detach().double()
         sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
         norm = math.sqrt(sums[1] / self.axes.dp_replicate)
@@ -148,15 +144,15 @@ class Trainer:
         windows = self.windows.heldout(self.settings.eval_sequences)
         if not len(windows):
             return None
-        at_once = self.settings.global_batch // (count * self.settings.micro_batches)
+        at_once = self.settings.sequences_at_once(self.axes)
         total = torch.zeros((), dtype=torch.float64, device=self.place.device)
         self.model.eval()
         for first in range(0, len(windows), count * at_once):
             mine = windows[first + index * at_once : first + (index + 1) * at_once].to(self.place.device)
             # every process must take part in the gathers of every forward, those without a window too
             used = mine if len(mine) else windows[:1].to(self.place.device)
-            more = -len(used) % self.model.batch_multiple
-            logits = self.model(torch.cat([used, used[-1:].expand(more, -1)])[:, :-1])[: len(used)]
+            more = -len(used) % models.batch_multiple(self.model)
+            logits = models.logits(self.model, torch.cat([used, used[-1:].expand(more, -1)])[:, :-1])[: len(used)]
             total += models.loss(logits, used[:, 1:]).double() * len(mine)
         self.model.train()
         models.reshard(self.model)
@@ -216,17 +212,21 @@ class Trainer:
         settings, saved = self.settings, done
         if done < settings.steps:
             self.sample(done)
-        with self.progress.running(done):
+        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile)
+        with self.progress.running(done), profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step)
                 seconds = time.perf_counter() - began
+                profile.step()
                 last = stop or step == settings.steps
                 heldout = self.evaluate() if _due(step, settings.eval_every) or step == settings.steps else None
                 self.record(step, loss, norm, seconds, heldout)
                 if last or _due(step, settings.save_every):
                     self.save(step)
                     saved = step
+                if not last and _due(step, settings.sample_every):
+                    self.sample(step)
                 if stop:
                     break
         self.manager.wait()
@@ -253,6 +253,8 @@ class Trainer:
             "tokens_per_s": settings.global_batch * settings.seq_length / seconds,
             "memory_bytes": memory_bytes(self.place.device),
         }
+        if self._flops is not None and self._peak is not None:
+            entry["mfu"] = entry["tokens_per_s"] * self._flops / (self._peak * self.place.ranks)
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
 
@@ -260,13 +262,14 @@ class Trainer:
         """Generate a text, show it and record it, if the settings ask for one. A collective call."""
         if not self.settings.sample_bytes:
             return
-        tokens = models.generate(self.model, b"", self.settings.sample_bytes, seed=self.settings.seed)
+        settings = self.settings
+        tokens = models.generate(self.model, settings, b"", settings.sample_bytes, seed=settings.seed)
         if self.place.rank == 0:
             self.run.append(self.run.samples, {"step": step, "text": text(tokens)})
             self.progress.note(f"--- generated after {step} steps ---\n{text(tokens)}\n---")
 
 
-def make_optimizer(model: models.LanguageModel, settings: TrainSettings) -> FusedAdam:
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> FusedAdam:
     """FusedAdam, with weight decay of matrices only."""
     exp_avg_dtype, exp_avg_sq_dtype = settings.torch_moment_dtypes
     named = list(model.named_parameters())
@@ -319,8 +322,11 @@ def describe_run(settings: TrainSettings, corpus: Mapping[str, Any], place: Proc
         divided = f", sequence parallelism {'on' if settings.divides_sequences(axes) else 'off'}"
         if settings.sequence_parallel == "auto":
             divided += f" ({settings.sequences_at_once(axes)} sequences a micro-batch)"
+    model = f"{settings.architecture} ({settings.layers} layers of {settings.hidden})"
+    if settings.model:
+        model = settings.model + (f", {model}" if settings.is_by_sizes else "")
     return (
-        f"training {settings.architecture} ({settings.layers} layers of {settings.hidden}) with {settings.recipe} "
-        f"weights on {place.ranks} x {place.device.type} ({axes}{divided}), {len(corpus['files'])} files of "
-        f"{corpus['bytes']} bytes; deterministic mode is {'on' if settings.deterministic else 'off'}"
+        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}{divided}), "
+        f"{len(corpus['files'])} files of {corpus['bytes']} bytes; deterministic mode is "
+        f"{'on' if settings.deterministic else 'off'}"
     )

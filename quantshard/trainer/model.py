@@ -13,7 +13,9 @@ sequence parallelism the ranks divide the sequences of the batch, between the em
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
@@ -23,11 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from quantshard import numerics
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.errors import ConfigurationError
 from quantshard.modules import (
     LayerNorm,
     Linear,
@@ -40,9 +44,11 @@ from quantshard.modules import (
 from quantshard.modules.base.module import QuantizedModule, WeightSpec
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
+from quantshard.trainer import huggingface
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
 from quantshard.trainer.mesh import MeshSpec, split
+from quantshard.trainer.recipes import LayerRecipes
 
 _EMBEDDING_STD = 0.02
 _SAMPLE_STREAM = 1
@@ -79,7 +85,7 @@ class LanguageModel(nn.Module):
 
     Args:
         settings: its sizes and the like.
-        recipe: of the layers.
+        recipe: of the layers, or one for each.
         device: where the parameters are made.
         tp_mesh: the axis of tensor parallelism.
         sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
@@ -89,14 +95,15 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         settings: TrainSettings,
-        recipe: Recipe,
+        recipe: Recipe | Sequence[Recipe],
         device: torch.device | str,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
-        self.settings, self.recipe = settings, recipe
+        self.settings = settings
+        self.recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
         group = None if tp_mesh is None else tp_mesh.get_group()
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
         hidden, dtype = settings.hidden, settings.torch_params_dtype
@@ -104,10 +111,15 @@ class LanguageModel(nn.Module):
         cut: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
         self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
         self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
-        with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-            self.layers = nn.ModuleList(_layer(settings, number + 1, device, cut) for number in range(settings.layers))
-        self.norm = (RMSNorm if llama else LayerNorm)(hidden, params_dtype=dtype, device=device, **cut)
-        self.rotary = RotaryPositionEmbedding(hidden // settings.heads) if llama else None
+        self.layers = nn.ModuleList()
+        for number, own in enumerate(self.recipes):
+            with quantized_model_init(recipe=own, preserve_high_precision_init_val=True):
+                self.layers.append(_layer(settings, number + 1, device, cut))
+        kind = RMSNorm if llama else LayerNorm
+        self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **cut)
+        self.rotary = None
+        if llama:
+            self.rotary = RotaryPositionEmbedding(settings.head_size, rotary_base=settings.rope_theta)
         self.head = None
         if not settings.tied:
             with quantized_model_init(enabled=False):
@@ -132,14 +144,25 @@ class LanguageModel(nn.Module):
             x = x + self.positions(torch.arange(length, device=tokens.device))
         if self.sequence_parallel:
             x = tensor_parallel.split_rows(x, self.tp)
-        with autocast(recipe=self.recipe):
-            for layer in self.layers:
-                x = layer(x, rotary_pos_emb=angles)
+        with autocast(recipe=self.recipes[0]):  # which is left once, at the end
+            for number, layer in enumerate(self.layers):
+                x = self._through(number, layer, x, angles)
         x = self.norm(x)
         if self.sequence_parallel:
             x = tensor_parallel.join_rows(x, self.tp)
         logits = F.linear(x, self.embedding.table()) if self.head is None else self.head(x)
         return logits.float()
+
+    def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
+        own, settings = self.recipes[number], self.settings
+        with nullcontext() if own is self.recipes[0] else autocast(recipe=own):
+            if not (self.training and _is_recomputed(settings, number)):
+                return cast(Tensor, layer(x, rotary_pos_emb=angles))
+            keeps_state = settings.dropout > 0
+            return cast(
+                Tensor,
+                checkpoint(layer, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=keeps_state),
+            )
 
 
 def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:
@@ -149,6 +172,9 @@ def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut
         settings.ffn,
         settings.heads,
         num_gqa_groups=settings.kv_heads,
+        kv_channels=settings.head_size,
+        layernorm_epsilon=settings.norm_eps,
+        recompute_activation=settings.recompute == "activation",
         hidden_dropout=settings.dropout,
         attention_dropout=settings.dropout,
         layer_number=number,
@@ -164,27 +190,101 @@ def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut
     )
 
 
-def build(settings: TrainSettings, recipe: Recipe, mesh: DeviceMesh) -> LanguageModel:
+def _is_recomputed(settings: TrainSettings, number: int) -> bool:
+    return settings.recompute == "layer" and number % settings.recompute_every == 0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a run's model is made from.
+
+    `configuration`: of transformers' model; None for the decoder that is built by sizes. `vocabulary`: how many tokens
+    the data have.
+    """
+
+    settings: TrainSettings
+    configuration: Mapping[str, Any] | None = None
+    vocabulary: int = VOCABULARY
+
+    def check(self) -> None:
+        """Refuse tokens and sequences that the model has no place for.
+
+        Raises:
+            ConfigurationError: with the numbers.
+        """
+        if self.configuration is None:
+            return
+        where, settings = self.settings.model, self.settings
+        held = huggingface.vocabulary_size(self.configuration, where)
+        if held < self.vocabulary:
+            raise ConfigurationError(
+                f"model = {where} has {held} tokens, fewer than the {self.vocabulary} of the data; take its own "
+                "tokenizer"
+            )
+        longest = huggingface.longest_sequence(self.configuration)
+        if longest is not None and longest < settings.seq_length:
+            raise ConfigurationError(
+                f"seq_length = {settings.seq_length}, but model = {where} has positions for {longest} tokens alone"
+            )
+
+    def described(self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False) -> nn.Module:
+        """The model on the meta device, its linear layers quantized.
+
+        Raises:
+            ConfigurationError: it cannot be built, or a pattern of its recipes matches nothing.
+        """
+        settings, recipes = self.settings, LayerRecipes.parse(self.settings.recipe)
+        if self.configuration is not None:
+            model, _ = huggingface.converted(self.configuration, settings.model, recipes)
+            huggingface.recompute_layers(model, settings.recompute_every if settings.recompute == "layer" else 0)
+            return model
+        names = [f"layers.{number}" for number in range(settings.layers)]
+        return LanguageModel(settings, recipes.of_layers(names), "meta", tp_mesh, sequence_parallel, self.vocabulary)
+
+
+def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Module:
     """The model, sharded over the mesh and filled with its initial weights. A collective call.
 
     The mesh has the axes of `mesh.MeshSpec`, by name; that of tensor parallelism cuts the layers, `fully_shard` gets
     the others. The model is described on the meta device and filled shard by shard, so that no process ever holds all
-    of it. The random keys of the weights come from torch's generator, seeded here.
+    of it. The random keys of the weights come from torch's generator, seeded here. Without `random`, weights of
+    transformers' models have no values yet: they are to be loaded.
     """
+    settings = spec.settings
     torch.manual_seed(settings.seed)
     data_mesh, tp_mesh = split(mesh)
     tp_size = 1 if tp_mesh is None else tp_mesh.size()
     axes = MeshSpec(dp_shard=data_mesh.size(), tp=tp_size)
-    model = LanguageModel(settings, recipe, "meta", tp_mesh, settings.divides_sequences(axes))
+    model = spec.described(tp_mesh, settings.divides_sequences(axes))
+    layers = huggingface.repeated_layers(model)
     policy = MixedPrecisionPolicy(reduce_dtype=settings.torch_reduce_dtype)  # of sums over processes and micro-batches
-    for layer in model.layers:
+    for layer in layers:
+        if settings.compile:
+            layer.compile()
         fully_shard(layer, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
     fully_shard(model, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
-    _prefetch(model.layers)
+    _prefetch(layers)
+    if spec.configuration is not None:
+        huggingface.leave_meta(model, torch.device(mesh.device_type))
+        if random:
+            huggingface.initialize(model, settings.seed)
+        return model
     for module in model.modules():
         if isinstance(module, QuantizedModule):
             module.reset_parameters()
     return model
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, vocabulary], of either kind of model."""
+    if isinstance(model, LanguageModel):
+        return cast(Tensor, model(tokens))
+    return cast(Tensor, model(input_ids=tokens, use_cache=False).logits.float())
+
+
+def batch_multiple(model: nn.Module) -> int:
+    """What the number of sequences of a batch must be a multiple of."""
+    return model.batch_multiple if isinstance(model, LanguageModel) else 1
 
 
 def _prefetch(layers: Iterable[nn.Module]) -> None:
@@ -202,8 +302,16 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean of log(Z)^2 a token, Z being the denominator of the softmax (Chowdhery et al., 2022, arXiv:2204.02311): it
+    keeps logits from drifting away."""
+    return logits.logsumexp(-1).square().mean()
+
+
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0, temperature: float = 0.8) -> list[int]:
+def generate(
+    model: nn.Module, settings: TrainSettings, prompt: bytes, length: int, *, seed: int = 0, temperature: float = 0.8
+) -> list[int]:
     """Continue a prompt by `length` tokens; an empty one starts a new document. A collective call.
 
     Each token is drawn by the counter generator from the model's distribution, on rank 0, and sent to the others; the
@@ -217,9 +325,9 @@ def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0,
     for chance in distributions.uniform(words).tolist():
         # alike sequences, where one cannot be divided: no scale of an activation depends on how many there are
         window = torch.tensor(
-            [tokens[-model.settings.seq_length :]] * model.batch_multiple, dtype=torch.int64, device=device
+            [tokens[-settings.seq_length :]] * batch_multiple(model), dtype=torch.int64, device=device
         )
-        probabilities = (model(window)[0, -1].double() / temperature).softmax(-1)
+        probabilities = (logits(model, window)[0, -1].double() / temperature).softmax(-1)
         token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], dtype=torch.float32, device=device))
         token.clamp_(max=VOCABULARY - 1)
         if dist.is_initialized():

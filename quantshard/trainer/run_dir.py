@@ -1,5 +1,6 @@
 """A run's folder, and what may be done to it.
 
+    model/config.json         the configuration of a model of transformers, if it is one
     config.toml               the settings; [launch]: how it was started last; [corpus]: the data, with their digests
     metrics.jsonl             one JSON object a step
     starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
@@ -7,6 +8,7 @@
     samples.jsonl             generated texts, if they were asked for
     checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
     logs/rank-1.txt           the traceback of a process that failed
+    profile/rank-0.json       the trace of some steps, if it was asked for
 
 Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a
 folder. What a run has written is not overwritten: files are replaced in one move. No link is followed in the folder,
@@ -28,6 +30,8 @@ from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import local
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import read_regular
+from quantshard.layouts.files import read_layout_json
+from quantshard.layouts.writing import CONFIGURATION
 from quantshard.terminal import inputs, outputs
 from quantshard.trainer.config import (
     MOST_BYTES,
@@ -59,6 +63,8 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.starts = path / "starts.jsonl"
         self.logs = path / "logs"
+        self.profile = path / "profile"
+        self.model = path / "model"
         self.checkpoints = path / "checkpoints"
 
     # Configuration ---------------------------------------------------------------------------------------------------
@@ -76,8 +82,14 @@ class RunDir:
             instead = "it holds no checkpoint to go on from, so remove it if you want its place"
         raise ConfigurationError(f"{self.path} exists: {instead}, or name another --run")
 
-    def create(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
-        """Make the folder of a new run and write its configuration."""
+    def create(
+        self,
+        settings: TrainSettings,
+        launch: Mapping[str, Any],
+        corpus: Mapping[str, Any],
+        model: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the folder of a new run and write its configuration. `model`: that of a model of transformers."""
         self.check_new()
         text = _config(settings, launch, corpus)
         if len(text) > MOST_BYTES:
@@ -86,7 +98,17 @@ class RunDir:
                 f"{len(corpus['files'])} data files; join them into fewer"
             )
         outputs.make_folder(self.path)
-        self.write(self.config, text)
+        if model is not None:
+            self.write(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n")
+        self.write(self.config, text)  # the last: with it, this is a run
+
+    def read_model(self, settings: TrainSettings) -> dict[str, Any] | None:
+        """The configuration of the run's model; None if it is built by sizes.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        return None if settings.is_by_sizes else read_layout_json(self.model / CONFIGURATION)
 
     def write_config(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
         """Write or replace `config.toml`."""
@@ -115,8 +137,9 @@ class RunDir:
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts)
             locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
-            folders = f"{self.logs.name}/", f"{self.checkpoints.name}/"
-            outputs.check_folder(self.path, (*(file.name for file in files), *folders, *locks))
+            folders = [f"{each.name}/" for each in (self.logs, self.checkpoints, self.model, self.profile)]
+            model = f"{self.model.name}/{CONFIGURATION}"
+            outputs.check_folder(self.path, (*(file.name for file in files), *folders, model, *locks))
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

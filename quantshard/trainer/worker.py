@@ -28,10 +28,11 @@ from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
 from quantshard.observe.table import Report
 from quantshard.terminal import screen
-from quantshard.trainer import data, environment, initialization, launch
+from quantshard.trainer import data, environment, huggingface, initialization, launch
 from quantshard.trainer.config import TrainSettings, from_mapping
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.model import ModelSpec
 from quantshard.trainer.run_dir import RunDir
 
 _CHANGES = 20
@@ -60,7 +61,8 @@ class WorkerJob:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What rank 0 found out for all: the settings, how the run was started, and its data.
+    """What rank 0 found out for all: the settings, how the run was started, its data, and the configuration of its
+    model if that is one of transformers.
 
     `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
     processes. `requantize`, `lossy`: whether weights of a checkpoint of another recipe are quantized anew, now or
@@ -74,6 +76,7 @@ class RunSetup:
     left: str = ""
     requantize: bool = False
     lossy: bool = False
+    configuration: dict[str, Any] | None = None
 
 
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
@@ -85,11 +88,15 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     """
     run.check_new()
     settings.check_ranks(processes)
+    configuration = None if settings.is_by_sizes else huggingface.read_configuration(settings.model)
+    spec = ModelSpec(settings, configuration)
+    spec.check()
     corpus = data.collect(settings.data)
     data.Windows(corpus, settings.seq_length, settings.heldout)
+    model = spec.described()
     if settings.init_from:
-        initialization.check(settings)
-    run.create(settings, how_started(settings, processes), corpus.table())
+        initialization.check(settings, model)
+    run.create(settings, how_started(settings, processes), corpus.table(), configuration)
 
 
 def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
@@ -174,7 +181,8 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     random.seed(task.settings.seed)
     np.random.seed(task.settings.seed % 2**32)
     init_from = "" if order.resume else task.settings.init_from
-    trainer = Trainer(task.settings, data.from_table(task.corpus), run, place, stop, init_from)
+    corpus = data.from_table(task.corpus)
+    trainer = Trainer(task.settings, corpus, run, place, stop, init_from, task.configuration)
     with trainer.manager:
         restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if order.resume else None
         done = 0 if restored is None else restored.step
@@ -238,8 +246,9 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     run.check_ours()
     run.lock()
     settings, launched, corpus = run.read_config()
+    configuration = run.read_model(settings)
     if not order.resume:
-        return RunSetup(settings, launched, corpus)
+        return RunSetup(settings, launched, corpus, configuration=configuration)
     before, settings = settings, changed(settings, order.overrides, place.ranks)
     settings.check_ranks(place.ranks)
     started = how_started(settings, place.ranks)
@@ -249,7 +258,7 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
-    return RunSetup(settings, started, corpus, tuple(run.saved_steps()[1]), left, *_anew(run, order))
+    return RunSetup(settings, started, corpus, tuple(run.saved_steps()[1]), left, *_anew(run, order), configuration)
 
 
 def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:

@@ -44,7 +44,7 @@ def run(monkeypatch, capsys, *arguments):
         (["train", "--run", "r", "--data", "tetx"], 1, "(did you mean"),
         (["train", "--run", "r", "--init-from", "tetx"], 1, "nothing at tetx (did you mean text?); name a checkpoint"),
         (["train", "--run", "r", "--init-from", "."], 1, "--init-from . is no complete checkpoint"),
-        (["train", "--run", "r", "--schedule", "cosin"], 1, "choose one of: cosine, constant"),
+        (["train", "--run", "r", "--schedule", "cosin"], 1, "choose one of: cosine, linear, wsd, constant"),
         (["train", "--run", "r", "stray"], 1, "unexpected argument 'stray'"),
         (["train", "--run", "r", "--steps", "many"], 2, "--steps"),
         (["train", "--run", "r", "--stesp", "1"], 2, "--stesp"),

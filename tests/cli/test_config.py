@@ -59,7 +59,7 @@ def test_resolved_fills_in_what_follows():
         ({"beta2": 1.0}, "beta2 = 1.0"),
         ({"warmup": -1}, "warmup = -1"),
         ({"weight_decay": float("nan")}, "weight_decay = nan"),
-        ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, constant"),
+        ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, linear, wsd, constant"),
         ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
     ],

@@ -221,7 +221,7 @@ def test_what_is_no_size(text):
         ({"attention_bias": True}, "without biases"),
         ({"hidden_size": None}, "hidden_size is None, and must be given"),
         ({"vocab_size": "many"}, "vocab_size is 'many', and must be an integer from 1 to"),
-        ({"head_dim": 32}, "heads of 32 features do not make up 256"),
+        ({"head_dim": 33}, "an even number"),
         ({"num_key_value_heads": 3}, "kv_heads = 3 must divide"),
     ],
 )

@@ -198,7 +198,7 @@ def test_names_are_broken_behind_dots() -> None:
         (["explain", "other.json"], "transformers cannot build it"),
         (["explain", "large.json"], "num_hidden_layers is 100000000, more than"),
         (["explain", "saved", "--recipe", "mxfp8"], "saved is a checkpoint, whose weights have their formats"),
-        (["plan", "gpt2.json"], "--recipe bf16 shows it as it is"),
+        (["plan", "gpt2.json"], "--recipe bf16 leaves it as it is"),
         (
             ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],
             "no weight of this model has a name that says how 'tp' cuts it",

@@ -13,8 +13,9 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import VOCABULARY
-from quantshard.trainer.loop import learning_rate, make_optimizer
+from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.model import LanguageModel, generate
+from quantshard.trainer.schedule import learning_rate
 from tests.distributed.pool import run_ranks
 
 SMALL = replace(TrainSettings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
@@ -86,9 +87,9 @@ def test_learns():
 
 def test_generate_is_repeatable():
     model = build()
-    first = generate(model, b"abc", 40, seed=5)  # longer than the model reads at once
+    first = generate(model, SMALL, b"abc", 40, seed=5)  # longer than the model reads at once
     assert len(first) == 40 and all(0 <= token < VOCABULARY for token in first)
-    assert generate(model, b"abc", 40, seed=5) == first != generate(model, b"abc", 40, seed=6)
+    assert generate(model, SMALL, b"abc", 40, seed=5) == first != generate(model, SMALL, b"abc", 40, seed=6)
     assert model.training
 
 
@@ -99,6 +100,11 @@ def test_learning_rate_is_of_the_step():
     assert rates[7] == pytest.approx(0.55) and rates[11:] == pytest.approx([0.1] * 9)
     assert learning_rate(replace(settings, schedule="constant"), 9) == 1.0
     assert learning_rate(replace(settings, warmup=0), 12) == pytest.approx(0.1)
+    linear = replace(settings, schedule="linear")
+    assert [learning_rate(linear, step) for step in (4, 6, 8, 12, 13)] == pytest.approx([1.0, 0.775, 0.55, 0.1, 0.1])
+    stable = replace(settings, schedule="wsd", decay_share=0.25)  # falls in the last 3 of 12 steps
+    assert [learning_rate(stable, step) for step in (3, 4, 9, 10, 12, 99)] == pytest.approx([0.75, 1, 1, 0.7, 0.1, 0.1])
+    assert learning_rate(replace(stable, decay_share=1.0), 8) == learning_rate(linear, 8)
 
 
 def order_of_gathers() -> list[str]:
@@ -106,7 +112,7 @@ def order_of_gathers() -> list[str]:
     seen: list[str] = []
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     settings = replace(SMALL, layers=3)
-    model = models.build(settings, recipe.resolve(settings.recipe), mesh)
+    model = models.build(models.ModelSpec(settings), mesh)
     layer_of = {
         id(private_torch.local_tensor(param).quantized_storage): f"gather {number}"
         for number, layer in enumerate(model.layers)

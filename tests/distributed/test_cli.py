@@ -397,7 +397,7 @@ def figures(folder, cases, mesh):
     for case in cases:
         trainer = trainer_of(folder, **ALIKE | CASES[case], mesh=mesh)
         steps = [value for step in (1, 2) for value in trainer.step(step)[:2]]
-        text = generate(trainer.model, b"def", 3)
+        text = generate(trainer.model, trainer.settings, b"def", 3)
         assert trainer.model.sequence_parallel == (mesh in ("tp=2", MESH) and case != "rows stay")
         found[case] = [*steps, trainer.evaluate()], text
     return found

@@ -1,0 +1,287 @@
+"""Models of transformers that a run trains: described on the meta device, converted, and filled shard by shard.
+
+A model's configuration is a config.json, which may come from anybody: it is checked before transformers gets it, and no
+code beside it is run. Values come from safetensors, or are those that transformers would draw. These are drawn a module
+at a time, on the CPU, by a generator that the run's seed and the module's name set, so that a model is born the same on
+any number of processes, and lies on none as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import checkpoints, private_torch
+from quantshard.conversion.convert import convert
+from quantshard.conversion.linear import ConvertedLinear
+from quantshard.conversion.report import ConversionReport
+from quantshard.conversion.selection import HIGH_PRECISION
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import FieldReader, shown
+from quantshard.layouts.files import SUFFIX, read_layout_json
+from quantshard.layouts.writing import CONFIGURATION
+from quantshard.tensor import components
+from quantshard.terminal import inputs
+from quantshard.trainer.recipes import LayerRecipes
+
+_MOST_LAYERS = 1 << 12
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_local_experts")
+"""Fields of configurations that say how many modules there are; a configuration comes from anybody."""
+
+
+# Configuration
+
+
+def read_configuration(path: str) -> dict[str, Any]:
+    """The configuration of a folder, or a config.json itself.
+
+    Raises:
+        ConfigurationError: it is not there, or no object of JSON.
+    """
+    place = Path(inputs.existing(path, "a folder with config.json, or a config.json"))
+    file = place / CONFIGURATION if place.is_dir() else place
+    if not file.is_file():
+        raise ConfigurationError(f"{path} holds no {CONFIGURATION} of a Hugging Face model")
+    return read_layout_json(file)
+
+
+def weights_beside(path: str) -> str:
+    """The folder of a configuration if it holds safetensors too, or ""."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return str(folder) if any(file.name.endswith(SUFFIX) for file in folder.iterdir()) else ""
+
+
+def longest_sequence(content: Mapping[str, Any]) -> int | None:
+    """The most positions that a configuration says its model has; None if it does not say."""
+    fields = FieldReader(content, CONFIGURATION)
+    return fields.integer("max_position_embeddings", 1, 1 << 40) or fields.integer("n_positions", 1, 1 << 40)
+
+
+def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
+    """How many tokens a configuration's model has.
+
+    Raises:
+        ConfigurationError: it does not say.
+    """
+    fields = FieldReader(content, where)
+    found = fields.integer("vocab_size", 1, 1 << 40)
+    if found is None:
+        raise fields.wrong("vocab_size", "given")
+    return found
+
+
+# Models on the meta device
+
+
+def described(content: Mapping[str, Any], where: str) -> nn.Module:
+    """The model of a configuration, in its dtype, on the meta device.
+
+    Raises:
+        ConfigurationError: transformers is not there, does not know it, or cannot build it.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigurationError(
+            f"{where} describes a model of transformers, which is not installed: pip install transformers"
+        ) from None
+    _check_counts(content, where)
+    fields = FieldReader(content, where)
+    kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
+    known = list(transformers.CONFIG_MAPPING)
+    if kind not in known:
+        near = get_close_matches(str(kind), known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "is this a model's configuration?"
+        raise ConfigurationError(
+            f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint}"
+        )
+    kept = {name: value for name, value in content.items() if name not in ("model_type", "dtype", "torch_dtype")}
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
+    names = [name for name in content.get("architectures") or () if isinstance(name, str)]
+    before = torch.get_default_dtype()
+    try:
+        config = transformers.AutoConfig.for_model(kind, **kept)
+        named: Any = getattr(transformers, names[0], None) if names else None
+        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        torch.set_default_dtype(getattr(torch, dtype))  # of what is trained; tables of angles stay in float32
+        with torch.device("meta"):
+            found: nn.Module = named(config) if is_model else transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever a field of a wrong type leads to in there
+        line = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"{where}: transformers cannot build it: {type(error).__name__}: {line:.300}"
+        ) from None
+    finally:
+        torch.set_default_dtype(before)
+    return found
+
+
+def _check_counts(content: Mapping[str, Any], where: str) -> None:
+    """Refuse more modules than any model has, which would take all memory, in what is nested, too."""
+    for name, value in content.items():
+        if name in _COUNTS and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ConfigurationError(f"{where}: {name} is {value}, more than the {_MOST_LAYERS} that are built")
+        if isinstance(value, dict):
+            _check_counts(value, where)
+
+
+def converted(
+    content: Mapping[str, Any], where: str, recipes: LayerRecipes
+) -> tuple[nn.Module, ConversionReport | None]:
+    """A configuration's model with quantized linear layers, and what became of each; None if all are left.
+
+    Raises:
+        ConfigurationError: it cannot be built or converted, or a pattern matches nothing.
+    """
+    plain = {name: value for name, value in content.items() if name != "quantization_config"}  # of weights beside it
+    model = described(plain, where)
+    if list(recipes.patterns.values()) == [HIGH_PRECISION]:
+        return model, None
+    try:
+        return model, convert(model, recipes.recipes, preserve_high_precision_init_val=True)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}; --recipe {HIGH_PRECISION} leaves it as it is") from None
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules whose names end in a number and have none before: what `fully_shard` is to wrap one by one."""
+    return [module for name, module in model.named_modules() if re.fullmatch(r"(?:[^.]*[^.\d][^.]*\.)*\d+", name)]
+
+
+def recompute_layers(model: nn.Module, every: int) -> None:
+    """Let backward compute every so-manieth layer again; 0: none.
+
+    Raises:
+        ConfigurationError: transformers has no way for this model.
+    """
+    if not every:
+        return
+    layers = repeated_layers(model)
+    before = "gradient_checkpointing_enable"
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, before)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigurationError(f"recompute = 'layer': {error}") from None
+    found = [layer for layer in layers if hasattr(layer, "gradient_checkpointing")]
+    if not found:
+        raise ConfigurationError(f"recompute = 'layer': transformers has no such layers in {type(model).__name__}")
+    for number, layer in enumerate(found):
+        layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
+
+
+# Values
+
+
+def leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Give a model, which may be sharded, memory on a device. Parameters that are tied stay so, and buffers, which no
+    file of weights has, get their values.
+
+    Raises:
+        ConfigurationError: transformers has no value for a buffer.
+    """
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    tied = [
+        (name, first)
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if (first := first_names[id(param)]) != name
+    ]
+    model.to_empty(device=device)
+    for name, first in tied:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+    for name, module in model.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        if own and not isinstance(module, ConvertedLinear):
+            for leaf, value in _initialized(model, name, module, 0).named_buffers(recurse=False):
+                own[leaf].copy_(value)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Fill a model that left the meta device with the values that transformers draws. A collective call.
+
+    Raises:
+        ConfigurationError: transformers has no value for a parameter.
+    """
+    checkpoints.load_high_precision(model, _InitialValues(model, seed))
+
+
+class _InitialValues(Mapping[str, Tensor]):
+    """This rank's part of each parameter's initial values, by name; those of one module are made at a time."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._made: tuple[str, nn.Module] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        if self._made is None or self._made[0] != owner:
+            module = self._model.get_submodule(owner)
+            self._made = owner, _initialized(self._model, owner, module, self._seed)
+        return _local_part(self._params[name], self._made[1].get_parameter(leaf).detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+def _local_part(param: Tensor, whole: Tensor) -> Tensor:
+    """What a rank has of a parameter's values: a tensor, or a DTensor sharded as the parameter is."""
+    if not isinstance(param, DTensor):
+        return whole
+    local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
+    first = private_torch.global_offset(param) if quantized is None else quantized.quantized_storage.shard.origin
+    part = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))].clone()
+    return DTensor.from_local(
+        part.to(local.device), param.device_mesh, param.placements, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _initialized(model: Any, name: str, module: nn.Module, seed: int) -> nn.Module:
+    """A module like this one, whole and on the CPU, with the values that the model's class gives it."""
+    plain = _plain_like(module)
+    for tensor in (*plain.parameters(), *plain.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.fill_(torch.nan)  # so that what is left out is seen
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        model._init_weights(plain)
+    for leaf, tensor in (*plain.named_parameters(), *plain.named_buffers()):
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise ConfigurationError(
+                f"{type(model).__name__}: transformers has no initial value for {name}.{leaf}; begin with weights, and "
+                "a release of transformers that fills it"
+            )
+    return plain
+
+
+def _plain_like(module: nn.Module) -> nn.Module:
+    """A module of the same class with memory of its own, on the CPU; of a converted layer, the plain one."""
+    if isinstance(module, ConvertedLinear):
+        return nn.Linear(
+            module.in_features, module.out_features, module.bias is not None, device="cpu", dtype=module.weight.dtype
+        )
+    plain = object.__new__(type(module))
+    plain.__dict__.update(module.__dict__)
+    for kind, wrap in (("_parameters", nn.Parameter), ("_buffers", lambda tensor: tensor)):
+        own = getattr(module, kind).items()
+        plain.__dict__[kind] = {
+            leaf: None if each is None else wrap(torch.empty(each.shape, dtype=each.dtype, device="cpu"))
+            for leaf, each in own
+        }
+    plain.__dict__["_modules"] = {}
+    return plain

@@ -1,0 +1,58 @@
+"""What `--model` and `--init-from` say of a new run's model: sizes that no flag gives, and where weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from quantshard.errors import ConfigurationError
+from quantshard.trainer import huggingface, initialization
+from quantshard.trainer.schema import shown_value
+from quantshard.trainer.sizes import SIZES
+
+_BY_SIZES: Final = (
+    "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "head_dim", "rope_theta", "norm_eps", "tied",
+    "params_dtype",
+)  # fmt: skip
+"""Settings of the decoder that is built by sizes; of a model of transformers its configuration says them."""
+
+
+def implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that follow from those that were given, which go before them.
+
+    Raises:
+        ConfigurationError: there is no such model, or a setting is given that its configuration decides.
+        CheckpointError: the weights to begin with are damaged.
+    """
+    model, source = str(given.get("model", "")), str(given.get("init_from", ""))
+    if model and model not in SIZES:
+        return _of_transformers(model, source, given)
+    if given.get("random_weights"):
+        raise ConfigurationError(
+            "random_weights is of a --model DIR that has weights; a model that is built by sizes has random ones "
+            "unless --init-from names others"
+        )
+    found = dict(SIZES[model]) if model else {}
+    return found | (initialization.sizes(source) if source else {})
+
+
+def _of_transformers(model: str, source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    if not Path(model).exists() and Path(model).name == model:
+        near = get_close_matches(model, SIZES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigurationError(
+            f"model = {shown_value(model)} is neither a folder or config.json, nor one of the known sizes; {hint}there "
+            f"are {', '.join(SIZES)}"
+        )
+    huggingface.read_configuration(model)
+    for name in _BY_SIZES:
+        if name in given:
+            raise ConfigurationError(
+                f"{name} = {shown_value(given[name])}, but the configuration of model = {shown_value(model)} decides "
+                f"it; leave {name} out, or change a copy of its config.json"
+            )
+    if source and given.get("random_weights"):
+        raise ConfigurationError(f"random_weights, but init_from = {shown_value(source)} names weights; give one")
+    return {} if source or given.get("random_weights") else {"init_from": huggingface.weights_beside(model)}

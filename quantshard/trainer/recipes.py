@@ -1,0 +1,74 @@
+"""The recipes of a run's layers: one for all, or by patterns of names, `layers.0=bf16,*.down_proj=block,*=mxfp8`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from quantshard import recipe
+from quantshard.conversion.selection import matches
+from quantshard.errors import ConfigurationError
+from quantshard.recipe import HighPrecision, Recipe
+from quantshard.trainer.schema import shown_value
+
+_ALL = "*"
+
+
+@dataclass(frozen=True)
+class LayerRecipes:
+    """Patterns of layers' names and their recipes' names; the first pattern that matches a layer holds."""
+
+    patterns: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> LayerRecipes:
+        """From a recipe's name, or `PATTERN=RECIPE` for each of several, with commas between them.
+
+        Raises:
+            ConfigurationError: a recipe is unknown, or an entry has another form or stands twice.
+        """
+        if "=" not in text:
+            recipe.resolve(text)
+            return cls(MappingProxyType({_ALL: text}))
+        found: dict[str, str] = {}
+        for entry in text.split(","):
+            pattern, equals, name = (part.strip() for part in entry.partition("="))
+            if not (pattern and equals and name):
+                raise ConfigurationError(
+                    f"recipe = {shown_value(text)}: {shown_value(entry.strip())} is no PATTERN=RECIPE; write it as in "
+                    "layers.0=bf16,*=mxfp8"
+                )
+            if pattern in found:
+                raise ConfigurationError(f"recipe = {shown_value(text)}: {shown_value(pattern)} stands there twice")
+            recipe.resolve(name)
+            found[pattern] = name
+        return cls(MappingProxyType(found))
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """What `quantshard.convert` takes: pattern -> recipe."""
+        return {pattern: recipe.resolve(name) for pattern, name in self.patterns.items()}
+
+    @property
+    def single(self) -> Recipe | None:
+        """The recipe of all layers, where no pattern tells them apart."""
+        return recipe.resolve(self.patterns[_ALL]) if list(self.patterns) == [_ALL] else None
+
+    def of_layers(self, names: Sequence[str]) -> list[Recipe]:
+        """The recipe of each of these layers; high precision where no pattern matches.
+
+        Raises:
+            ConfigurationError: a pattern matches none of them.
+        """
+        for pattern in self.patterns:
+            if not any(matches(pattern, name) for name in names):
+                raise ConfigurationError(
+                    f"recipe: {shown_value(pattern)} matches none of the layers of this model, {names[0]} to "
+                    f"{names[-1]}, each of which has one recipe; a model of --model DIR has recipes by linear layer"
+                )
+        return [self._of(name) for name in names]
+
+    def _of(self, name: str) -> Recipe:
+        found = next((each for pattern, each in self.patterns.items() if matches(pattern, name)), None)
+        return HighPrecision() if found is None else recipe.resolve(found)

@@ -1,0 +1,26 @@
+"""Sizes of known models by name: what `--model NAME` sets of the decoder that is built here. Flags go before them.
+
+Sources: config.json of meta-llama/Meta-Llama-3-8B and meta-llama/Llama-3.2-1B, whose angles are those of a context of
+8192 tokens, and openai-community/gpt2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+_LLAMA_3: Final = {"architecture": "llama", "rope_theta": 500000.0, "norm_eps": 1e-5}
+
+SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama3-8b": {**_LLAMA_3, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
+        "llama3.2-1b": {
+            **_LLAMA_3, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tied": True,
+        },
+        "gpt2-small": {
+            "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,
+            "seq_length": 1024, "norm_eps": 1e-5,
+        },
+    }
+)  # fmt: skip

@@ -1,0 +1,254 @@
+"""Models that `quantshard train` builds of a Hugging Face configuration, of sizes with a name, and by recipes of layers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from quantshard import QuantizedTensor, private_torch, recipe
+from quantshard.errors import ConfigurationError
+from quantshard.trainer import huggingface
+from quantshard.trainer import model as models
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.flops import flops_of_token
+from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.sizes import SIZES
+from tests.distributed.commands import quantshard
+from tests.distributed.pool import run_ranks
+
+SIZED = {
+    "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 263, "max_position_embeddings": 64, "dtype": "bfloat16",
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama, tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma3": {"model_type": "gemma3_text"},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+"""Families of transformers, with what sets them apart: biases, norms, tables, tied weights, stacked experts."""
+
+SHORT = replace(TrainSettings(), seq_length=16, global_batch=6, warmup=2)
+ANY = "model.json"
+"""Where a configuration came from: it is in no file."""
+
+
+def whole(param: Tensor) -> Tensor:
+    local = private_torch.local_tensor(param)
+    if not isinstance(local, QuantizedTensor):
+        return param.full_tensor() if isinstance(param, DTensor) else param
+    found = local.dequantize()
+    return DTensor.from_local(
+        found, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    ).full_tensor()
+
+
+def digests(model: torch.nn.Module) -> dict[str, str]:
+    """SHA-256 of each parameter and buffer, whole."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: hashlib.sha256(whole(each).float().detach().numpy().tobytes()).hexdigest() for name, each in named}
+
+
+def add_one(counts: list[int], place: int) -> None:
+    counts[place] += 1
+
+
+def born(settings: TrainSettings) -> dict[str, tuple[dict[str, str], float, int]]:
+    """By kind: digests of what was made, the loss, and how many parameters have a gradient."""
+    mesh = MeshSpec(dp_shard=dist.get_world_size()).device_mesh("cpu")
+    found = {}
+    for kind, content in KINDS.items():
+        spec = models.ModelSpec(replace(settings, model=ANY), SIZED | content)
+        model = models.build(spec, mesh)
+        made = digests(model)
+        tokens, computed = torch.arange(34).view(2, 17), [0, 0]
+        for number, layer in enumerate(model.model.layers):
+            layer.input_layernorm.register_forward_pre_hook(lambda *_, n=number, c=computed: add_one(c, n))
+        loss = models.loss(models.logits(model, tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        assert computed == [1 + (settings.recompute == "layer"), 1]  # every second layer, from the first on
+        found[kind] = made, loss.item(), sum(param.grad is not None for param in model.parameters())
+    return found
+
+
+@pytest.mark.distributed
+def test_models_of_transformers_are_born_the_same_on_any_number_of_ranks():
+    """1 and 3 ranks, the latter with recomputation; sizes that nothing divides, tied weights, buffers."""
+    alone = run_ranks(1, born, SHORT)[0]
+    for found in run_ranks(3, born, replace(SHORT, recompute="layer", recompute_every=2)):
+        assert found == alone
+    for kind, (made, _, trained) in alone.items():
+        head = {made["lm_head.weight"], made["model.embed_tokens.weight"]}
+        assert len(head) == (1 if kind in ("llama, tied", "gemma3") else 2)
+        names = [name for name in made if "inv_freq" not in name and "embed_scale" not in name]
+        assert len(set(made[name] for name in names if "proj" in name)) == sum("proj" in name for name in names)
+        assert trained == len(names) - (kind in ("llama, tied", "gemma3"))
+
+
+def test_values_are_those_of_transformers():
+    """Their spread, ones in norms, zeros in biases; angles in float32 under weights in BF16."""
+    content = SIZED | {"model_type": "llama", "attention_bias": True, "initializer_range": 0.05}
+    model, _ = huggingface.converted(content, ANY, LayerRecipes.parse("mxfp8"))
+    huggingface.leave_meta(model, torch.device("cpu"))
+    huggingface.initialize(model, 0)
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, QuantizedTensor)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"):
+        param = model.get_parameter(name)
+        value = param.dequantize() if isinstance(param, QuantizedTensor) else param
+        assert value.float().std().item() == pytest.approx(0.05, rel=0.05)
+    assert model.model.norm.weight.eq(1).all() and model.model.layers[1].self_attn.q_proj.bias.eq(0).all()
+    plain = LlamaForCausalLM(LlamaConfig(**{**SIZED, "dtype": "float32"}))
+    assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_what_transformers_gives_no_value_is_an_error(monkeypatch):
+    model, _ = huggingface.converted(SIZED | {"model_type": "llama"}, ANY, LayerRecipes.parse("mxfp8"))
+    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
+    with pytest.raises(ConfigurationError, match=r"no initial value for model\.rotary_emb\.inv_freq"):
+        huggingface.leave_meta(model, torch.device("cpu"))
+
+
+def test_recipes_by_layer():
+    settings = replace(SHORT, hidden=32, heads=2, layers=3, ffn=64).resolved()
+    model = models.ModelSpec(replace(settings, recipe="layers.0=bf16, layers.2=block,*=mxfp8")).described()
+    formats = [
+        {param.quantized_storage.cell.format.name for param in layer.parameters() if isinstance(param, QuantizedTensor)}
+        for layer in model.layers
+    ]
+    wanted = [None, recipe.resolve("mxfp8").weight, recipe.resolve("block").weight]
+    assert formats == [set() if cell is None else {cell.format.name} for cell in wanted]
+    content = SIZED | {"model_type": "llama"}
+    spec = models.ModelSpec(replace(SHORT, model=ANY, recipe="layers.0.*=bf16,*.down_proj=block,*=mxfp8"), content)
+    kinds = {
+        name: param.quantized_storage.cell.tag
+        for name, param in spec.described().named_parameters()
+        if isinstance(param, QuantizedTensor)
+    }
+    assert len(kinds) == 7 and {tag for name, tag in kinds.items() if "down_proj" in name} == {wanted[2].tag}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("mxfp7", "unknown recipe 'mxfp7'"),
+        ("layers.0=bf16,mxfp8", "'mxfp8' is no PATTERN=RECIPE"),
+        ("layers.0=bf17,*=mxfp8", "unknown recipe 'bf17'"),
+        ("*=bf16,*=mxfp8", "'*' stands there twice"),
+        ("layers.7=bf16,*=mxfp8", "'layers.7' matches none of the layers of this model, layers.0 to layers.3"),
+        ("*.fc1=bf16,*=mxfp8", "'*.fc1' matches none of the layers"),
+    ],
+)
+def test_recipes_that_are_refused(text, says):
+    with pytest.raises(ConfigurationError) as caught:
+        models.ModelSpec(replace(TrainSettings(), recipe=text)).described()
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_named_sizes_are_those_models(name):
+    """Parameters in millions, by the cards of these models; of the tokens that they have."""
+    settings = replace(TrainSettings(), **SIZES[name]).resolved()
+    settings.check()
+    vocabulary = {"llama3-8b": 128256, "llama3.2-1b": 128256, "gpt2-small": 50257}[name]
+    model = models.ModelSpec(settings, vocabulary=vocabulary).described()
+    count = sum(param.numel() for param in model.parameters())
+    assert count / 1e6 == pytest.approx({"llama3-8b": 8030, "llama3.2-1b": 1236, "gpt2-small": 124.4}[name], rel=1e-3)
+    flops = flops_of_token(model, settings, None)
+    looked_up = {"llama3-8b": vocabulary * 4096, "llama3.2-1b": 0, "gpt2-small": 1024 * 768}[name]
+    heads = settings.layers * settings.heads * settings.head_size
+    vectors = sum(param.numel() for param in model.parameters() if param.ndim == 1)
+    assert flops == 6 * (count - looked_up - vectors) + 12 * heads * settings.seq_length
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama of transformers with weights, and text to learn."""
+    path = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SIZED, "dtype": "bfloat16"})).to(torch.bfloat16).save_pretrained(path / "llama")
+    (path / "text").write_bytes(Path(__file__).read_bytes()[:6000])
+    return path
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.distributed
+def test_a_folder_of_transformers_is_trained_resumed_and_exported(folder, tmp_path):
+    """2 processes, then 3: weights of the folder, a schedule, accumulation, z-loss, a trace, MFU; and back."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    flags = "--seq-length 16 --global-batch 6 --micro-batch 1 --warmup 1 --eval-sequences 3 --steps 4 --save-every 2"
+    flags += " --z-loss 1e-4 --schedule wsd --recompute layer --profile 1 --peak-tflops 1 --sample-bytes 4"
+    result = quantshard(
+        "train", "--run", run, "--model", folder / "llama", "--data", folder / "text", "--nproc-per-node", 2,
+        "--sample-every", 2, *flags.split(),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "7 tensors copied bit for bit, 14 weights quantized" in result.stdout.replace("\n  ", " ")
+    assert {path.name for path in (run / "profile").iterdir()} == {"rank-0.json", "rank-1.json"}
+    assert json.loads((run / "profile" / "rank-0.json").read_text())["traceEvents"]
+    assert [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()] == [0, 2, 4]
+    resumed = quantshard("resume", run, "--nproc-per-node", 3, "--steps", 5)
+    assert resumed.returncode == 0, resumed.stderr
+    found = metrics(run)
+    assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5] and found[-1]["loss"] < found[0]["loss"]
+    flops = flops_of_token(
+        AutoModelForCausalLM.from_pretrained(folder / "llama"),
+        replace(TrainSettings(), seq_length=16, model=ANY),
+        json.loads((folder / "llama" / "config.json").read_text()),
+    )
+    assert found[0]["mfu"] == pytest.approx(found[0]["tokens_per_s"] * flops / 2e12)
+    for command in (["explain", run], ["plan", run], ["verify", run / "checkpoints" / "step-000005"]):
+        assert quantshard(*command).returncode == 0
+    exported = quantshard("export", run / "checkpoints" / "step-000005", "--layout", "plain-bf16", "--out", out)
+    assert exported.returncode == 0, exported.stderr
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert isinstance(model, LlamaForCausalLM) and model.lm_head.weight.shape == (263, 48)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ["--model", "llama3-8B"],
+            "neither a folder or config.json, nor one of the known sizes; did you mean 'llama3-8b'",
+        ),
+        (["--model", "FOLDER", "--hidden", "64"], "hidden = 64, but the configuration of model = "),
+        (["--model", "FOLDER", "--tied"], "tied = True, but the configuration of model = "),
+        (["--model", "FOLDER/none"], "there is nothing at "),
+        (["--model", "FOLDER", "--seq-length", "65"], "seq_length = 65, but model = "),
+        (["--model", "FOLDER", "--mesh", "tp=2"], "for which there is no tp in the mesh here"),
+        (["--model", "FOLDER", "--dropout", "0.1"], "for which there is no dropout here"),
+        (["--model", "FOLDER", "--recompute", "activation"], "there is no recompute = 'activation' here"),
+        (["--model", "FOLDER", "--seq-length", "9", "--recipe", "*.up_prj=bf16,*=mxfp8"], "did you mean 'up_proj'?"),
+        (["--model", "FOLDER", "--random-weights", "--init-from", "FOLDER"], "names weights; give one"),
+        (["--random-weights"], "random_weights is of a --model DIR that has weights"),
+        (["--recompute", "all"], "choose one of: none, activation, layer"),
+        (["--micro-batch", "2", "--micro-batches", "2"], "say the same thing twice"),
+        (
+            ["--micro-batch", "5"],
+            "global_batch = 16 sequences cannot be split evenly over 1 processes x micro_batch = 5",
+        ),
+        (["--decay-share", "2"], "decay_share = 2.0: must be 0 or more"),
+        (["--z-loss", "-1"], "z_loss = -1.0: must be 0 or more"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says):
+    flags = [flag.replace("FOLDER", str(folder / "llama")) for flag in flags]
+    result = quantshard("train", "--run", tmp_path / "run", "--data", folder / "text", *flags)
+    assert result.returncode == 1 and says in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
