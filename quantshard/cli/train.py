@@ -18,6 +18,7 @@ import typer
 
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import inputs
+from quantshard.terminal.screen import say
 from quantshard.trainer import launch, model_choice, worker
 from quantshard.trainer.config import TYPES, given_values, merge, setting_fields
 from quantshard.trainer.run_dir import RunDir
@@ -26,6 +27,12 @@ from quantshard.trainer.worker import WorkerJob
 _ANNOTATIONS: dict[type, Any] = {
     tuple: list[str] | None, str: str | None, int: int | None, float: float | None
 }  # fmt: skip
+
+_COMMON = frozenset(
+    "model recipe init_from seq_length data steps global_batch lr schedule warmup save_every eval_every recompute "
+    "mesh".split()
+)
+"""Settings that `--help` shows; `--help-all` shows all."""
 
 _PROCESSES = "processes to start here. Default: the product of the mesh, or "
 
@@ -37,24 +44,38 @@ def register(app: typer.Typer) -> None:
     app.command("worker", hidden=True)(work)
 
 
+def _show_all(context: typer.Context, asked: bool) -> None:
+    """Print the help with the settings that are hidden in it, and end."""
+    if not asked:
+        return
+    shown = {key for setting in setting_fields() for key, hidden in _keys(setting) if not hidden}
+    for option in context.command.params:
+        if option.name in shown:
+            option.hidden = False  # type: ignore[attr-defined]  # of an option
+    if text := context.get_help():  # else it has been printed
+        say(text)
+    raise typer.Exit
+
+
 def train(
     run: Annotated[
-        Path, typer.Option("--run", "--run-dir", metavar="DIR", help="folder of the run; must be new")
+        Path, typer.Option("--run", "--run-dir", metavar="DIR", help="new folder of the run", show_default=False)
     ],  # torchrun takes --run for its own --run-path on Python 3.11 and before
     nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "one for each GPU, or 1")
+        int | None, typer.Option(min=1, metavar="N", help="processes. Default: mesh, or one for each GPU, or 1")
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
+    help_all: Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, callback=_show_all, help="show every setting", show_default=False),
+    ] = False,
     more_data: Annotated[
         list[str] | None,
         typer.Argument(metavar="PATH", rich_help_panel="Data", help="more data, after --data: texts/*.txt"),
     ] = None,
     **flags: Any,
 ) -> None:
-    """Train a byte-level language model with quantized weights, sharded over processes, into a new folder.
-
-    Without --data it learns the source text of Python's standard library. Under torchrun it starts no processes.
-    """
+    """Train a language model with quantized weights, sharded over processes, or those of torchrun, into a new folder."""
     if more_data:  # the shell's own expansion: --data texts/*.txt
         if not flags["data"]:
             raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
@@ -153,19 +174,26 @@ def _help(setting: Field[Any]) -> str:
     return str(said) if default in ((), "") else f"{said}. Default: {default}"
 
 
+def _keys(setting: Field[Any]) -> list[tuple[str, bool]]:
+    """The flags of a setting, and whether each is hidden even where all are shown. One that is on or off has two, `--x`
+    and `--no-x`, of which the one is shown that changes the default: both would leave no room for what they mean."""
+    name, default = setting.name, setting.default
+    return [(name, default), (f"no_{name}", not default)] if isinstance(default, bool) else [(name, False)]
+
+
 def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
-    """The parameters of a setting. One that is on or off has two, `--x` and `--no-x`, of which the one is shown that
-    changes the default: both would leave no room for what they mean."""
+    """The parameters of a setting."""
     name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
+    rare = name not in _COMMON
     if isinstance(setting.default, bool):
-        for key, hidden in ((name, setting.default), (f"no_{name}", not setting.default)):
-            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden, show_default=False, **about)
+        for key, hidden in _keys(setting):
+            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden or rare, show_default=False, **about)
             yield inspect.Parameter(
                 key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
             )
     else:
         annotation: Any = _ANNOTATIONS[TYPES[name]]
-        option = typer.Option(show_default=False, **about)
+        option = typer.Option(hidden=rare, show_default=False, **about)
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
         )

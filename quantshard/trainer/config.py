@@ -67,7 +67,7 @@ class TrainSettings:
     model: str = _setting(
         "",
         "Model",
-        f"a Hugging Face folder or config.json; or the sizes of one of {', '.join(SIZES)}. Default: by the sizes below",
+        f"a Hugging Face folder or config.json, or sizes: {', '.join(SIZES)}",
     )
     random_weights: bool = _setting(False, "Model", "begin with random weights though the folder of the model has some")
     architecture: str = _setting("llama", "Model", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)")
@@ -85,9 +85,7 @@ class TrainSettings:
     tied: bool = _setting(False, "Model", "use the embedding as the output head too")
     dropout: float = _setting(0.0, "Model", "probability of dropout", 0, 1, less=True)
 
-    init_from: str = _setting(
-        "", "Model", "weights to begin with: a checkpoint, or a folder of safetensors; sizes not given are its"
-    )
+    init_from: str = _setting("", "Model", "weights to begin with, of a checkpoint or of safetensors")
 
     data: tuple[str, ...] = _setting(
         (), "Data", "file or folder; repeatable. Default: the source of Python's library", 1
@@ -98,7 +96,7 @@ class TrainSettings:
     eval_sequences: int = _setting(32, "Data", "sequences of the held-out text that an evaluation reads", 1, _SIZE)
 
     steps: int = _setting(200, "Training", "optimizer steps", 1, _STEPS)
-    global_batch: int = _setting(16, "Training", "sequences of one step, over all processes", 1, _SIZE)
+    global_batch: int = _setting(16, "Training", "sequences of a step, of all processes", 1, _SIZE)
     micro_batches: int = _setting(
         1, "Training", "parts in which a process takes its share of a step, one by one", 1, _SIZE
     )
@@ -110,10 +108,8 @@ class TrainSettings:
         _SIZE,
     )
     lr: float = _setting(1e-3, "Training", "highest learning rate", 0, 1e6, more=True)
-    schedule: str = _setting(
-        "cosine", "Training", "after the warmup: cosine, linear, wsd (warmup, stable, decay) or constant"
-    )
-    warmup: int = _setting(20, "Training", "steps in which the learning rate rises to lr", 0, _STEPS)
+    schedule: str = _setting("cosine", "Training", "cosine, linear, wsd or constant, after the warmup")
+    warmup: int = _setting(20, "Training", "steps in which lr is reached", 0, _STEPS)
     decay_steps: int = _setting(
         0, "Training", "step at which the schedule ends; 0: steps, as the run was started with", 0, _STEPS
     )
@@ -130,7 +126,7 @@ class TrainSettings:
     seed: int = _setting(0, "Training", "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
 
     recipe: str = _setting(
-        "mxfp8", "Precision", f"one of {', '.join(recipe.NAMES)}; or by layer: layers.0=bf16,*=mxfp8", 1, 4096
+        "mxfp8", "Precision", f"{', '.join(recipe.NAMES)}; or by layer: layers.0=bf16,*=mxfp8", 1, 4096
     )
     params_dtype: str = _setting("bfloat16", "Precision", "dtype of activations and of weights that stay unquantized")
     exp_avg_dtype: str = _setting("float32", "Precision", "Adam's first moment: float32 or fp8")
@@ -154,7 +150,7 @@ class TrainSettings:
     recompute: str = _setting(
         "none",
         "Running",
-        "what backward computes again instead of keeping it: none, activation (of the MLP) or layer",
+        "what is computed again in backward: none, activation or layer",
     )
     recompute_every: int = _setting(1, "Running", "every how many layers, where recompute is layer", 1, _COUNT)
     compile: bool = _setting(False, "Running", "torch.compile of each layer")
@@ -170,7 +166,7 @@ class TrainSettings:
     mesh: str = _setting(
         "",
         "Sharding",
-        "processes along dp_replicate, dp_shard and tp (tensor parallelism), as dp_shard=2,tp=2. Default: dp_shard",
+        "processes by axis: dp_replicate, dp_shard (default) and tp, as dp_shard=2,tp=2",
     )
     dp_replicate: int = _setting(1, "Sharding", "copies of the model (HSDP), where no mesh is given", 1, _COUNT)
     sequence_parallel: str = _setting(

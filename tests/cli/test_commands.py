@@ -7,7 +7,7 @@ import pytest
 
 from quantshard import cli
 from quantshard.trainer import launch, worker
-from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.config import TrainSettings, setting_fields
 from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.run_dir import RunDir
 
@@ -82,14 +82,26 @@ def test_several_data_after_one_flag(monkeypatch, capsys, tmp_path):
     assert given[0][1][:3] == ["-m", "quantshard", "worker"]
 
 
-def test_help_lists_commands_and_settings(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("sys.argv", ["quantshard", "train", "--help"])
+def shown_by(monkeypatch, capsys, *arguments):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.argv", ["quantshard", *arguments])
     with pytest.raises(SystemExit) as caught:
         cli.main()
-    shown = capsys.readouterr().out
     assert caught.value.code == 0
-    assert all(f"--{name}" in shown for name in ("run", "recipe", "kv-heads", "save-every", "nproc-per-node"))
+    return capsys.readouterr().out
+
+
+def test_help_is_short_and_lists_all_if_asked(monkeypatch, capsys):
+    short = shown_by(monkeypatch, capsys, "train", "--help")
+    assert len(short.splitlines()) < 60 and "--kv-heads" not in short
+    assert all(
+        f"--{name}" in short for name in ("run", "model", "data", "recipe", "save-every", "nproc-per-node", "mesh")
+    )
+    whole = shown_by(monkeypatch, capsys, "train", "--help-all")
+    for setting in setting_fields():
+        name = setting.name.replace("_", "-")
+        assert f"--no-{name} " in whole if setting.default is True else f"--{name} " in whole
+    assert len(shown_by(monkeypatch, capsys, "train", "--help").splitlines()) == len(short.splitlines())
 
 
 @pytest.mark.parametrize(

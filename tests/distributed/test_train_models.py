@@ -1,4 +1,4 @@
-"""Models that `quantshard train` builds of a Hugging Face configuration, of sizes with a name, and by recipes of layers."""
+"""Models that `quantshard train` builds: of a Hugging Face configuration, of sizes with a name, by recipes of layers."""
 
 from __future__ import annotations
 
