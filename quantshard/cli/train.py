@@ -75,7 +75,7 @@ def train(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Train a language model with quantized weights, sharded over processes, or those of torchrun, into a new folder."""
+    """Train a language model with quantized weights, sharded over processes or those of torchrun, into a new folder."""
     if more_data:  # the shell's own expansion: --data texts/*.txt
         if not flags["data"]:
             raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")

@@ -20,7 +20,7 @@ from quantshard import private_torch
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
-from quantshard.modules import attention_backends, rotary
+from quantshard.modules import attention_backends, head_norms, rotary
 from quantshard.modules.attention_backends import AUTO, BACKENDS
 from quantshard.modules.base import inputs
 from quantshard.modules.base.composite import CompositeModule, child_name
@@ -286,6 +286,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             its rows must be interleaved by group, as they are by default.
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_dropout, layer_number, attn_mask_type, window_size, attention_backend: see `DotProductAttention`.
+        qk_norm_type, qk_norm_eps, qk_norm_before_rope: normalize the heads of queries and keys; see `head_norms`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma, return_layernorm_output: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
@@ -323,6 +324,9 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         qkv_format: str = "sbhd",
         attention_backend: str = AUTO,
         name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         **others: Any,
     ) -> None:
         owner = "MultiheadAttention"
@@ -354,6 +358,11 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             )  # fmt: skip
         else:
             self.qkv = Linear(hidden_size, features, name=child_name(name, "qkv"), **qkv)
+        norm = {"params_dtype": params_dtype, "device": device}
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.q_norm, self.k_norm = (
+            head_norms.head_norm(owner, qk_norm_type, self.kv_channels, qk_norm_eps, asked, **norm) for _ in range(2)
+        )
         self.core_attention = DotProductAttention(
             num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
             window_size, layer_number=layer_number, name=child_name(name, "core_attention"),
@@ -365,7 +374,12 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             return_bias=return_bias, name=child_name(name, "proj"),
             parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
+        self._on_mesh(owner)
+
+    def _on_mesh(self, owner: str) -> None:
         self._check_order(owner)
+        for norm in (self.q_norm, self.k_norm):
+            head_norms.sum_over_heads(norm, self.set_parallel_mode)
 
     def _check_order(self, owner: str) -> None:
         if self.fused and not self.interleaved and self.core_attention.tp_size > 1:
@@ -379,12 +393,12 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Put the parameters on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
         super().set_device_mesh(tp_mesh, weight_mesh)
-        self._check_order(type(self).__name__)
+        self._on_mesh(type(self).__name__)
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
         """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
         super().set_tensor_parallel_group(tp_group)
-        self._check_order(type(self).__name__)
+        self._on_mesh(type(self).__name__)
 
     def _cut(self) -> Iterable[Any]:
         return [child for child in self.children() if self.set_parallel_mode or child is not self.core_attention]
@@ -431,12 +445,17 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         """[..., features], or three parts of it -> queries [..., h, d], keys and values [..., groups, d]."""
         layout = rotary.HeadLayout(self.qkv_format, self.rotary_pos_interleaved)
         heads, groups = self._local_heads()
-        if isinstance(qkv, Tensor) and isinstance(freqs, Tensor) and not self.interleaved:
+        at_once = not self.interleaved and self.q_norm is None
+        if at_once and isinstance(qkv, Tensor) and isinstance(freqs, Tensor):
             by_head = qkv.unflatten(-1, (-1, self.kv_channels))
             return rotary.rotate_projection(by_head, heads, groups, freqs, layout)
         q, k, v = self._split(qkv, heads, groups)
+        if self.q_norm is not None and self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
         if freqs is not None:
             q, k = rotary.rotate_queries_and_keys(q, k, freqs, layout)
+        if self.q_norm is not None and not self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def _local_heads(self) -> tuple[int, int]:

@@ -44,7 +44,8 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         set_parallel_mode: let tensor parallelism cut the heads, and the features of the MLP.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, window_size, fuse_qkv_params,
-            qkv_weight_interleaved, rotary_pos_interleaved, attention_backend: see `MultiheadAttention`.
+            qkv_weight_interleaved, rotary_pos_interleaved, attention_backend, qk_norm_type, qk_norm_eps,
+            qk_norm_before_rope: see `MultiheadAttention`.
         activation, recompute_activation: of the MLP; see `LayerNormMLP`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma: see `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
@@ -85,6 +86,9 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         attention_backend: str = AUTO,
         recompute_activation: bool = False,
         name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         **others: Any,
     ) -> None:
         asked = parallelism("TransformerLayer", others)
@@ -111,7 +115,8 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
             output_layer_init_method, layer_number, self_attn_mask_type, window_size, num_gqa_groups=num_gqa_groups,
             input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params,
             qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved,
-            qkv_format=attn_input_format, attention_backend=attention_backend,
+            qkv_format=attn_input_format, attention_backend=attention_backend, qk_norm_type=qk_norm_type,
+            qk_norm_eps=qk_norm_eps, qk_norm_before_rope=qk_norm_before_rope,
             name=child_name(name, "self_attention"), **common,
         )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(

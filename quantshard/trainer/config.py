@@ -82,6 +82,7 @@ class TrainSettings:
     head_dim: int = _setting(0, "Model", "features of a head; 0: hidden over heads", 0, _SIZE)
     rope_theta: float = _setting(10000.0, "Model", "base of the rotary positions of a llama", 1, 1e12)
     norm_eps: float = _setting(1e-5, "Model", "epsilon of the normalizations", 0, 1, more=True)
+    qk_norm: bool = _setting(False, "Model", "normalize the heads of queries and keys, before they are rotated")
     tied: bool = _setting(False, "Model", "use the embedding as the output head too")
     dropout: float = _setting(0.0, "Model", "probability of dropout", 0, 1, less=True)
 

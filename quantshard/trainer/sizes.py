@@ -1,7 +1,7 @@
 """Sizes of known models by name: what `--model NAME` sets of the decoder that is built here. Flags go before them.
 
-Sources: config.json of meta-llama/Meta-Llama-3-8B and meta-llama/Llama-3.2-1B, whose angles are those of a context of
-8192 tokens, and openai-community/gpt2.
+Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without the scaling of its angles, which
+is for more than 8192 tokens), Qwen/Qwen3-8B and openai-community/gpt2.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "llama3-8b": {**_LLAMA_3, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
         "llama3.2-1b": {
             **_LLAMA_3, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tied": True,
+        },
+        "qwen3-8b": {
+            "architecture": "llama", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128,
+            "ffn": 12288, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
         },
         "gpt2-small": {
             "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,

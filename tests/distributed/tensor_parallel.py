@@ -41,7 +41,7 @@ BLOCKS: dict[str, Callable[..., nn.Module]] = {
     ),
     "TransformerLayer": lambda **o: qs.TransformerLayer(
         HIDDEN, FFN, HEADS, HEADS // 2, hidden_dropout=0.0, attention_dropout=0.0, set_parallel_mode=True,
-        activation="swiglu", normalization="RMSNorm", bias=True, **o,
+        activation="swiglu", normalization="RMSNorm", bias=True, qk_norm_type="RMSNorm", **o,
     ),
 }  # fmt: skip
 MODULES = {**LINEARS, **BLOCKS}

@@ -1,4 +1,4 @@
-"""Models that `quantshard train` builds: of a Hugging Face configuration, of sizes with a name, by recipes of layers."""
+"""Models that `quantshard train` builds: of a Hugging Face configuration, of sizes by name, by recipes of layers."""
 
 from __future__ import annotations
 
@@ -157,17 +157,20 @@ def test_recipes_that_are_refused(text, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+MILLIONS = {"llama3-8b": 8030, "llama3.2-1b": 1236, "qwen3-8b": 8191, "gpt2-small": 124.4}
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_named_sizes_are_those_models(name):
     """Parameters in millions, by the cards of these models; of the tokens that they have."""
     settings = replace(TrainSettings(), **SIZES[name]).resolved()
     settings.check()
-    vocabulary = {"llama3-8b": 128256, "llama3.2-1b": 128256, "gpt2-small": 50257}[name]
+    vocabulary = {"gpt2-small": 50257, "qwen3-8b": 151936}.get(name, 128256)
     model = models.ModelSpec(settings, vocabulary=vocabulary).described()
     count = sum(param.numel() for param in model.parameters())
-    assert count / 1e6 == pytest.approx({"llama3-8b": 8030, "llama3.2-1b": 1236, "gpt2-small": 124.4}[name], rel=1e-3)
+    assert count / 1e6 == pytest.approx(MILLIONS[name], rel=1e-3)
     flops = flops_of_token(model, settings, None)
-    looked_up = {"llama3-8b": vocabulary * 4096, "llama3.2-1b": 0, "gpt2-small": 1024 * 768}[name]
+    looked_up = 0 if name == "llama3.2-1b" else 1024 * 768 if name == "gpt2-small" else vocabulary * 4096
     heads = settings.layers * settings.heads * settings.head_size
     vectors = sum(param.numel() for param in model.parameters() if param.ndim == 1)
     assert flops == 6 * (count - looked_up - vectors) + 12 * heads * settings.seq_length

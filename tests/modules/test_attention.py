@@ -210,6 +210,47 @@ def test_multihead_with_norm_rotary_and_tuple():
     assert not torch.equal(other, out)
 
 
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm", "L2Normalization"])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_queries_and_keys_are_normalized_by_head(kind, before, fused):
+    module = multihead(
+        qk_norm_type=kind, qk_norm_eps=1e-3, qk_norm_before_rope=before, fuse_qkv_params=fused,
+        qkv_weight_interleaved=False, num_gqa_groups=1,
+    )  # fmt: skip
+    x, freqs = torch.randn(QUERIES, BATCH, 96, requires_grad=True), RotaryPositionEmbedding(SIZE)(QUERIES)
+
+    def normalized(x, norm):
+        x = x.double()
+        if kind == "L2Normalization":
+            return x / (x.square().sum(-1, keepdim=True) + 1e-3).sqrt()
+        if kind == "RMSNorm":
+            return torch.nn.functional.rms_norm(x, (SIZE,), norm.weight.double(), 1e-3)
+        return torch.nn.functional.layer_norm(x, (SIZE,), norm.weight.double(), norm.bias.double(), 1e-3)
+
+    if fused:
+        projected = torch.nn.functional.linear(x, module.qkv.weight, module.qkv.bias)
+        q, k, v = (part.unflatten(-1, (-1, SIZE)) for part in projected.split((96, SIZE, SIZE), dim=-1))
+    else:
+        q, k, v = (part.unflatten(-1, (-1, SIZE)) for part in module.qkv(x))
+    if before:
+        q, k = normalized(q, module.q_norm), normalized(k, module.k_norm)
+    q, k = (apply_rotary_pos_emb(part.float(), freqs) for part in (q, k))
+    if not before:
+        q, k = normalized(q, module.q_norm), normalized(k, module.k_norm)
+    context = DotProductAttention(3, SIZE, 1)(q.float(), k.float(), v)
+    want = torch.nn.functional.linear(context, module.proj.weight, module.proj.bias)
+    got = module(x, rotary_pos_emb=freqs)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)  # 96 products of at most 1, each off by a few 2**-24
+    got.square().sum().backward()
+    found, x.grad = [param.grad for param in module.parameters()] + [x.grad], None
+    for param in module.parameters():
+        param.grad = None
+    want.square().sum().backward()
+    for mine, theirs in zip(found, [param.grad for param in module.parameters()] + [x.grad], strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm() + 1e-6  # a bias of all keys changes no softmax
+
+
 def test_multihead_layouts_agree():
     first, second = multihead(qkv_format="sbhd"), multihead(qkv_format="bshd")
     x, freqs = torch.randn(QUERIES, BATCH, 96), RotaryPositionEmbedding(SIZE)(QUERIES)
@@ -302,7 +343,7 @@ def test_rotary_survives_meta():
             "leave qkv_weight_interleaved=True",
         ),
         (lambda: MultiheadAttention(96, 3, attention_type="cross"), "no cross-attention"),
-        (lambda: MultiheadAttention(96, 3, qk_norm_type="RMSNorm"), "queries and keys are not normalized"),
+        (lambda: MultiheadAttention(96, 3, qk_norm_type="GroupNorm"), "L2Normalization, RMSNorm, LayerNorm, or None"),
         (lambda: MultiheadAttention(96, 3, window_size=(0, 0)), "no sliding window"),
         (
             lambda: DotProductAttention(3, SIZE, attn_mask_type="no_mask", window_size=(-1, 0)),

@@ -91,9 +91,6 @@ _because(["DotProductAttention"], NO_CONTEXT_PARALLEL,
 _because(["DotProductAttention"], "the largest logit is not returned; leave it out", return_max_logit=False)
 _because(["DotProductAttention.forward"], "attention runs in high precision; leave it out",
     fp8_output=False, num_splits=1)
-_because(_ATTENTION,
-    "queries and keys are not normalized; apply LayerNorm or RMSNorm around DotProductAttention yourself",
-    qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False)
 _because(_ATTENTION_CALLS, "there is no additive bias; leave it out",
     core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None)
 _because(_ATTENTION_CALLS, "there is no cache of keys and values for generation; leave it out", inference_params=None)
