@@ -113,6 +113,7 @@ def _llama() -> Names:
         _LAYER + _MLP + "layer_norm_weight": theirs + "post_attention_layernorm.weight",
         "norm.weight": "model.norm.weight",
         "head.weight": "lm_head.weight",
+        **{f"{_LAYER}{_ATTENTION}{norm}.weight": f"{theirs}self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")},
     }
     short = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
     for kind in ("weight", "bias"):
@@ -125,7 +126,7 @@ def _llama() -> Names:
 
 
 LLAMA: Final = _llama()
-"""Llama and its like in transformers, from models of `TransformerLayer` with RMSNorm and swiglu."""
+"""Llama, Qwen3 and their like in transformers, from models of `TransformerLayer` with RMSNorm and swiglu."""
 
 IDENTITY: Final = Names({}, identity=True)
 """Of a model that has the names of its files, as one of transformers after `quantshard.convert`."""

@@ -18,10 +18,11 @@ _DEFAULT_ANGLES = "default"
 
 
 def hf_config(settings: TrainSettings) -> dict[str, Any]:
-    """The Hugging Face configuration of a run's Llama."""
+    """The Hugging Face configuration of a run's Llama, or, with normalized queries and keys, Qwen3."""
+    kind = "Qwen3" if settings.qk_norm else "Llama"
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
         "hidden_size": settings.hidden,
         "intermediate_size": settings.ffn,
         "num_hidden_layers": settings.layers,
@@ -45,8 +46,12 @@ _LIKE = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_a
          "ffn": "intermediate_size", "seq_length": "max_position_embeddings"}  # fmt: skip
 
 
+_WITH_QK_NORM = {"llama": False, "qwen3": True}
+"""Families of transformers that the decoder here is like, and whether they normalize queries and keys."""
+
+
 def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
-    """The sizes of a Llama from its Hugging Face configuration.
+    """The sizes of a Llama or Qwen3 from its Hugging Face configuration.
 
     Raises:
         ConfigurationError: it is of another architecture, or lacks a size.
@@ -54,9 +59,11 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
     fields = FieldReader(config, f"{where}: config.json")
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
     instead = "build your model and load into it by quantshard.layouts.load"
-    if kind != "llama" or fields.flag("attention_bias") or fields.flag("mlp_bias"):
+    biased = fields.flag("attention_bias") or fields.flag("mlp_bias")
+    if kind not in _WITH_QK_NORM or biased or fields.flag("use_sliding_window"):
         raise ConfigurationError(
-            f"{where}: config.json is of model_type {shown(kind)}; the command builds Llamas without biases: {instead}"
+            f"{where}: config.json is of model_type {shown(kind)}; the command builds Llamas and Qwen3 without biases "
+            f"and windows: train the model itself by --model, or {instead}"
         )
     found: dict[str, Any] = {}
     for ours, theirs in {**_LIKE, "vocabulary": "vocab_size"}.items():
@@ -69,6 +76,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
     width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
     settings = TrainSettings(
         **found,
+        qk_norm=_WITH_QK_NORM[kind],
         head_dim=0 if width in (None, found["hidden"] // found["heads"]) else width or 0,
         rope_theta=_angles(fields)[1],
         norm_eps=TrainSettings.norm_eps if eps is None else eps,

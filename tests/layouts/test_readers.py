@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from quantshard.layouts import LLAMA, export
+from quantshard.trainer import configuration
 from quantshard.trainer.model import LanguageModel
 from tests.layouts import models
 
@@ -77,6 +78,27 @@ def test_transformers_reads_plain_with_our_logits(exported, recipe):
     for name, value in theirs(model).items():
         assert torch.equal(loaded.get_parameter(name), value)
     check_logits(found, ours(model))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6, "head_dim": 96, "tied": True},
+        {"rope_theta": 500.0, "norm_eps": 1e-2, "head_dim": 32, "kv_heads": 1},
+    ],
+    ids=["qwen3", "llama"],
+)
+def test_transformers_computes_what_a_run_does(changes, tmp_path):
+    """Angles, epsilons, heads of other sizes and normalized queries are those of the configuration that is written."""
+    model, checkpoint = models.save(tmp_path / "checkpoint", "bf16", **changes)
+    config = configuration.hf_config(model.settings)
+    export(checkpoint, "plain-fp32", tmp_path / "out", config=config, values="weights")
+    loaded, found = logits(tmp_path / "out")
+    assert type(loaded).__name__ == ("Qwen3ForCausalLM" if "qk_norm" in changes else "LlamaForCausalLM")
+    with torch.no_grad():
+        check_logits(found, model.eval()(TOKENS))
+    again = configuration.settings_of(json.loads((tmp_path / "out" / "config.json").read_text()), "here")
+    assert all(getattr(again, name) == value for name, value in changes.items())
 
 
 @pytest.mark.parametrize(("recipe", "layout"), [("block", "hf-fp8-block"), ("current", "hf-fp8")])
