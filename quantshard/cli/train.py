@@ -22,6 +22,7 @@ from quantshard.terminal.screen import say
 from quantshard.trainer import launch, model_choice, worker
 from quantshard.trainer.config import TYPES, given_values, merge, setting_fields
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {
@@ -84,8 +85,10 @@ def train(
         flags["data"] = tuple(flags["data"])
     if config is not None:
         inputs.existing(config, "a TOML file of settings")
+    given = given_values(flags, None)  # a file may be that of another run, and says all
     settings = merge(flags, config, model_choice.implied(given_values(flags, config)))
     settings.check()
+    check_used(given, settings)
     settings = settings.resolved()
     if launch.is_worker():
         worker.main(run, WorkerJob(resume=False, launched=False, new=asdict(settings)))

@@ -79,6 +79,8 @@ class TrainSettings:
     )
     ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, _SIZE)
     seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence", 2, _SIZE)
+    experts: int = _setting(0, "Model", "experts of each layer of a llama, of width ffn; 0: one MLP", 0, _COUNT)
+    experts_per_token: int = _setting(2, "Model", "experts that a token goes to", 1, _COUNT)
     head_dim: int = _setting(0, "Model", "features of a head; 0: hidden over heads", 0, _SIZE)
     rope_theta: float = _setting(10000.0, "Model", "base of the rotary positions of a llama", 1, 1e12)
     norm_eps: float = _setting(1e-5, "Model", "epsilon of the normalizations", 0, 1, more=True)
@@ -120,6 +122,9 @@ class TrainSettings:
     beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment", 0, 1, less=True)
     eps: float = _setting(1e-8, "Training", "Adam's epsilon", 0, 1e6, more=True)
     weight_decay: float = _setting(0.1, "Training", "decoupled weight decay of matrices", 0, 1e6)
+    balance_loss: float = _setting(
+        0.01, "Training", "weight of the loss that spreads tokens over experts, where there are any", 0, 1e6
+    )
     z_loss: float = _setting(
         0.0, "Training", "weight of the squared logarithm of the softmax's denominator, as 1e-4", 0, 1e6
     )
@@ -258,6 +263,7 @@ class TrainSettings:
     def _check_model(self) -> None:
         """Refuse what only the decoder that is built here can do, of a model of transformers."""
         if self.is_by_sizes:
+            self._check_experts()
             return
         others = {
             "dropout": self.dropout > 0,
@@ -269,6 +275,26 @@ class TrainSettings:
                 raise ConfigurationError(
                     f"model = {shown_value(self.model)} is one of transformers, for which there is no {name} here; "
                     f"leave it out, or build the model by sizes ({', '.join(SIZES)}, or --hidden, --layers, ...)"
+                )
+
+    def _check_experts(self) -> None:
+        if not self.experts:
+            return
+        if self.experts_per_token > self.experts:
+            raise ConfigurationError(
+                f"experts_per_token = {self.experts_per_token}, but there are experts = {self.experts}, and a token "
+                "goes to different ones"
+            )
+        others = {
+            "architecture = 'gpt'": self.architecture == "gpt",
+            "tp in the mesh": bool(self.mesh) and MeshSpec.parse(self.mesh).tp > 1,
+            "recompute = 'activation'": self.recompute == "activation",
+            "compile": self.compile,
+        }
+        for name, asked in others.items():
+            if asked:
+                raise ConfigurationError(
+                    f"experts = {self.experts}, and there is no {name} of a mixture of experts here; leave one out"
                 )
 
     def _check_mesh(self, axes: MeshSpec) -> None:

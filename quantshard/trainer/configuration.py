@@ -133,4 +133,4 @@ def config_of_run(checkpoint: str) -> dict[str, Any] | None:
         return None
     if not settings.is_by_sizes:
         return RunDir(_folder_of_run(checkpoint)).read_model(settings)
-    return hf_config(settings) if settings.architecture == "llama" else None
+    return hf_config(settings) if settings.architecture == "llama" and not settings.experts else None

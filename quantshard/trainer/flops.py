@@ -24,7 +24,8 @@ BF16_PEAKS: Final[Mapping[str, float]] = MappingProxyType(
 
 def flops_of_token(model: nn.Module, settings: TrainSettings, configuration: Mapping[str, Any] | None) -> float | None:
     """FLOP of forward and backward for one token: 6 for each weight that multiplies it, and 12 L H D T for attention
-    over T tokens in L layers of H heads of D features. None where it is not known, as for experts."""
+    over T tokens in L layers of H heads of D features. None where it is not known, as for stacked experts of
+    transformers."""
     heads = _heads(settings, configuration)
     params = list(model.parameters())
     if heads is None or any(param.ndim > 2 for param in params):
@@ -36,7 +37,10 @@ def flops_of_token(model: nn.Module, settings: TrainSettings, configuration: Map
         )
     if settings.tied and configuration is None:
         others.add(id(params[0]))  # the embedding, which is the head too
-    weights = sum(param.numel() for param in params if param.ndim == 2 and (id(param) not in tables - others))
+    weights = float(sum(param.numel() for param in params if param.ndim == 2 and (id(param) not in tables - others)))
+    if settings.experts and configuration is None:  # a token meets some of them
+        of_experts = 3 * settings.layers * settings.experts * settings.hidden * settings.ffn
+        weights -= of_experts * (1 - settings.experts_per_token / settings.experts)
     return 6.0 * weights + 12.0 * heads * settings.seq_length
 
 

@@ -25,7 +25,7 @@ from quantshard.trainer.configuration import check_angles, run_of, settings_of
 
 _SIZES = (
     "hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "head_dim", "rope_theta", "norm_eps",
-    "qk_norm",
+    "qk_norm", "experts", "experts_per_token",
 )  # fmt: skip
 _OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
 

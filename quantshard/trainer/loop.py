@@ -107,8 +107,7 @@ class Trainer:
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
             logits = models.logits(self.model, part[:, :-1])
             loss = models.loss(logits, part[:, 1:]) / len(parts)
-            more = settings.z_loss * models.z_loss(logits) / len(parts) if settings.z_loss else 0.0
-            (loss + more).backward()
+            (loss + models.extra_loss(self.model, logits, settings) / len(parts)).backward()
             total += loss.detach().double()
         sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
         norm = math.sqrt(sums[1] / self.axes.dp_replicate)

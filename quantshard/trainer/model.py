@@ -48,6 +48,7 @@ from quantshard.trainer import huggingface
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
 from quantshard.trainer.mesh import MeshSpec, split
+from quantshard.trainer.mixture import MixtureLayer
 from quantshard.trainer.recipes import LayerRecipes
 
 _EMBEDDING_STD = 0.02
@@ -103,6 +104,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.settings = settings
+        self.balance: Tensor | None = None  # mean balance loss of the last forward's routers
         self.recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
         group = None if tp_mesh is None else tp_mesh.get_group()
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
@@ -114,7 +116,11 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList()
         for number, own in enumerate(self.recipes):
             with quantized_model_init(recipe=own, preserve_high_precision_init_val=True):
-                self.layers.append(_layer(settings, number + 1, device, cut))
+                self.layers.append(
+                    MixtureLayer(settings, number + 1, device)
+                    if settings.experts
+                    else _layer(settings, number + 1, device, cut)
+                )
         kind = RMSNorm if llama else LayerNorm
         self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **cut)
         self.rotary = None
@@ -156,13 +162,15 @@ class LanguageModel(nn.Module):
     def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
         own, settings = self.recipes[number], self.settings
         with nullcontext() if own is self.recipes[0] else autocast(recipe=own):
-            if not (self.training and _is_recomputed(settings, number)):
-                return cast(Tensor, layer(x, rotary_pos_emb=angles))
-            keeps_state = settings.dropout > 0
-            return cast(
-                Tensor,
-                checkpoint(layer, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=keeps_state),
-            )
+            if self.training and _is_recomputed(settings, number):
+                keeps_state = settings.dropout > 0
+                out = checkpoint(layer, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=keeps_state)
+            else:
+                out = layer(x, rotary_pos_emb=angles)
+        if settings.experts:
+            out, balance = out
+            self.balance = balance / settings.layers + (self.balance if number else 0.0)
+        return cast(Tensor, out)
 
 
 def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:
@@ -303,6 +311,15 @@ def _prefetch(layers: Iterable[nn.Module]) -> None:
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats a token."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def extra_loss(model: nn.Module, logits: Tensor, settings: TrainSettings) -> Tensor | float:
+    """What is trained on besides the loss that is told."""
+    more: Tensor | float = settings.z_loss * z_loss(logits) if settings.z_loss else 0.0
+    if isinstance(model, LanguageModel) and model.balance is not None and settings.balance_loss:
+        balance, model.balance = model.balance, None  # of this forward, whose graph goes with it
+        more = more + settings.balance_loss * balance
+    return more
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from quantshard.trainer.schema import shown_value
 from quantshard.trainer.sizes import SIZES
 
 _BY_SIZES: Final = (
-    "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "head_dim", "rope_theta", "norm_eps", "qk_norm",
-    "tied", "params_dtype",
+    "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",
+    "qk_norm", "tied", "params_dtype",
 )  # fmt: skip
 """Settings of the decoder that is built by sizes; of a model of transformers its configuration says them."""
 

@@ -1,7 +1,8 @@
 """Sizes of known models by name: what `--model NAME` sets of the decoder that is built here. Flags go before them.
 
 Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without the scaling of its angles, which
-is for more than 8192 tokens), Qwen/Qwen3-8B and openai-community/gpt2.
+is for more than 8192 tokens), Qwen/Qwen3-8B and openai-community/gpt2. moe-small is a mixture of
+experts for one GPU, and nobody's: 157 million parameters beside the embedding, of which a token meets 25 million.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "qwen3-8b": {
             "architecture": "llama", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128,
             "ffn": 12288, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
+        },
+        "moe-small": {
+            "architecture": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 768, "experts": 16,
+            "experts_per_token": 2, "seq_length": 512, "tied": True,
         },
         "gpt2-small": {
             "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,

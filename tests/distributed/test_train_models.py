@@ -20,9 +20,12 @@ from quantshard.errors import ConfigurationError
 from quantshard.trainer import huggingface
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.data import collect
 from quantshard.trainer.flops import flops_of_token
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
 from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.sizes import SIZES
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
@@ -157,7 +160,7 @@ def test_recipes_that_are_refused(text, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-MILLIONS = {"llama3-8b": 8030, "llama3.2-1b": 1236, "qwen3-8b": 8191, "gpt2-small": 124.4}
+MILLIONS = {"llama3-8b": 8030, "llama3.2-1b": 1236, "qwen3-8b": 8191, "gpt2-small": 124.4, "moe-small": 223.0}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -170,10 +173,48 @@ def test_named_sizes_are_those_models(name):
     count = sum(param.numel() for param in model.parameters())
     assert count / 1e6 == pytest.approx(MILLIONS[name], rel=1e-3)
     flops = flops_of_token(model, settings, None)
-    looked_up = 0 if name == "llama3.2-1b" else 1024 * 768 if name == "gpt2-small" else vocabulary * 4096
+    looked_up = (
+        0 if settings.tied and name != "gpt2-small" else 1024 * 768 if name == "gpt2-small" else vocabulary * 4096
+    )
     heads = settings.layers * settings.heads * settings.head_size
     vectors = sum(param.numel() for param in model.parameters() if param.ndim == 1)
+    if settings.experts:  # of which a token meets 2
+        looked_up += settings.layers * (settings.experts - 2) * 3 * settings.hidden * settings.ffn
     assert flops == 6 * (count - looked_up - vectors) + 12 * heads * settings.seq_length
+
+
+def mixtures(text: str) -> dict[str, list[float]]:
+    """Figures of two steps of a mixture of experts, by what is recomputed, how far a router moved, and a text."""
+    found, place = {}, ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    settings = replace(
+        SHORT, hidden=32, heads=2, layers=2, ffn=48, experts=4, params_dtype="float32", recipe="bf16", balance_loss=1.0
+    )
+    cases = {
+        "none": settings,
+        "layer": replace(settings, recompute="layer"),
+        "free": replace(settings, balance_loss=0.0),
+    }
+    for recompute, case in cases.items():
+        run = RunDir(Path(text).parent / f"none-{place.ranks}")
+        trainer = Trainer(case.resolved(), collect([text]), run, place, StopFlag())
+        router = trainer.model.layers[0].mlp.router.weight
+        before = whole(router).clone()
+        found[recompute] = [value for step in (1, 2) for value in trainer.step(step)[:2]]
+        found[f"{recompute}, moved"] = [(whole(router) - before).norm().item()]
+        found[f"{recompute}, generated"] = models.generate(trainer.model, trainer.settings, b"def", 4)
+    return found
+
+
+@pytest.mark.distributed
+def test_a_mixture_of_experts_learns_alike_on_any_number_of_ranks(folder):
+    """1 and 3 ranks, in float32, where sums of 3 parts are taken in another order; routers learn."""
+    [alone], together = run_ranks(1, mixtures, str(folder / "text")), run_ranks(3, mixtures, str(folder / "text"))
+    for found in together:
+        assert found == together[0]
+        for name, values in alone.items():
+            assert found[name] == pytest.approx(values, rel=1e-4)
+            assert values == alone[name.replace("layer", "none")]
+    assert alone["free"][1] != alone["none"][1] and alone["none, moved"][0] > 1e-4  # the first gradient's norm
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +289,13 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(folder, tmp_pa
         ),
         (["--decay-share", "2"], "decay_share = 2.0: must be 0 or more"),
         (["--z-loss", "-1"], "z_loss = -1.0: must be 0 or more"),
+        (["--experts", "4", "--experts-per-token", "5"], "experts_per_token = 5, but there are experts = 4"),
+        (["--experts", "4", "--mesh", "tp=2"], "there is no tp in the mesh of a mixture of experts here"),
+        (["--experts", "4", "--architecture", "gpt"], "there is no architecture = 'gpt' of a mixture"),
+        (["--experts-per-token", "4"], "experts_per_token = 4 would do nothing, since it needs experts"),
+        (["--decay-share", "0.5"], "decay_share = 0.5 would do nothing, since it needs schedule = 'wsd'"),
+        (["--recompute-every", "2"], "recompute_every = 2 would do nothing, since it needs recompute = 'layer'"),
+        (["--sample-every", "2"], "sample_every = 2 would do nothing, since it needs sample_bytes"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says):

@@ -1,0 +1,36 @@
+"""Settings that were given and would do nothing, since another one has to say so first: an error, not silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from quantshard.errors import ConfigurationError
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.schema import shown_value
+
+_USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
+    "experts_per_token": (lambda settings: settings.experts > 0, "experts"),
+    "balance_loss": (lambda settings: settings.experts > 0, "experts"),
+    "rope_theta": (lambda settings: settings.architecture == "llama", "architecture = 'llama'"),
+    "decay_share": (lambda settings: settings.schedule == "wsd", "schedule = 'wsd'"),
+    "lr_floor": (lambda settings: settings.schedule != "constant", "another schedule than 'constant'"),
+    "recompute_every": (lambda settings: settings.recompute == "layer", "recompute = 'layer'"),
+    "sample_every": (lambda settings: settings.sample_bytes > 0, "sample_bytes"),
+}
+"""By setting: whether it is used, and what it needs."""
+
+
+def check_used(given: Iterable[str], settings: TrainSettings) -> None:
+    """Refuse settings that are given and not used.
+
+    Raises:
+        ConfigurationError: naming the setting and what it needs.
+    """
+    for name in given:
+        used, needed = _USED.get(name, (None, ""))
+        if used is not None and not used(settings):
+            raise ConfigurationError(
+                f"{name} = {shown_value(getattr(settings, name))} would do nothing, since it needs {needed}; give that "
+                "too, or leave it out"
+            )
