@@ -15,7 +15,7 @@ from quantshard.modules import GroupedLinear, Linear, MultiheadAttention, RMSNor
 from quantshard.trainer.config import TrainSettings
 
 
-class MixtureOfExperts(nn.Module):
+class ExpertMixture(nn.Module):
     """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
 
     The weights of a token's experts are the router's probabilities of these, and add up to 1.
@@ -69,7 +69,7 @@ class MixtureLayer(nn.Module):
             qk_norm_type="RMSNorm" if settings.qk_norm else None, qk_norm_eps=settings.norm_eps, **options,
         )  # fmt: skip
         self.norm = RMSNorm(settings.hidden, settings.norm_eps, **options)
-        self.mlp = MixtureOfExperts(settings, **options)
+        self.mlp = ExpertMixture(settings, **options)
 
     def forward(self, x: Tensor, rotary_pos_emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [batch, sequence, hidden] -> the same shape and dtype, and the balance loss of its router."""
