@@ -11,6 +11,8 @@ from quantshard.foreign import FieldReader, shown
 from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
 from quantshard.trainer.config import TrainSettings, from_mapping, read_settings_file
 from quantshard.trainer.data import VOCABULARY
+from quantshard.trainer.data.tokenizer import tokenizer_contents, tokenizer_digest
+from quantshard.trainer.run_dir import RunDir
 
 _EPSILON, _ROTARY_BASE = 1e-5, 10000.0
 
@@ -25,7 +27,7 @@ def hf_config(settings: TrainSettings) -> dict[str, Any]:
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "num_key_value_heads": settings.kv_heads,
-        "vocab_size": VOCABULARY,
+        "vocab_size": settings.vocabulary or VOCABULARY,
         "max_position_embeddings": settings.seq_length,
         "rms_norm_eps": _EPSILON,
         "rope_theta": _ROTARY_BASE,
@@ -61,7 +63,6 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
         if count is None:
             raise fields.wrong(theirs, "given")
         found[ours] = count
-    del found["vocabulary"]
     width = fields.integer("head_dim", 1, MOST) or found["hidden"] // found["heads"]
     if width * found["heads"] != found["hidden"]:
         raise ConfigurationError(f"{where}: heads of {width} features do not make up {found['hidden']}: {instead}")
@@ -77,7 +78,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
 
 def run_of(checkpoint: str) -> TrainSettings | None:
     """The settings of the run whose checkpoint this is; None if it is not in a run's folder."""
-    file = Path(checkpoint).absolute().parent.parent / "config.toml"
+    file = _folder_of(checkpoint) / "config.toml"
     if "://" in checkpoint or not file.is_file():
         return None
     return TrainSettings(**from_mapping(read_settings_file(file), str(file)))
@@ -86,4 +87,35 @@ def run_of(checkpoint: str) -> TrainSettings | None:
 def config_of_run(checkpoint: str) -> dict[str, Any] | None:
     """The configuration of the model of the run whose checkpoint this is; None if there is no such run, or model."""
     settings = run_of(checkpoint)
-    return None if settings is None or settings.architecture != "llama" else hf_config(settings)
+    if settings is None or settings.architecture != "llama":
+        return None
+    found = hf_config(settings)
+    if settings.tokenizer:
+        end = RunDir(_folder_of(checkpoint)).read_config()[2].get("end_of_document")
+        found |= {"bos_token_id": end, "eos_token_id": end}
+    return found
+
+
+def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
+    """The tokenizer's files of the run whose checkpoint this is, by name; none if there is no run, or no tokenizer.
+
+    Raises:
+        ConfigurationError: they are not there any more, or are other ones.
+    """
+    if run_of(checkpoint) is None:
+        return {}
+    settings, _, corpus = RunDir(_folder_of(checkpoint)).read_config()
+    if not settings.tokenizer:
+        return {}
+    contents = tokenizer_contents(settings.tokenizer)
+    if tokenizer_digest(contents) != corpus.get("tokenizer"):
+        raise ConfigurationError(
+            f"{settings.tokenizer} is not the tokenizer that the run was started with; name a folder with config.json "
+            "and "
+            "the tokenizer by --config"
+        )
+    return contents
+
+
+def _folder_of(checkpoint: str) -> Path:
+    return Path(checkpoint).absolute().parent.parent

@@ -22,7 +22,7 @@ from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.configuration import run_of, settings_of
 from quantshard.trainer.model import LanguageModel
 
-_SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype")
+_SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "vocabulary")
 _OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
 
 
@@ -72,8 +72,9 @@ def check(settings: TrainSettings) -> None:
 
 
 _WAYS_OUT = (
-    "--init-from takes the sizes of the model here (--hidden, --layers, ...) and its tokens, which are bytes; for "
-    "another model, load into it by quantshard.layouts.load"
+    "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, load "
+    "into "
+    "it by quantshard.layouts.load"
 )
 
 

@@ -1,4 +1,4 @@
-"""The language model that the command line trains: a decoder over bytes, built of quantshard's modules.
+"""The language model that the command line trains: a decoder over tokens, built of quantshard's modules.
 
     tokens -> embedding (+ learned positions in gpt) -> layers -> normalization -> head -> logits
 
@@ -7,13 +7,13 @@ biases). The layers' weights are quantized by the recipe; embeddings and head st
 parameters have one dtype, since FSDP2 wants that of a group.
 
 Tensor parallelism cuts the layers. Embeddings and head are whole on each of its ranks, which so have the same logits
-and the same loss: there are 257 tokens, a prime number, and a padded table would not be that of one process. Under
+and the same loss: of bytes there are 257, a prime number, and a padded table would not be that of one process. Under
 sequence parallelism the ranks divide the sequences of the batch, between the embedding and the head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -83,7 +83,7 @@ class LanguageModel(nn.Module):
         device: where the parameters are made.
         tp_mesh: the axis of tensor parallelism.
         sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
-        vocabulary: how many tokens there are.
+        vocabulary: how many tokens there are, if not as many as the settings say; bytes where these do not.
     """
 
     def __init__(
@@ -93,10 +93,11 @@ class LanguageModel(nn.Module):
         device: torch.device | str,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
-        vocabulary: int = VOCABULARY,
+        vocabulary: int = 0,
     ) -> None:
         super().__init__()
         self.settings, self.recipe = settings, recipe
+        self.vocabulary = vocabulary = vocabulary or settings.vocabulary or VOCABULARY
         group = None if tp_mesh is None else tp_mesh.get_group()
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
         hidden, dtype = settings.hidden, settings.torch_params_dtype
@@ -119,7 +120,7 @@ class LanguageModel(nn.Module):
         return self.tp.size if self.sequence_parallel else 1
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, VOCABULARY].
+        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, vocabulary].
 
         The ranks of a tensor-parallel group give the same tokens and get the same logits.
         """
@@ -203,14 +204,22 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0, temperature: float = 0.8) -> list[int]:
-    """Continue a prompt by `length` tokens; an empty one starts a new document. A collective call.
+def generate(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.8,
+    end_of_document: int = END_OF_DOCUMENT,
+) -> list[int]:
+    """Continue the tokens of a prompt by `length` more, as the begin of a document. A collective call.
 
     Each token is drawn by the counter generator from the model's distribution, on rank 0, and sent to the others; the
     model reads at most its seq_length last tokens. The mode (train or eval) is put back, and gathered weights freed.
     """
     device = next(model.parameters()).device
-    tokens = [END_OF_DOCUMENT, *prompt]
+    tokens = [end_of_document, *prompt]
     words = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]
     was_training = model.training
     model.eval()
@@ -221,7 +230,7 @@ def generate(model: LanguageModel, prompt: bytes, length: int, *, seed: int = 0,
         )
         probabilities = (model(window)[0, -1].double() / temperature).softmax(-1)
         token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], dtype=torch.float32, device=device))
-        token.clamp_(max=VOCABULARY - 1)
+        token.clamp_(max=model.vocabulary - 1)
         if dist.is_initialized():
             dist.broadcast(token, 0)
         tokens.append(int(token))

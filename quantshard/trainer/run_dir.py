@@ -1,6 +1,7 @@
 """A run's folder, and what may be done to it.
 
     config.toml               the settings; [launch]: how it was started last; [corpus]: the data, with their digests
+    tokens/                   token shards of data that had to be made into tokens, if nothing else was named for them
     metrics.jsonl             one JSON object a step
     starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
                               and which weights were then quantized anew
@@ -20,6 +21,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +60,19 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.starts = path / "starts.jsonl"
+        self.tokens = path / "tokens"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
 
     # Configuration ---------------------------------------------------------------------------------------------------
 
     def check_new(self) -> None:
-        """Refuse a folder that holds anything.
+        """Refuse a folder that holds anything but tokens.
 
         Raises:
             ConfigurationError: it exists and is not empty, or is no folder.
         """
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= {self.tokens}):
             return
         instead = f"go on with it by `quantshard resume {self.path}`"
         if not self.path.is_dir() or not self.saved_steps()[0]:
@@ -104,7 +107,16 @@ class RunDir:
         content, where = read_settings_file(self.config), str(self.config)
         settings = TrainSettings(**from_mapping(content, where))
         settings.check(where)
+        data, heldout = (tuple(map(self.here, paths)) for paths in (settings.data, settings.heldout_data))
+        settings = replace(settings, data=data, heldout_data=heldout, tokenizer=self.here(settings.tokenizer))
         return settings, launch_table(content, where), corpus_table(content, where)
+
+    def here(self, path: str) -> str:
+        """Where something in `tokens` is, that was recorded when the folder had another name; other paths as they "
+        "are."""
+        _, is_tokens, rest = path.rpartition(f"/{self.tokens.name}/")
+        moved = self.tokens.absolute() / rest
+        return str(moved) if is_tokens and not os.path.lexists(path) and os.path.lexists(moved) else path
 
     def check_ours(self) -> None:
         """See that what is about to be written cannot end up elsewhere, nor anybody else's settings be followed.
@@ -115,7 +127,7 @@ class RunDir:
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts)
             locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
-            folders = f"{self.logs.name}/", f"{self.checkpoints.name}/"
+            folders = f"{self.logs.name}/", f"{self.checkpoints.name}/", f"{self.tokens.name}/"
             outputs.check_folder(self.path, (*(file.name for file in files), *folders, *locks))
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
