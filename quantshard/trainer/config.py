@@ -233,8 +233,7 @@ class TrainSettings:
         if self.heldout_data and self.heldout not in (0.0, type(self).heldout):
             raise ConfigurationError(
                 f"heldout = {self.heldout} keeps a share of the data to evaluate on, and heldout_data names others; "
-                "give "
-                "one of them"
+                "give one of them"
             )
 
     @property
@@ -249,8 +248,7 @@ class TrainSettings:
         if not all(0 < weight < 1e9 for weight in weights):
             raise ConfigurationError(
                 f"data_weights = {shown_value(self.data_weights)}: must be numbers of more than 0, one for each "
-                "--data, as "
-                "0.7,0.3"
+                "--data, as 0.7,0.3"
             )
         return tuple(weight / math.fsum(weights) for weight in weights)
 

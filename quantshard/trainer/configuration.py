@@ -111,8 +111,7 @@ def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
     if tokenizer_digest(contents) != corpus.get("tokenizer"):
         raise ConfigurationError(
             f"{settings.tokenizer} is not the tokenizer that the run was started with; name a folder with config.json "
-            "and "
-            "the tokenizer by --config"
+            "and the tokenizer by --config"
         )
     return contents
 

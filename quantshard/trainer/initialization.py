@@ -73,8 +73,7 @@ def check(settings: TrainSettings) -> None:
 
 _WAYS_OUT = (
     "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, load "
-    "into "
-    "it by quantshard.layouts.load"
+    "into it by quantshard.layouts.load"
 )
 
 

@@ -112,8 +112,7 @@ class RunDir:
         return settings, launch_table(content, where), corpus_table(content, where)
 
     def here(self, path: str) -> str:
-        """Where something in `tokens` is, that was recorded when the folder had another name; other paths as they "
-        "are."""
+        """Where something in `tokens` is that was recorded when the folder had another name; other paths unchanged."""
         _, is_tokens, rest = path.rpartition(f"/{self.tokens.name}/")
         moved = self.tokens.absolute() / rest
         return str(moved) if is_tokens and not os.path.lexists(path) and os.path.lexists(moved) else path

@@ -94,8 +94,7 @@ def _read(layout: FileLayout, vocabulary: int) -> Document:
     if layout.sha256 not in ("", document.sha256):
         raise ConfigurationError(
             f"{layout.path} is not what {INDEX} beside it says: its SHA-256 is another; make the shards anew by "
-            "quantshard "
-            "tokenize"
+            "quantshard tokenize"
         )
     return document
 

@@ -82,8 +82,7 @@ def joined(sources: Sequence[DataSource]) -> DataSource:
         if other.kind != first.kind or other.kind == DATASET:
             raise ConfigurationError(
                 f"{first.path} is {first.kind} and {other.path} {other.kind}; make shards of each by itself, and name "
-                "both "
-                "folders with train --data"
+                "both folders with train --data"
             )
     return DataSource(first.path, first.kind, tuple(file for source in sources for file in source.files))
 
@@ -102,8 +101,7 @@ def _found(path: Path, data_format: str) -> DataSource:
         if os.path.lexists(path / JOURNAL):
             raise ConfigurationError(
                 f"{path} holds tokens that were not finished; give the same quantshard tokenize command again, which "
-                "goes "
-                "on with them"
+                "goes on with them"
             )
         if any(os.path.lexists(path / name) for name in _SAVED) or _is_described(path):
             return _source(path, DATASET, _files_below(path))
@@ -119,8 +117,7 @@ def _of_folder(folder: Path, data_format: str) -> DataSource:
         told = " and ".join(f"{kind} ({file.relative_to(folder)})" for kind, file in list(kinds.items())[:3])
         raise ConfigurationError(
             f"{folder} holds {told}; name the files of one kind with --data, or say --data-format text to read the "
-            "bytes "
-            "of all"
+            "bytes of all"
         )
     return _source(folder, next(iter(kinds), TEXT), [file for file, _ in files])
 

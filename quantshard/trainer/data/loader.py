@@ -92,8 +92,7 @@ class BatchLoader:
             if state.get(name, value) != value:
                 raise CheckpointError(
                     f"the checkpoint was saved by a run with {name} = {str(state[name])[:80]}, and this one has "
-                    f"{value}, "
-                    "so it would go on with other data; resume the run that saved it"
+                    f"{value}, so it would go on with other data; resume the run that saved it"
                 )
         self.step = int(state["step"])
 

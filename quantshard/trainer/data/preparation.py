@@ -92,15 +92,13 @@ def _facts(settings: TrainSettings, sources: Sequence[DataSource]) -> TokenFacts
     if settings.vocabulary and settings.vocabulary < facts.vocabulary:
         raise ConfigurationError(
             f"vocabulary = {settings.vocabulary}, but the tokenizer has {facts.vocabulary} tokens; leave it out, or "
-            "make it "
-            "larger"
+            "make it larger"
         )
     is_of_bytes = facts.tokenizer is not None and not facts.digest
     if settings.init_from and is_of_bytes and settings.vocabulary not in (0, facts.vocabulary):
         raise ConfigurationError(
             f"--init-from {settings.init_from} is a model of {settings.vocabulary} tokens, and without --tokenizer "
-            "there "
-            f"are {facts.vocabulary}, which are bytes; name its tokenizer with --tokenizer"
+            f"there are {facts.vocabulary}, which are bytes; name its tokenizer with --tokenizer"
         )
     return facts
 
@@ -126,8 +124,7 @@ def _named(
         if not settings.vocabulary:
             raise ConfigurationError(
                 f"{raw} holds tokens, and nothing says of which tokenizer; name it with --tokenizer, or how many "
-                "tokens there "
-                "are with --vocabulary N"
+                "tokens there are with --vocabulary N"
             )
         if any(source.kind != RAW for source in sources):
             raise ConfigurationError(

@@ -187,8 +187,7 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     if (size - header) % TOKEN_DTYPES[dtype].itemsize:
         raise ConfigurationError(
             f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; say how many tokens there are "
-            "with "
-            "--vocabulary (more than 65536: uint32), or --data-format text if it is no file of tokens"
+            "with --vocabulary (more than 65536: uint32), or --data-format text if it is no file of tokens"
         )
     return dtype, header
 

@@ -105,8 +105,7 @@ def chunks(kind: str, piece: Piece, options: TextOptions) -> Iterator[Chunk]:
 
 
 def _text_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
-    """A file is a document. It is cut where a line begins that no white space begins with: tokenizers, too, cut "
-    "there."""
+    """A file is a document, cut where a line begins with what is no white space: tokenizers cut there, too."""
     path, waiting = Path(piece.file), ""
     try:
         with open_regular(path, follow=True) as file:
@@ -122,8 +121,7 @@ def _text_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
     except UnicodeDecodeError:
         raise ConfigurationError(
             f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes "
-            "without "
-            "--tokenizer"
+            "without --tokenizer"
         ) from None
     except OSError as error:
         raise unreadable(path, error) from None
@@ -143,7 +141,7 @@ def _opened_lines(path: Path) -> Iterator[BinaryIO]:
     with ExitStack() as stack:
         file: Any = stack.enter_context(open_regular(path, follow=True))
         if path.name.lower().endswith(".gz"):
-            file = stack.enter_context(gzip.open(file))
+            file = stack.enter_context(gzip.GzipFile(fileobj=file))
         elif path.name.lower().endswith(".zst"):
             arrow = library("pyarrow", f"the packed file {path}")
             file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file), "zstd"))

@@ -229,8 +229,7 @@ def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterat
     except BrokenProcessPool:
         raise ConfigurationError(
             "a process that made tokens was killed, perhaps for want of memory; give the same command again, with "
-            "fewer "
-            "--processes"
+            "fewer --processes"
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

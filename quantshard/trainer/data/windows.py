@@ -137,8 +137,7 @@ class Windows:
     def _too_short(self, what: str, stream: TokenStream, more: str) -> ConfigurationError:
         return ConfigurationError(
             f"the {what} has {stream.tokens} tokens, too few for seq_length = {self.width - 1}{more}; give more data, "
-            "or "
-            "a smaller seq_length or heldout"
+            "or a smaller seq_length or heldout"
         )
 
     def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
