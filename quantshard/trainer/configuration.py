@@ -102,11 +102,10 @@ def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
     Raises:
         ConfigurationError: they are not there any more, or are other ones.
     """
-    if run_of(checkpoint) is None:
+    described = run_of(checkpoint)
+    if described is None or not described.tokenizer:
         return {}
     settings, _, corpus = RunDir(_folder_of(checkpoint)).read_config()
-    if not settings.tokenizer:
-        return {}
     contents = tokenizer_contents(settings.tokenizer)
     if tokenizer_digest(contents) != corpus.get("tokenizer"):
         raise ConfigurationError(

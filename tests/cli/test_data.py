@@ -44,26 +44,27 @@ def test_windows_are_slices_of_the_stream(folder):
     whole = stream(corpus)
     assert len(whole) == corpus.tokens == windows.tokens
     for start in range(len(whole) - 9):
-        assert torch.equal(windows.window(start), whole[start : start + 10]), start
+        assert torch.equal(windows.sources[0].stream.window(start, 10), whole[start : start + 10]), start
 
 
 def test_heldout_is_apart(folder, monkeypatch):
     corpus = collect([str(folder)])
     windows = Windows(corpus, 9, 0.2)
-    assert windows.boundary == corpus.tokens - round(corpus.tokens * 0.2)
+    [source] = windows.sources
+    assert source.boundary == corpus.tokens - round(corpus.tokens * 0.2)
     seen: list[int] = []
 
-    def window(start):
+    def window(start, width):
         seen.append(start)
-        return torch.zeros(10)
+        return torch.zeros(width)
 
-    monkeypatch.setattr(windows, "window", window)
+    monkeypatch.setattr(source.stream, "window", window)
     for step in range(200):
         windows.batch(0, step, 0, 8)
-    assert max(seen) == windows.boundary - 10 and min(seen) == 0  # the last window ends at the boundary
+    assert max(seen) == source.boundary - 10 and min(seen) == 0  # the last window ends at the boundary
     seen.clear()
     windows.heldout(4)
-    assert seen[0] == windows.boundary and seen[-1] == corpus.tokens - 10 and len(seen) == 4
+    assert seen[0] == source.boundary and seen[-1] == corpus.tokens - 10 and len(seen) == 4
     assert len(Windows(corpus, 9, 0.0).heldout(4)) == 0
 
 
@@ -121,7 +122,7 @@ def test_refused(folder, tmp_path):
     windows = Windows(collect([str(folder)]), 9, 0.1)
     (folder / "c").write_bytes(b"short")
     with pytest.raises(ConfigurationError, match="became shorter"):
-        windows.window(100)
+        windows.sources[0].stream.window(100, 10)
 
 
 def test_default_is_the_library_without_tests():
