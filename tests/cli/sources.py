@@ -14,7 +14,9 @@ END = "<|end|>"
 def texts(count: int, seed: int = 0) -> list[str]:
     """Documents of a few lines each, all different."""
     return [
-        "\n".join(" ".join(WORDS[(seed + i * 7 + j * (k + 3)) % len(WORDS)] for j in range(9)) for k in range(i % 4 + 1))
+        "\n".join(
+            " ".join(WORDS[(seed + i * 7 + j * (k + 3)) % len(WORDS)] for j in range(9)) for k in range(i % 4 + 1)
+        )
         + f" no. {seed + i} \u00e9\u4e2d\U0001f600"
         for i in range(count)
     ]

@@ -55,7 +55,10 @@ def metrics(run):
 
 def losses(run):
     """What must be equal to the last bit: every figure that is not a measurement of this machine."""
-    return [{k: v for k, v in record.items() if k not in ("tokens_per_s", "memory_bytes", "data_wait_s")} for record in metrics(run)]
+    return [
+        {k: v for k, v in record.items() if k not in ("tokens_per_s", "memory_bytes", "data_wait_s")}
+        for record in metrics(run)
+    ]
 
 
 def wait_for_steps(run, count, process):

@@ -113,7 +113,7 @@ def read_index(folder: Path) -> ShardIndex:
         raise fields.wrong("format", repr(FORMAT))
     if content.get("version") != VERSION:
         raise fields.wrong("version", f"{VERSION}, the only one that this release reads")
-    if content.get("dtype") not in TOKEN_DTYPES:
+    if (fields.text("dtype") or "") not in TOKEN_DTYPES:
         raise fields.wrong("dtype", " or ".join(TOKEN_DTYPES))
     vocabulary = _number(fields, "vocabulary", 1, _MOST_TOKENS)
     listed = content.get("shards")

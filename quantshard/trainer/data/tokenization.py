@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from os import _exit as end_at_once
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class ShardedSource:
             ConfigurationError: the folder holds anything else, a text cannot be read, or there is none.
         """
         _check_folder(folder)
+        parts = self._parts()
         outputs.make_folder(folder)
         try:
             lock = ownership.lock(folder)
@@ -100,23 +102,25 @@ class ShardedSource:
                 f"{folder} cannot be locked, or another process writes tokens there: {error.strerror or error}"
             ) from None
         try:
-            return self._written(folder, processes or os.cpu_count() or 1)
+            return self._written(folder, parts, processes or os.cpu_count() or 1)
         finally:
             if lock is not None:
                 lock.close()
 
-    def _written(self, folder: Path, processes: int) -> ShardIndex:
-        if os.path.lexists(folder / INDEX):
-            found = read_index(folder)
-            self._check_key(folder, found.key)
-            found.sizes(folder)
-            return found
+    def _parts(self) -> tuple[tuple[Piece, ...], ...]:
         if self.source.size > self.shard_bytes * _MOST_SHARDS:
             raise ConfigurationError(
                 f"{self.source.path} has {self.source.size} bytes, which would be more than {_MOST_SHARDS} shards of "
                 f"{self.shard_bytes}; take a larger --shard-size"
             )
-        parts = tuple(tuple(part) for part in divide(self.source, self.shard_bytes, self.options))
+        return tuple(tuple(part) for part in divide(self.source, self.shard_bytes, self.options))
+
+    def _written(self, folder: Path, parts: tuple[tuple[Piece, ...], ...], processes: int) -> ShardIndex:
+        if os.path.lexists(folder / INDEX):
+            found = read_index(folder)
+            self._check_key(folder, found.key)
+            found.sizes(folder)
+            return found
         done = self._resumed(folder, len(parts))
         tokenizer = self.tokenizer
         job = TokenizeJob(
@@ -176,7 +180,8 @@ def _check_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} exists and is no folder; name another --out")
-    if any(folder.iterdir()) and not any(os.path.lexists(folder / name) for name in (INDEX, JOURNAL)):
+    names = {path.name for path in folder.iterdir()}
+    if names - {ownership.LOCK_FILE} and not names & {INDEX, JOURNAL}:
         raise ConfigurationError(f"{folder} exists and holds other files; name a new folder with --out")
 
 
@@ -221,7 +226,7 @@ def _here(job: TokenizeJob, missing: set[int], told: Callable[[int], object]) ->
 
 def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterator[tuple[int, ShardEntry]]:
     context = multiprocessing.get_context("spawn")  # this process has threads, of which a fork has none
-    pool = ProcessPoolExecutor(processes, context, _begin)
+    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
     try:
         futures = {pool.submit(make_shard, job, number): number for number in sorted(missing)}
         for future in as_completed(futures):
@@ -235,8 +240,10 @@ def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterat
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin() -> None:
+def _begin(parent: int) -> None:
     """In each process: one thread, no part in Ctrl-C, and no life without the one that asks."""
+    if os.getppid() != parent:  # it was killed while this one started
+        end_at_once(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     launch.die_with_parent()
