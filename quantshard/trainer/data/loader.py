@@ -50,17 +50,15 @@ class BatchLoader:
             self._ready.popleft()[1].cancel()
         if not self._ready:
             self._prepare(step)
-        future = self._ready.popleft()[1]
-        following = self._ready[-1][0] if self._ready else step
-        while len(self._ready) < AHEAD and following < self.last:
-            following += 1
-            self._prepare(following)
-        batch, copied = future.result()
+        batch, copied = self._ready.popleft()[1].result()
         if copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
             batch.record_stream(current)
         self.step, self.waited = step, time.perf_counter() - began
+        following = self._ready[-1][0] if self._ready else step
+        for more in range(following + 1, min(self.last, step + AHEAD) + 1):
+            self._prepare(more)
         return batch
 
     def _prepare(self, step: int) -> None:

@@ -6,17 +6,22 @@ a resumed run goes on where it would have been. Of several sources with weights 
 same generator.
 
 The last part of each source is held out, or documents of their own are: training windows lie wholly before the
-boundary, evaluated ones wholly after it. Files are read at each window, and not mapped: one that became shorter is an
-error then, where a map would end the process.
+boundary, evaluated ones wholly after it. Files are read, and not mapped: one that became shorter is an error then,
+where a map would end the process.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import threading
+import weakref
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -29,13 +34,46 @@ from quantshard.trainer.data.documents import TOKEN_DTYPES, Corpus, Document, un
 
 _ORDER_STREAM, _SOURCE_STREAM = 0, 2  # 1 is that of generated texts
 _WORDS = 1 << 32
+_MOST_OPEN = 64
+
+
+class OpenFiles:
+    """The files that were read last, which stay open: a window is one system call. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._files)
+
+    def read(self, path: Path, offset: int, length: int) -> bytes:
+        """Bytes of a regular file from a place on; fewer if it ends before.
+
+        Raises:
+            ConfigurationError: it cannot be read.
+        """
+        with self._lock:
+            try:
+                if path not in self._files:
+                    self._files[path] = open_regular(path, follow=True)
+                self._files.move_to_end(path)
+                content = os.pread(self._files[path].fileno(), length, offset)
+            except OSError as error:
+                raise unreadable(path, error) from None
+            if len(self._files) > _MOST_OPEN:
+                self._files.popitem(last=False)[1].close()
+        return content
+
+
+def _close(files: dict[Path, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
 
 
 class TokenStream:
     """The documents of a source, one after the other. `corpus`: what is known of its tokens."""
 
     def __init__(self, documents: Sequence[Document], corpus: Corpus) -> None:
-        self.documents, self.corpus = documents, corpus
+        self.documents, self.corpus, self._files = documents, corpus, OpenFiles()
         self._ends = list(accumulate(document.tokens for document in documents))
         self.tokens = self._ends[-1]
 
@@ -58,12 +96,7 @@ class TokenStream:
 
     def _read(self, document: Document, offset: int, length: int) -> Tensor:
         kind = TOKEN_DTYPES.get(document.dtype, np.dtype(np.uint8))
-        try:
-            with open_regular(document.path, follow=True) as file:
-                file.seek(document.header + offset * kind.itemsize)
-                content = file.read(length * kind.itemsize)
-        except OSError as error:
-            raise unreadable(document.path, error) from None
+        content = self._files.read(document.path, document.header + offset * kind.itemsize, length * kind.itemsize)
         if len(content) != length * kind.itemsize:
             raise ConfigurationError(
                 f"the data file {document.path} became shorter than the {document.size} bytes that the run was started "
