@@ -37,7 +37,7 @@ _WORDS = 1 << 32
 _MOST_OPEN = 64
 
 
-class OpenFiles:
+class FileReader:
     """The files that were read last, which stay open: a window is one system call. Threads may share it."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class TokenStream:
     """The documents of a source, one after the other. `corpus`: what is known of its tokens."""
 
     def __init__(self, documents: Sequence[Document], corpus: Corpus) -> None:
-        self.documents, self.corpus, self._files = documents, corpus, OpenFiles()
+        self.documents, self.corpus, self._files = documents, corpus, FileReader()
         self._ends = list(accumulate(document.tokens for document in documents))
         self.tokens = self._ends[-1]
 
