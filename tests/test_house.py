@@ -568,14 +568,14 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
     commands_write_in_one_file: [
         ({"terminal/outputs.py": "os.open(p, f); p.mkdir()", "layouts/files.py": "open(p, 'wb')"}, 0),
         (
-            {"trainer/data.py": "open(p), open(p, 'rb'), p.open(mode='r'), replace(order, x=1), t.replace('a', 'b')"},
+            {"trainer/data/a.py": "open(p), open(p, 'rb'), p.open(mode='r'), replace(order, x=1), t.replace('a', 'b')"},
             0,
         ),
         (
             {"cli/a.py": "open(p, 'w'), open(p, mode='ab'), p.open('x'), open(p, 'r+'), open(p, m), open(p, **o)"},
             6,
         ),
-        ({"trainer/data.py": "p.write_text(t), p.mkdir(), os.replace(a, b), os.open(p, f), p.parent.touch()"}, 5),
+        ({"trainer/data/a.py": "p.write_text(t), p.mkdir(), os.replace(a, b), os.open(p, f), p.parent.touch()"}, 5),
     ],
     commands_print_in_one_file: [
         (

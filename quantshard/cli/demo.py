@@ -183,7 +183,7 @@ class DemoRun:
         self.say(
             f"  {self.steps} steps, with a checkpoint every {self.save_every}. All else is compared with this run."
         )
-        self.train(self.whole, "mxfp8", "--sample-bytes", str(SAMPLE_BYTES))
+        self.train(self.whole, "mxfp8", "--sample-tokens", str(SAMPLE_BYTES))
         losses = self.losses(self.whole)
         self.seen(f"the loss fell from {losses[1]:.2f} to {losses[self.steps]:.2f} nats a byte.")
         weights, gathered = (self.figures(self.whole, label) for label in (WEIGHTS, GATHERED))

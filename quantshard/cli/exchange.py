@@ -26,7 +26,7 @@ from quantshard.tensor import components
 from quantshard.terminal import inputs, outputs
 from quantshard.terminal.screen import say
 from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.configuration import config_of_run, settings_of
+from quantshard.trainer.configuration import config_of_run, settings_of, tokenizer_of_run
 from quantshard.trainer.model import LanguageModel
 
 _LONGEST = 1 << 30
@@ -63,6 +63,7 @@ def export(
     lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
     """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""
+    tokenizer = tokenizer_of_run(checkpoint) if config is None else {}
     done = layouts.export(
         inputs.existing(checkpoint, "a checkpoint"),
         layout,
@@ -73,7 +74,9 @@ def export(
         values=values,
         lossy=lossy,
     )
-    say(*done.lines())
+    for name, content in tokenizer.items():
+        outputs.write_file(out / name, content)
+    say(*done.lines(), *copied_lines([out / name for name in tokenizer]))
 
 
 def import_(
@@ -148,7 +151,7 @@ def _described(folder: Path, settings: TrainSettings, chosen: Recipe, vocabulary
     )
 
 
-def size(text: str) -> int:
+def size(text: str, option: str = "--max-shard-size") -> int:
     """Bytes from a text such as 5GB.
 
     Raises:
@@ -157,7 +160,7 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?b?)", text.strip().lower())
     unit = "" if found is None else found[2].removesuffix("b")
     if found is None or float(found[1]) <= 0:
-        raise ConfigurationError(f"--max-shard-size {text!r} is no size; write it as 5GB or 500MB")
+        raise ConfigurationError(f"{option} {text!r} is no size; write it as 5GB or 500MB")
     return max(1, int(float(found[1]) * _UNITS[unit + "b" if unit else ""]))
 
 

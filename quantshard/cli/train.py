@@ -81,8 +81,7 @@ def train(
         if not flags["data"]:
             raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
         flags["data"] = [*flags["data"], *more_data]
-    if flags["data"] is not None:
-        flags["data"] = tuple(flags["data"])
+    flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
     if config is not None:
         inputs.existing(config, "a TOML file of settings")
     given = given_values(flags, None)  # a file may be that of another run, and says all
@@ -117,6 +116,10 @@ def resume(
     data_: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
     ] = None,
+    heldout_data: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="where the held-out data are now, unchanged; repeatable")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="where the tokenizer is now, unchanged")] = None,
     recipe_: Annotated[
         str | None,
         typer.Option("--recipe", metavar="NAME", help="go on with weights of another recipe, made of the masters"),
@@ -135,8 +138,11 @@ def resume(
     given |= {"async_save": async_save, "recipe": recipe_}
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
-    if data_:
-        given["data"] = [str(Path(path).absolute()) for path in data_]
+    for name, paths in (("data", data_), ("heldout_data", heldout_data)):
+        if paths:
+            given[name] = [str(Path(path).absolute()) for path in paths]
+    if tokenizer:
+        given["tokenizer"] = str(Path(tokenizer).absolute())
     overrides = {name: value for name, value in given.items() if value is not None}
     order = WorkerJob(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
     if launch.is_worker():
@@ -150,7 +156,8 @@ def resume(
     folder.last_complete()
     worker.check_copy(copy_to)
     if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too
-        order = replace(order, overrides=overrides | {"data": list(settings.data)})
+        places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}
+        order = replace(order, overrides=overrides | places)
     _launch(processes, run, order)
 
 

@@ -15,10 +15,11 @@ The path of a run, or of a file that the user has named, may lead through links:
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MORE = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _ROOT = 0
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFLNK: "a link",
@@ -45,23 +47,51 @@ def write_file(path: Path, content: str | bytes, *, within: Path | None = None) 
     Raises:
         ConfigurationError: something else has the name, the folder is not to be written into, or cannot be.
     """
-    with _told(path), _opened(path.parent, within) as folder:
-        data = content.encode("utf-8") if isinstance(content, str) else content
-        mode = _replaceable(path, folder)
-        new = f".{secrets.token_hex(8)}.new"
-        handle = os.open(new, _NEW, 0o666, dir_fd=folder)
+    with written_file(path, within=within) as file, _told(path):
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+@contextmanager
+def written_file(path: Path, *, within: Path | None = None) -> Iterator[BinaryIO]:
+    """A file to be written piece by piece, which gets its name at the end, in one move, as `write_file` does it; after
+    an error nothing is left of it.
+
+    Raises:
+        ConfigurationError: as `write_file`.
+    """
+    with ExitStack() as stack:
+        with _told(path):
+            folder = stack.enter_context(_opened(path.parent, within))
+            mode = _replaceable(path, folder)
+            new = f".{secrets.token_hex(8)}.new"
+            handle = os.open(new, _NEW, 0o666, dir_fd=folder)
         try:
             with open(handle, "wb") as file:
-                if mode is not None:
-                    os.fchmod(handle, mode)
-                file.write(data)
-                file.flush()
-                os.fsync(handle)
-            os.replace(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                yield file
+                with _told(path):
+                    if mode is not None:
+                        os.fchmod(handle, mode)
+                    file.flush()
+                    os.fsync(handle)
+            with _told(path):
+                os.replace(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
                 os.unlink(new, dir_fd=folder)
             raise
+
+
+def remove_unfinished(folder: Path, *names: str) -> None:
+    """Remove what a process that was killed left of `written_file` in a folder of this user's, and files of these
+    names. Whoever calls it holds the folder's lock.
+
+    Raises:
+        ConfigurationError: it is another user's, or one cannot be removed.
+    """
+    with _told(folder), _opened(folder, folder) as handle:
+        for name in os.listdir(handle):
+            if name in names or _UNFINISHED.fullmatch(name):
+                os.unlink(name, dir_fd=handle)
 
 
 def create_file(path: Path, *, within: Path | None = None) -> BinaryIO:

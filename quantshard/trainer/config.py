@@ -7,6 +7,7 @@ result is written to `config.toml` in the run's folder: `--config` of another ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import partial
@@ -43,6 +44,7 @@ CHOICES = {
     "exp_avg_sq_dtype": tuple(MOMENT_DTYPES),
     "sequence_parallel": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
+    "data_format": ("auto", "text"),
 }
 """Settings that are one of a few words."""
 
@@ -91,10 +93,26 @@ class TrainSettings:
     init_from: str = _setting("", "Model", "weights to begin with, of a checkpoint or of safetensors")
 
     data: tuple[str, ...] = _setting(
-        (), "Data", "file or folder; repeatable. Default: the source of Python's library", 1
+        (),
+        "Data",
+        "file or folder of text, .jsonl, .parquet, .bin; repeatable. Default: the source of Python's library",
+        1,
     )
+    data_weights: str = _setting(
+        "", "Data", "share of the sequences that each --data gives, in order, as 0.7,0.3. Default: by length"
+    )
+    tokenizer: str = _setting("", "Data", "folder with tokenizer.json, or the file. Default: tokens are bytes")
+    end_of_document: str = _setting("", "Data", "token that ends a document. Default: the tokenizer's eos_token")
+    vocabulary: int = _setting(0, "Data", "tokens that the model has; 0: as many as the tokenizer", 0, _SIZE)
+    text_field: str = _setting("text", "Data", "key or column of texts in .jsonl, .parquet and datasets", 1)
+    data_split: str = _setting("train", "Data", "split of a dataset's folder", 1, 200)
+    data_format: str = _setting("auto", "Data", "auto: by name; or text: the bytes of every file")
+    token_cache: str = _setting("", "Data", "folder for the tokens that are made of data. Default: in the run's")
     heldout: float = _setting(
         0.02, "Data", "share of the text, at its end, that is kept to evaluate on", 0, 1, less=True
+    )
+    heldout_data: tuple[str, ...] = _setting(
+        (), "Data", "file or folder to evaluate on, instead of a share; repeatable", 1
     )
     eval_sequences: int = _setting(32, "Data", "sequences of the held-out text that an evaluation reads", 1, _SIZE)
 
@@ -150,14 +168,11 @@ class TrainSettings:
     peak_tflops: float = _setting(
         0.0, "Running", "peak of a device, of which MFU is a share; 0: of BF16, where the GPU is known", 0, 1e9
     )
-    sample_bytes: int = _setting(
-        0, "Running", "print a generated text of this length when training starts and ends", 0, _SIZE
+    sample_tokens: int = _setting(
+        0, "Running", "print a generated text of this many tokens when training starts and ends", 0, _SIZE
     )
-    recompute: str = _setting(
-        "none",
-        "Running",
-        "what is computed again in backward: none, activation or layer",
-    )
+    sample_prompt: str = _setting("", "Running", "what the generated text goes on from")
+    recompute: str = _setting("none", "Running", "what is computed again in backward: none, activation or layer")
     recompute_every: int = _setting(1, "Running", "every how many layers, where recompute is layer", 1, _COUNT)
     compile: bool = _setting(False, "Running", "torch.compile of each layer")
     profile: int = _setting(
@@ -224,7 +239,11 @@ class TrainSettings:
             kv_heads=self.kv_heads or self.heads,
             ffn=self.ffn or ffn,
             decay_steps=self.decay_steps or self.steps,
-            data=tuple(str(Path(path).absolute()) for path in self.data),
+            data=tuple(map(_absolute, self.data)),
+            heldout=0.0 if self.heldout_data else self.heldout,
+            heldout_data=tuple(map(_absolute, self.heldout_data)),
+            tokenizer=_absolute(self.tokenizer),
+            token_cache=_absolute(self.token_cache),
             init_from=_absolute(self.init_from),
             model=self.model if self.is_by_sizes else _absolute(self.model),
         )
@@ -259,6 +278,36 @@ class TrainSettings:
         self._check_model()
         if self.mesh:
             self._check_mesh(MeshSpec.parse(self.mesh))
+        self._check_data()
+
+    def _check_data(self) -> None:
+        weights = self.weights
+        if weights and len(weights) != len(self.data):
+            raise ConfigurationError(
+                f"data_weights = {self.data_weights!r} are {len(weights)} shares, but --data names {len(self.data)} "
+                "sources; give one for each, in order"
+            )
+        if self.heldout_data and self.heldout not in (0.0, type(self).heldout):
+            raise ConfigurationError(
+                f"heldout = {self.heldout} keeps a share of the data to evaluate on, and heldout_data names others; "
+                "give one of them"
+            )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The share of each path of `data`, normalised; empty where none are given."""
+        if not self.data_weights:
+            return ()
+        try:
+            weights = [float(part) for part in self.data_weights.split(",")]
+        except ValueError:
+            weights = [0.0]
+        if not all(0 < weight < 1e9 for weight in weights):
+            raise ConfigurationError(
+                f"data_weights = {shown_value(self.data_weights)}: must be numbers of more than 0, one for each "
+                "--data, as 0.7,0.3"
+            )
+        return tuple(weight / math.fsum(weights) for weight in weights)
 
     def _check_model(self) -> None:
         """Refuse what only the decoder that is built here can do, of a model of transformers."""
@@ -379,7 +428,7 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if path and "://" not in path else path
 
 
-TYPES: dict[str, type] = {f.name: tuple if f.name == "data" else type(f.default) for f in fields(TrainSettings)}
+TYPES: dict[str, type] = {f.name: type(f.default) for f in fields(TrainSettings)}
 """The type of each setting."""
 
 KINDS: dict[str, SettingType] = {
@@ -398,8 +447,16 @@ _CORPUS = {
     "sha256": SettingType(str, 64, 64),
     "bytes": SettingType(int, 0, (1 << 63) - 1),
     "files": SettingType(list, 68, 4200),
+    "sources": SettingType(list, 1, 100),
+    "heldout_files": SettingType(int, 0, _STEPS),
+    "tokenizer": SettingType(str, 64, 64),
+    "vocabulary": SettingType(int, 1, _SIZE),
+    "end_of_document": SettingType(int, 0, _SIZE),
 }
-_NEEDED = {"launch": ("processes",), "corpus": tuple(_CORPUS)}
+_NEEDED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
+
+_FORMER_NAMES = {"sample_bytes": "sample_tokens"}
+"""Keys of earlier releases, and what they are now."""
 
 
 def setting_fields() -> tuple[Field[Any], ...]:
@@ -418,7 +475,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: naming the key.
     """
-    settings = {name: value for name, value in values.items() if name not in TABLES}
+    settings = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if name not in TABLES}
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")
 
 
@@ -472,6 +529,5 @@ def given_values(flags: Mapping[str, Any], config: Path | None) -> dict[str, Any
 
 def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
     """The text of `config.toml`: the settings, then the tables."""
-    values = asdict(settings)
-    values["data"] = list(settings.data)
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
     return tomli_w.dumps(values) + "\n" + tomli_w.dumps(dict(tables), multiline_strings=False)

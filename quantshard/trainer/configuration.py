@@ -11,6 +11,7 @@ from quantshard.foreign import FieldReader, shown
 from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
 from quantshard.trainer.config import TrainSettings, from_mapping, read_settings_file
 from quantshard.trainer.data import VOCABULARY
+from quantshard.trainer.data.tokenizer import tokenizer_contents, tokenizer_digest
 from quantshard.trainer.run_dir import RunDir
 
 _DEFAULT_ANGLES = "default"
@@ -29,7 +30,7 @@ def hf_config(settings: TrainSettings) -> dict[str, Any]:
         "num_attention_heads": settings.heads,
         "num_key_value_heads": settings.kv_heads,
         "head_dim": settings.head_size,
-        "vocab_size": VOCABULARY,
+        "vocab_size": settings.vocabulary or VOCABULARY,
         "max_position_embeddings": settings.seq_length,
         "rms_norm_eps": settings.norm_eps,
         "rope_theta": settings.rope_theta,
@@ -72,7 +73,6 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
         if count is None:
             raise fields.wrong(theirs, "given")
         found[ours] = count
-    del found["vocabulary"]
     width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
     settings = TrainSettings(
         **found,
@@ -131,6 +131,32 @@ def config_of_run(checkpoint: str) -> dict[str, Any] | None:
     settings = run_of(checkpoint)
     if settings is None:
         return None
+    run = RunDir(_folder_of_run(checkpoint))
     if not settings.is_by_sizes:
-        return RunDir(_folder_of_run(checkpoint)).read_model(settings)
-    return hf_config(settings) if settings.architecture == "llama" and not settings.experts else None
+        return run.read_model(settings)
+    if settings.architecture != "llama" or settings.experts:
+        return None
+    found = hf_config(settings)
+    if settings.tokenizer:
+        end = run.read_config()[2].get("end_of_document")
+        found |= {"bos_token_id": end, "eos_token_id": end}
+    return found
+
+
+def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
+    """The tokenizer's files of the run whose checkpoint this is, by name; none if there is no run, or no tokenizer.
+
+    Raises:
+        ConfigurationError: they are not there any more, or are other ones.
+    """
+    described = run_of(checkpoint)
+    if described is None or not described.tokenizer:
+        return {}
+    settings, _, corpus = RunDir(_folder_of_run(checkpoint)).read_config()
+    contents = tokenizer_contents(settings.tokenizer)
+    if tokenizer_digest(contents) != corpus.get("tokenizer"):
+        raise ConfigurationError(
+            f"{settings.tokenizer} is not the tokenizer that the run was started with; name a folder with config.json "
+            "and the tokenizer by --config"
+        )
+    return contents

@@ -25,7 +25,7 @@ from quantshard.trainer.configuration import check_angles, run_of, settings_of
 
 _SIZES = (
     "hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "head_dim", "rope_theta", "norm_eps",
-    "qk_norm", "experts", "experts_per_token",
+    "qk_norm", "experts", "experts_per_token", "vocabulary",
 )  # fmt: skip
 _OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
 
@@ -77,8 +77,8 @@ def check(settings: TrainSettings, model: nn.Module) -> None:
 
 
 _WAYS_OUT = (
-    "--init-from takes the sizes of the model here (--hidden, --layers, ...) and its tokens, which are bytes; for "
-    "another model, load into it by quantshard.layouts.load"
+    "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, load "
+    "into it by quantshard.layouts.load"
 )
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +33,7 @@ from quantshard.tensor import components
 from quantshard.trainer import flops, initialization
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.data import Corpus, Windows, text
+from quantshard.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.trainer.mesh import TP, SequenceShare
 from quantshard.trainer.profiling import StepProfile
 from quantshard.trainer.progress import Progress
@@ -81,11 +82,13 @@ class Trainer:
     ) -> None:
         settings.check_ranks(place.ranks)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
-        self.windows = Windows(corpus, settings.seq_length, settings.heldout)
+        self.corpus, self.windows = corpus, Windows(corpus, settings.seq_length, settings.heldout)
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
         self.share = SequenceShare.of(mesh)
         self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=not init_from)
+        identity = {"seed": settings.seed, "corpus": corpus.sha256}
+        self.loader = BatchLoader(self._batch, place.device, settings.steps, identity)
         self.begun = initialization.load(init_from, self.model) if init_from else ""
         self.optimizer = make_optimizer(self.model, settings)
         self._flops = flops.flops_of_token(self.model, settings, configuration)
@@ -97,8 +100,7 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, bool]:
         """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
         settings, place, share = self.settings, self.place, self.share
-        count = settings.global_batch // share.count
-        batch = self.windows.batch(settings.seed, step, share.index * count, count).to(place.device)
+        batch = self.loader.batch(step)
         if settings.dropout or not settings.is_by_sizes:  # alike where processes compute on the same sequences
             torch.manual_seed(settings.seed + step * share.count + share.index)
         total = torch.zeros((), dtype=torch.float64, device=place.device)
@@ -118,6 +120,11 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return sums[0] / share.count, norm, sums[2] > 0
+
+    def _batch(self, step: int) -> Tensor:
+        """This process's share of the global batch of a step, made in the loader's thread."""
+        count = self.settings.global_batch // self.share.count
+        return self.windows.batch(self.settings.seed, step, self.share.index * count, count)
 
     def _squares(self) -> Tensor:
         """Sum of the squares of this process's shard of the gradient, float64; of what a tensor-parallel group has
@@ -187,6 +194,7 @@ class Trainer:
                 f"{restored.path} was saved after step {int(restored.extra['step'])}, not {restored.step}; restore its "
                 "name"
             )
+        self.loader.load_state_dict(restored.extra)
         return restored
 
     def save(self, step: int) -> None:
@@ -200,7 +208,9 @@ class Trainer:
 
     def extra(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds besides the model and the optimizer."""
-        return {"step": step, "seed": self.settings.seed, "recipe": self.settings.recipe}
+        settings = self.settings
+        tokens = step * settings.global_batch * settings.seq_length
+        return {**self.loader.state_dict(), "step": step, "recipe": settings.recipe, "tokens": tokens}
 
     def save_to(self, path: str, step: int) -> None:
         """Save a checkpoint anywhere."""
@@ -212,7 +222,7 @@ class Trainer:
         if done < settings.steps:
             self.sample(done)
         profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile)
-        with self.progress.running(done), profile:
+        with self.progress.running(done), closing(self.loader), profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step)
@@ -251,21 +261,36 @@ class Trainer:
             "skipped_steps": self.optimizer.skipped_steps,
             "tokens_per_s": settings.global_batch * settings.seq_length / seconds,
             "memory_bytes": memory_bytes(self.place.device),
+            "data_wait_s": self.loader.waited,
         }
         if self._flops is not None and self._peak is not None:
             entry["mfu"] = entry["tokens_per_s"] * self._flops / (self._peak * self.place.ranks)
+        if self.corpus.weights:
+            windows = self.windows.counts(settings.seed, step, settings.global_batch)
+            entry["source_tokens"] = [count * settings.seq_length for count in windows]
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
 
     def sample(self, step: int) -> None:
         """Generate a text, show it and record it, if the settings ask for one. A collective call."""
-        if not self.settings.sample_bytes:
-            return
         settings = self.settings
-        tokens = models.generate(self.model, settings, b"", settings.sample_bytes, seed=settings.seed)
+        if not settings.sample_tokens:
+            return
+        tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document, self.corpus.tokenizer)
+        [prompt] = tokenizer.encode([settings.sample_prompt])
+        tokens = models.generate(
+            self.model,
+            settings,
+            prompt,
+            settings.sample_tokens,
+            seed=settings.seed,
+            end_of_document=tokenizer.end_of_document,
+            vocabulary=tokenizer.vocabulary,
+        )
         if self.place.rank == 0:
-            self.run.append(self.run.samples, {"step": step, "text": text(tokens)})
-            self.progress.note(f"--- generated after {step} steps ---\n{text(tokens)}\n---")
+            text = settings.sample_prompt + tokenizer.decode(tokens)
+            self.run.append(self.run.samples, {"step": step, "text": text})
+            self.progress.note(f"--- generated after {step} steps ---\n{text}\n---")
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> FusedAdam:

@@ -1,4 +1,4 @@
-"""The language model that the command line trains: a decoder over bytes, built of quantshard's modules.
+"""The language model that the command line trains: a decoder over tokens, built of quantshard's modules.
 
     tokens -> embedding (+ learned positions in gpt) -> layers -> normalization -> head -> logits
 
@@ -7,7 +7,7 @@ biases). The layers' weights are quantized by the recipe; embeddings and head st
 parameters have one dtype, since FSDP2 wants that of a group.
 
 Tensor parallelism cuts the layers. Embeddings and head are whole on each of its ranks, which so have the same logits
-and the same loss: there are 257 tokens, a prime number, and a padded table would not be that of one process. Under
+and the same loss: of bytes there are 257, a prime number, and a padded table would not be that of one process. Under
 sequence parallelism the ranks divide the sequences of the batch, between the embedding and the head.
 """
 
@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
         device: where the parameters are made.
         tp_mesh: the axis of tensor parallelism.
         sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
-        vocabulary: how many tokens there are.
+        vocabulary: how many tokens there are, if not as many as the settings say; bytes where these do not.
     """
 
     def __init__(
@@ -100,12 +100,13 @@ class LanguageModel(nn.Module):
         device: torch.device | str,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
-        vocabulary: int = VOCABULARY,
+        vocabulary: int = 0,
     ) -> None:
         super().__init__()
         self.settings = settings
         self.balance: Tensor | None = None  # mean balance loss of the last forward's routers
         self.recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
+        vocabulary = vocabulary or settings.vocabulary or VOCABULARY
         group = None if tp_mesh is None else tp_mesh.get_group()
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
         hidden, dtype = settings.hidden, settings.torch_params_dtype
@@ -137,7 +138,7 @@ class LanguageModel(nn.Module):
         return self.tp.size if self.sequence_parallel else 1
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, VOCABULARY].
+        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, vocabulary].
 
         The ranks of a tensor-parallel group give the same tokens and get the same logits.
         """
@@ -209,34 +210,38 @@ def _is_recomputed(settings: TrainSettings, number: int) -> bool:
 class ModelSpec:
     """What a run's model is made from.
 
-    `configuration`: of transformers' model; None for the decoder that is built by sizes. `vocabulary`: how many tokens
-    the data have.
+    `configuration`: of transformers' model; None for the decoder that is built by sizes.
     """
 
     settings: TrainSettings
     configuration: Mapping[str, Any] | None = None
-    vocabulary: int = VOCABULARY
 
-    def check(self) -> None:
-        """Refuse tokens and sequences that the model has no place for.
+    def check(self) -> list[str]:
+        """Refuse tokens and sequences that the model has no place for; what is odd about them, in lines.
 
         Raises:
             ConfigurationError: with the numbers.
         """
         if self.configuration is None:
-            return
+            return []
         where, settings = self.settings.model, self.settings
-        held = huggingface.vocabulary_size(self.configuration, where)
-        if held < self.vocabulary:
+        held, tokens = huggingface.vocabulary_size(self.configuration, where), settings.vocabulary or VOCABULARY
+        if held < tokens:
             raise ConfigurationError(
-                f"model = {where} has {held} tokens, fewer than the {self.vocabulary} of the data; take its own "
-                "tokenizer"
+                f"model = {where} has {held} tokens, fewer than the {tokens} of the data; take its own tokenizer, by "
+                "--tokenizer"
             )
         longest = huggingface.longest_sequence(self.configuration)
         if longest is not None and longest < settings.seq_length:
             raise ConfigurationError(
                 f"seq_length = {settings.seq_length}, but model = {where} has positions for {longest} tokens alone"
             )
+        if held == tokens or settings.vocabulary:
+            return []
+        return [
+            f"WARNING: tokens are bytes, of which there are {tokens}, and model = {where} has {held}; name its "
+            "tokenizer by --tokenizer"
+        ]
 
     def described(self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False) -> nn.Module:
         """The model on the meta device, its linear layers quantized.
@@ -250,7 +255,7 @@ class ModelSpec:
             huggingface.recompute_layers(model, settings.recompute_every if settings.recompute == "layer" else 0)
             return model
         names = [f"layers.{number}" for number in range(settings.layers)]
-        return LanguageModel(settings, recipes.of_layers(names), "meta", tp_mesh, sequence_parallel, self.vocabulary)
+        return LanguageModel(settings, recipes.of_layers(names), "meta", tp_mesh, sequence_parallel)
 
 
 def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Module:
@@ -330,15 +335,23 @@ def z_loss(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, settings: TrainSettings, prompt: bytes, length: int, *, seed: int = 0, temperature: float = 0.8
+    model: nn.Module,
+    settings: TrainSettings,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.8,
+    end_of_document: int = END_OF_DOCUMENT,
+    vocabulary: int = VOCABULARY,
 ) -> list[int]:
-    """Continue a prompt by `length` tokens; an empty one starts a new document. A collective call.
+    """Continue the tokens of a prompt by `length` more, as the begin of a document. A collective call.
 
     Each token is drawn by the counter generator from the model's distribution, on rank 0, and sent to the others; the
     model reads at most its seq_length last tokens. The mode (train or eval) is put back, and gathered weights freed.
     """
     device = next(model.parameters()).device
-    tokens = [END_OF_DOCUMENT, *prompt]
+    tokens = [end_of_document, *prompt]
     words = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]
     was_training = model.training
     model.eval()
@@ -347,9 +360,9 @@ def generate(
         window = torch.tensor(
             [tokens[-settings.seq_length :]] * batch_multiple(model), dtype=torch.int64, device=device
         )
-        probabilities = (logits(model, window)[0, -1].double() / temperature).softmax(-1)
+        probabilities = (logits(model, window)[0, -1, :vocabulary].double() / temperature).softmax(-1)
         token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], dtype=torch.float32, device=device))
-        token.clamp_(max=VOCABULARY - 1)
+        token.clamp_(max=len(probabilities) - 1)
         if dist.is_initialized():
             dist.broadcast(token, 0)
         tokens.append(int(token))

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
 from quantshard.trainer import huggingface, initialization
+from quantshard.trainer.data.tokenizer import has_tokenizer
 from quantshard.trainer.schema import shown_value
 from quantshard.trainer.sizes import SIZES
 
@@ -55,4 +56,9 @@ def _of_transformers(model: str, source: str, given: Mapping[str, Any]) -> dict[
             )
     if source and given.get("random_weights"):
         raise ConfigurationError(f"random_weights, but init_from = {shown_value(source)} names weights; give one")
-    return {} if source or given.get("random_weights") else {"init_from": huggingface.weights_beside(model)}
+    found: dict[str, Any] = {}
+    if not (source or given.get("random_weights")):
+        found["init_from"] = huggingface.weights_beside(model)
+    if "tokenizer" not in given and has_tokenizer(model):
+        found["tokenizer"] = model
+    return found

@@ -2,6 +2,7 @@
 
     model/config.json         the configuration of a model of transformers, if it is one
     config.toml               the settings; [launch]: how it was started last; [corpus]: the data, with their digests
+    tokens/                   token shards of data that had to be made into tokens, if nothing else was named for them
     metrics.jsonl             one JSON object a step
     starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
                               and which weights were then quantized anew
@@ -22,6 +23,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.starts = path / "starts.jsonl"
+        self.tokens = path / "tokens"
         self.logs = path / "logs"
         self.profile = path / "profile"
         self.model = path / "model"
@@ -70,12 +73,12 @@ class RunDir:
     # Configuration ---------------------------------------------------------------------------------------------------
 
     def check_new(self) -> None:
-        """Refuse a folder that holds anything.
+        """Refuse a folder that holds anything but tokens.
 
         Raises:
             ConfigurationError: it exists and is not empty, or is no folder.
         """
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= {self.tokens}):
             return
         instead = f"go on with it by `quantshard resume {self.path}`"
         if not self.path.is_dir() or not self.saved_steps()[0]:
@@ -126,7 +129,15 @@ class RunDir:
         content, where = read_settings_file(self.config), str(self.config)
         settings = TrainSettings(**from_mapping(content, where))
         settings.check(where)
+        data, heldout = (tuple(map(self.here, paths)) for paths in (settings.data, settings.heldout_data))
+        settings = replace(settings, data=data, heldout_data=heldout, tokenizer=self.here(settings.tokenizer))
         return settings, launch_table(content, where), corpus_table(content, where)
+
+    def here(self, path: str) -> str:
+        """Where something in `tokens` is that was recorded when the folder had another name; other paths unchanged."""
+        _, is_tokens, rest = path.rpartition(f"/{self.tokens.name}/")
+        moved = self.tokens.absolute() / rest
+        return str(moved) if is_tokens and not os.path.lexists(path) and os.path.lexists(moved) else path
 
     def check_ours(self) -> None:
         """See that what is about to be written cannot end up elsewhere, nor anybody else's settings be followed.
@@ -137,9 +148,10 @@ class RunDir:
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts)
             locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
-            folders = [f"{each.name}/" for each in (self.logs, self.checkpoints, self.model, self.profile)]
+            folders = (self.logs, self.checkpoints, self.tokens, self.model, self.profile)
             model = f"{self.model.name}/{CONFIGURATION}"
-            outputs.check_folder(self.path, (*(file.name for file in files), *folders, model, *locks))
+            names = (*(file.name for file in files), *(f"{folder.name}/" for folder in folders), model, *locks)
+            outputs.check_folder(self.path, names)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

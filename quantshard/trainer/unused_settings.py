@@ -16,7 +16,7 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "decay_share": (lambda settings: settings.schedule == "wsd", "schedule = 'wsd'"),
     "lr_floor": (lambda settings: settings.schedule != "constant", "another schedule than 'constant'"),
     "recompute_every": (lambda settings: settings.recompute == "layer", "recompute = 'layer'"),
-    "sample_every": (lambda settings: settings.sample_bytes > 0, "sample_bytes"),
+    "sample_every": (lambda settings: settings.sample_tokens > 0, "sample_tokens"),
 }
 """By setting: whether it is used, and what it needs."""
 

@@ -30,6 +30,7 @@ from quantshard.observe.table import Report
 from quantshard.terminal import screen
 from quantshard.trainer import data, environment, huggingface, initialization, launch
 from quantshard.trainer.config import TrainSettings, from_mapping
+from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.model import ModelSpec
@@ -80,7 +81,8 @@ class RunSetup:
 
 
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
-    """Make the folder of a new run, once nothing stands against it.
+    """Make the folder of a new run, once nothing stands against it. Texts that cannot be read in any order are made
+    into tokens first, in the folder, where they stay if something stands against the run after all.
 
     Raises:
         ConfigurationError: it exists, or the settings do not fit the processes or the data.
@@ -89,13 +91,16 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     run.check_new()
     settings.check_ranks(processes)
     configuration = None if settings.is_by_sizes else huggingface.read_configuration(settings.model)
-    spec = ModelSpec(settings, configuration)
-    spec.check()
-    corpus = data.collect(settings.data)
-    data.Windows(corpus, settings.seq_length, settings.heldout)
+    prepared = Preparation(settings)
+    check_sampling(prepared.settings, prepared.described)
+    spec = ModelSpec(prepared.settings, configuration)
+    for warning in spec.check():
+        screen.say(warning)
     model = spec.described()
     if settings.init_from:
-        initialization.check(settings, model)
+        initialization.check(prepared.settings, model)
+    settings, corpus = prepared.collected(run.tokens)
+    data.Windows(corpus, settings.seq_length, settings.heldout)
     run.create(settings, how_started(settings, processes), corpus.table(), configuration)
 
 
@@ -162,7 +167,32 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
             paths = ", ".join(settings.data[:_PATHS]) + (f" and {more} more" if more > 0 else "")
             screen.say(f"reading the data of the run: {paths}")
 
-    return data.collect_recorded(settings.data, data.from_table(recorded), begun)
+    corpus = data.from_table(recorded)
+    if corpus.vocabulary != (settings.vocabulary or data.VOCABULARY):
+        raise ConfigurationError(
+            f"config.toml: vocabulary = {settings.vocabulary}, but [corpus] has {corpus.vocabulary} tokens; restore "
+            "the file"
+        )
+    check_sampling(settings, corpus)
+    return data.collect_recorded(settings.data, corpus, begun, settings.heldout_data)
+
+
+def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
+    """See that there is a tokenizer where texts are to be generated, the one that made the data.
+
+    Raises:
+        ConfigurationError: there is none, or it is another.
+    """
+    if settings.sample_prompt and not settings.sample_tokens:
+        raise ConfigurationError("sample_prompt is given, but no text is generated; say how long with sample_tokens")
+    if not settings.sample_tokens:
+        return
+    if not settings.tokenizer and not corpus.is_bytes:
+        raise ConfigurationError(
+            f"sample_tokens = {settings.sample_tokens}, but nothing says which tokenizer made the data; name it with "
+            "--tokenizer, or leave sample_tokens out"
+        )
+    data.load_tokenizer(settings.tokenizer, settings.end_of_document, corpus.tokenizer)
 
 
 def train_run(run: RunDir, order: WorkerJob) -> None:

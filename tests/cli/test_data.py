@@ -1,14 +1,26 @@
 """The corpus and its windows: what is read, in which order, and that a change of the data is seen."""
 
 import sysconfig
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.trainer import data
-from quantshard.trainer.data import END_OF_DOCUMENT, Windows, collect, collect_recorded, from_table
+from quantshard.trainer.data import (
+    END_OF_DOCUMENT,
+    BatchLoader,
+    Corpus,
+    Windows,
+    collect,
+    collect_recorded,
+    from_table,
+)
+from quantshard.trainer.data import windows as windows_module
 
 
 @pytest.fixture
@@ -44,26 +56,27 @@ def test_windows_are_slices_of_the_stream(folder):
     whole = stream(corpus)
     assert len(whole) == corpus.tokens == windows.tokens
     for start in range(len(whole) - 9):
-        assert torch.equal(windows.window(start), whole[start : start + 10]), start
+        assert torch.equal(windows.sources[0].stream.window(start, 10), whole[start : start + 10]), start
 
 
 def test_heldout_is_apart(folder, monkeypatch):
     corpus = collect([str(folder)])
     windows = Windows(corpus, 9, 0.2)
-    assert windows.boundary == corpus.tokens - round(corpus.tokens * 0.2)
+    [source] = windows.sources
+    assert source.boundary == corpus.tokens - round(corpus.tokens * 0.2)
     seen: list[int] = []
 
-    def window(start):
+    def window(start, width):
         seen.append(start)
-        return torch.zeros(10)
+        return torch.zeros(width)
 
-    monkeypatch.setattr(windows, "window", window)
+    monkeypatch.setattr(source.stream, "window", window)
     for step in range(200):
         windows.batch(0, step, 0, 8)
-    assert max(seen) == windows.boundary - 10 and min(seen) == 0  # the last window ends at the boundary
+    assert max(seen) == source.boundary - 10 and min(seen) == 0  # the last window ends at the boundary
     seen.clear()
     windows.heldout(4)
-    assert seen[0] == windows.boundary and seen[-1] == corpus.tokens - 10 and len(seen) == 4
+    assert seen[0] == source.boundary and seen[-1] == corpus.tokens - 10 and len(seen) == 4
     assert len(Windows(corpus, 9, 0.0).heldout(4)) == 0
 
 
@@ -121,7 +134,7 @@ def test_refused(folder, tmp_path):
     windows = Windows(collect([str(folder)]), 9, 0.1)
     (folder / "c").write_bytes(b"short")
     with pytest.raises(ConfigurationError, match="became shorter"):
-        windows.window(100)
+        windows.sources[0].stream.window(100, 10)
 
 
 def test_default_is_the_library_without_tests():
@@ -135,3 +148,151 @@ def test_default_is_the_library_without_tests():
 
 def test_text():
     assert data.text([104, 9, END_OF_DOCUMENT, 0xFF, 27]) == "h\t\n<end of document>\n\ufffd\ufffd"
+
+
+# Tokens
+
+
+def token_file(path, tokens, dtype="<u2", header=b""):
+    path.write_bytes(header + np.array(tokens, dtype).tobytes())
+    return str(path)
+
+
+HEADER = np.zeros(256, "<i4")
+HEADER[:2] = 20240520, 1
+
+
+def test_token_files_are_streams(tmp_path):
+    """nanoGPT's, with two or four bytes a token, and llm.c's, with a header; one after the other."""
+    tokens = list(range(300)) * 4
+    plain = token_file(tmp_path / "plain.bin", tokens)
+    wide = token_file(tmp_path / "wide.bin", [70000, *tokens], "<u4")
+    headed = token_file(tmp_path / "headed.bin", tokens[:7], "<u2", HEADER.tobytes())
+    corpus = collect([plain, headed], like=Corpus((), vocabulary=300, end_of_document=0))
+    assert [(d.dtype, d.header, d.tokens) for d in corpus.documents] == [("uint16", 0, 1200), ("uint16", 1024, 7)]
+    assert from_table(corpus.table()) == corpus
+    stream = Windows(corpus, 9, 0.0).sources[0].stream
+    whole = torch.tensor([*tokens, *tokens[:7]])
+    for start in (0, 1, 1190, 1195, 1197):
+        assert torch.equal(stream.window(start, 10), whole[start : start + 10])
+    corpus = collect([wide], like=Corpus((), vocabulary=70001, end_of_document=0))
+    assert Windows(corpus, 9, 0.0).sources[0].stream.window(0, 2).tolist() == [70000, 0]
+
+
+def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
+    like = Corpus((), vocabulary=300, end_of_document=0)
+    bad = token_file(tmp_path / "bad.bin", [*range(300)] * 2000 + [300, 5])
+    with pytest.raises(ConfigurationError, match=r"bad\.bin: token 600000 is 300, but vocabulary = 300 .*--vocabulary"):
+        collect([bad], like=like)
+    headed = token_file(tmp_path / "headed.bin", [1, 2, 301], "<u2", HEADER.tobytes())
+    with pytest.raises(ConfigurationError, match=r"headed\.bin: token 2 is 301"):
+        collect([headed], like=like)
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(ConfigurationError, match=r"odd\.bin has 3 bytes, which is no whole number of tokens of uint16"):
+        collect([str(tmp_path / "odd.bin")], like=like)
+    assert collect([str(tmp_path / "odd.bin")], data_format="text").tokens == 4
+    later = token_file(tmp_path / "later.bin", [1] * 100)
+    windows = Windows(collect([later], like=like), 9, 0.0)
+    token_file(tmp_path / "later.bin", [999] * 100)
+    with pytest.raises(ConfigurationError, match=r"later\.bin has changed: from token 0 on it holds 999"):
+        windows.sources[0].stream.window(0, 10)
+
+
+def test_text_needs_the_tokens_of_bytes(folder):
+    with pytest.raises(ConfigurationError, match=r"vocabulary = 256, but there are 257 tokens of bytes"):
+        collect([str(folder)], like=Corpus((), vocabulary=256))
+    assert collect([str(folder)], like=Corpus((), vocabulary=320)).vocabulary == 320
+
+
+# Several sources
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two sources whose tokens tell which they are of, with weights, and held-out ones."""
+    for name, low in (("a", 0), ("b", 100), ("kept", 200)):
+        (tmp_path / name).write_bytes(bytes(range(low, low + 50)) * 20)
+    like = Corpus((), weights=(0.75, 0.25))
+    return collect([str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / "kept")], like=like)
+
+
+def test_sources_are_drawn_by_weight_on_any_number_of_processes(mixed):
+    windows = Windows(mixed, 9, 0.5)  # the share is not taken where documents are held out
+    on_one = [windows.batch(7, step, 0, 12) for step in range(100)]
+    of_second = [(batch[:, 1] >= 100).sum().item() for batch in on_one]
+    assert abs(sum(of_second) / 1200 - 0.25) < 0.04  # three standard deviations
+    assert of_second == [windows.counts(7, step, 12)[1] for step in range(100)]
+    assert torch.equal(torch.cat([windows.batch(7, 3, rank * 4, 4) for rank in range(3)]), on_one[3])
+    assert max(batch.max().item() for batch in on_one) == 149 and windows.tokens == 2002
+    heldout = windows.heldout(4)
+    assert len(heldout) == 4 and heldout.min() >= 200 and heldout[-1, -1] == END_OF_DOCUMENT
+
+
+def test_each_source_keeps_its_share(mixed):
+    windows = Windows(replace(mixed, documents=mixed.documents[:2], heldout_files=0), 9, 0.1)
+    assert [source.boundary for source in windows.sources] == [901, 901]
+    assert ((windows.heldout(8)[:, 1] >= 100).sum(), len(windows.heldout(8))) == (2, 8)  # by weight
+    assert windows_module._apportioned(7, (0.5, 0.3, 0.2)) == [4, 2, 1]
+
+
+def test_sources_are_recorded(mixed, tmp_path):
+    table = mixed.table()
+    assert table["sources"] == ["1 files, weight 0.75", "1 files, weight 0.25"] and table["heldout_files"] == 1
+    assert from_table(table) == mixed
+    paths, kept = [str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / "kept")]
+    assert collect_recorded(paths, mixed, heldout=kept) == mixed
+    with pytest.raises(ConfigurationError, match=r"the data have changed: .*kept is missing"):
+        collect_recorded(paths, mixed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"heldout_files": 3}, {"heldout_files": 0}, {"sources": ["1 files, weight 0.75"]}, {"vocabulary": 200},
+        {"sources": ["2 files, weight nan", "0 files, weight 1"]}, {"end_of_document": 257}, {"sources": ["x", "y"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_changed_table_is_refused(mixed, change):
+    with pytest.raises(ConfigurationError, match=r"restore the file|is not a number of files|leave it out"):
+        from_table({**mixed.table(), "vocabulary": 257, "end_of_document": 256} | change)
+
+
+# Batches ahead
+
+
+def test_batches_are_made_ahead_and_errors_come_at_their_step():
+    made = []
+
+    def make(step):
+        made.append(step)
+        if step == 4:
+            raise ValueError("the disk is gone")
+        return torch.full((2,), step)
+
+    loader = BatchLoader(make, torch.device("cpu"), 6, {"seed": 1, "corpus": "x"})
+    assert loader.batch(1).tolist() == [1, 1] and loader.batch(2).tolist() == [2, 2]
+    wait_until(lambda: made == [1, 2, 3, 4])
+    assert loader.batch(3).tolist() == [3, 3]  # 4 has failed already
+    with pytest.raises(ValueError, match="the disk is gone"):
+        loader.batch(4)
+    assert loader.batch(2).tolist() == [2, 2]  # out of turn
+    loader.load_state_dict({**loader.state_dict(), "step": 4})
+    assert [batch[0].item() for batch in loader] == [5, 6] and loader.step == 6
+    assert max(made) == 6
+    loader.close()
+
+
+def test_state_of_another_run_is_refused():
+    loader = BatchLoader(torch.tensor, torch.device("cpu"), 6, {"seed": 1, "corpus": "x"})
+    loader.load_state_dict({"step": 3, "recipe": "mxfp8"})  # of a release that said no more
+    for other in ({"seed": 2}, {"corpus": "y"}):
+        with pytest.raises(CheckpointError, match="so it would go on with other data"):
+            loader.load_state_dict({"step": 3, "seed": 1, "corpus": "x"} | other)
+
+
+def wait_until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -159,7 +159,9 @@ def test_other_files_are_not_read(run: Path, sound: dict[str, Any], monkeypatch:
     text = (run.parent / "text").read_text()
     opened: list[str] = []
     before = config.foreign.open_regular
-    monkeypatch.setattr("quantshard.trainer.data.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m))
+    monkeypatch.setattr(
+        "quantshard.trainer.data.documents.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m)
+    )
     answer = resumed(run, sound | {"data": [str(secret)]})
     refused(answer, rf"{secret} is not the .*text that the run was started with \(1000 bytes, .* its length is another")
     assert not opened and not re.search(r"76,?543", answer[2][0])

@@ -166,10 +166,10 @@ MILLIONS = {"llama3-8b": 8030, "llama3.2-1b": 1236, "qwen3-8b": 8191, "gpt2-smal
 @pytest.mark.parametrize("name", SIZES)
 def test_named_sizes_are_those_models(name):
     """Parameters in millions, by the cards of these models; of the tokens that they have."""
-    settings = replace(TrainSettings(), **SIZES[name]).resolved()
-    settings.check()
     vocabulary = {"gpt2-small": 50257, "qwen3-8b": 151936}.get(name, 128256)
-    model = models.ModelSpec(settings, vocabulary=vocabulary).described()
+    settings = replace(TrainSettings(), **SIZES[name], vocabulary=vocabulary).resolved()
+    settings.check()
+    model = models.ModelSpec(settings).described()
     count = sum(param.numel() for param in model.parameters())
     assert count / 1e6 == pytest.approx(MILLIONS[name], rel=1e-3)
     flops = flops_of_token(model, settings, None)
@@ -236,7 +236,7 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(folder, tmp_pa
     """2 processes, then 3: weights of the folder, a schedule, accumulation, z-loss, a trace, MFU; and back."""
     run, out = tmp_path / "run", tmp_path / "out"
     flags = "--seq-length 16 --global-batch 6 --micro-batch 1 --warmup 1 --eval-sequences 3 --steps 4 --save-every 2"
-    flags += " --z-loss 1e-4 --schedule wsd --recompute layer --profile 1 --peak-tflops 1 --sample-bytes 4"
+    flags += " --z-loss 1e-4 --schedule wsd --recompute layer --profile 1 --peak-tflops 1 --sample-tokens 4"
     result = quantshard(
         "train", "--run", run, "--model", folder / "llama", "--data", folder / "text", "--nproc-per-node", 2,
         "--sample-every", 2, *flags.split(),
@@ -295,7 +295,7 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(folder, tmp_pa
         (["--experts-per-token", "4"], "experts_per_token = 4 would do nothing, since it needs experts"),
         (["--decay-share", "0.5"], "decay_share = 0.5 would do nothing, since it needs schedule = 'wsd'"),
         (["--recompute-every", "2"], "recompute_every = 2 would do nothing, since it needs recompute = 'layer'"),
-        (["--sample-every", "2"], "sample_every = 2 would do nothing, since it needs sample_bytes"),
+        (["--sample-every", "2"], "sample_every = 2 would do nothing, since it needs sample_tokens"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says):

@@ -36,8 +36,14 @@ from quantshard.cli import exchange
 from quantshard.layouts import names
 from quantshard.layouts.inspection import inspect
 from quantshard.optimizers import FusedAdam
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.data import Corpus, collect, load_tokenizer
+from quantshard.trainer.data.finding import INDEX, JOURNAL, find
+from quantshard.trainer.data.preparation import Preparation
+from quantshard.trainer.data.texts import TextOptions
+from quantshard.trainer.data.tokenization import ShardedSource
 from quantshard.transformer_engine.pieces import CALLS
-from tests.cli import hostile
+from tests.cli import hostile, sources
 from tests.fuzz.mutations import changed_bytes, pickled, records, trees
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE
 from tests.layouts import models
@@ -318,6 +324,59 @@ def run_kinds(folder: Path) -> list[Kind]:
     ]
 
 
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+def data_kinds(folder: Path) -> list[Kind]:
+    """Token shards with their index, such that were not finished, and a tokenizer."""
+    whole, begun, tokenizer = folder / "shards", folder / "begun", folder / "tokenizer"
+    sources.tokenizer_folder(tokenizer, eos_token=sources.END)
+    made = _sharded(sources.jsonl(folder / "texts.jsonl", sources.texts(30)), tokenizer)
+    made.write(whole, 1)
+    tokens = Corpus((), vocabulary=400, end_of_document=0)
+    digest = collect([str(whole)], like=tokens).sha256
+    index = json.loads((whole / INDEX).read_text())
+    shards = [shard["file"] for shard in index["shards"]]
+    shutil.copytree(whole, begun)
+    (begun / INDEX).unlink()
+    (begun / shards[-1]).unlink()
+    journal = [{"key": index["key"]}, *({"part": n, **shard} for n, shard in enumerate(index["shards"][:-1]))]
+    (begun / JOURNAL).write_bytes(_lines(journal))
+
+    def read(path: Path, mutant: Mutant) -> list[Reading]:
+        def prepared() -> str:
+            settings = TrainSettings(seq_length=16, data=(str(path),))
+            return Preparation(settings).collected(path / "none")[1].sha256
+
+        return [("train", prepared, None if INDEX in mutant else digest)]
+
+    def go_on(path: Path, mutant: Mutant) -> list[Reading]:
+        def finished() -> str:
+            out = _fresh(path)
+            shutil.copytree(path, out)
+            made.write(out, 1)
+            return collect([str(out)], like=tokens).sha256
+
+        return [("tokenize", finished, digest)]
+
+    def load(path: Path, mutant: Mutant) -> list[Reading]:
+        return [("tokenizer", lambda: load_tokenizer(str(path)).encode(["a b"]) and None, None)]
+
+    trees_ = trees(index).map(lambda tree: {INDEX: json.dumps(tree).encode()})
+    files = ["tokenizer.json", "tokenizer_config.json"]
+    config = trees(json.loads(sources.tokenizer_json())).map(lambda tree: {"tokenizer.json": json.dumps(tree).encode()})
+    return [
+        Kind("token shards", whole, trees_ | _one_altered(whole, shards) | _altered(whole, INDEX), read),
+        Kind("token shards, not finished", begun, trees(journal).map(lambda tree: {JOURNAL: _lines(tree)}), go_on),
+        Kind("tokenizer", tokenizer, config | _one_altered(tokenizer, files), load),
+    ]
+
+
+def _sharded(path: Path, tokenizer: Path) -> ShardedSource:
+    [source] = find([str(path)])
+    return ShardedSource(source, load_tokenizer(str(tokenizer)), str(tokenizer), TextOptions(), 1000)
+
+
 def _lines(records: Any) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in (records if isinstance(records, list) else [records]))
 
@@ -328,7 +387,7 @@ def built(folder: Path) -> list[Kind]:
         kind
         for name, make in (
             ("ours", checkpoint_kinds), ("exported", exported_kinds), ("te", transformer_engine_kinds),
-            ("runs", run_kinds),
+            ("runs", run_kinds), ("data", data_kinds),
         )
         for kind in make(_made(folder / name))
     ]  # fmt: skip

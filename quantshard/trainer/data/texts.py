@@ -1,0 +1,302 @@
+"""The texts of a source, divided into parts of about one size, each of which becomes a shard of tokens.
+
+How a source is divided follows from its files and the size alone, not from the number of processes. A part is a list of
+pieces: whole files of text, ranges of bytes of JSON lines, row groups of parquet, rows of a saved dataset. A text comes
+in chunks, so that memory is bounded however long a document is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from quantshard import foreign
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import LIMITS, open_regular, shown
+from quantshard.trainer.data.documents import unreadable
+from quantshard.trainer.data.finding import DATASET, JSONL, PARQUET, TEXT, DataSource
+from quantshard.trainer.data.tokenizer import library
+
+CHUNK_CHARACTERS = 1 << 20
+"""The most characters of a text file that are one chunk."""
+
+_LINE_BYTES = 256 << 20
+"""The most bytes of a line of JSON."""
+
+_ROWS = 1024
+
+
+class Piece(NamedTuple):
+    """A part of one file: `first` to `last` are bytes of JSON lines, row groups of parquet, rows of a dataset, parts of
+    a streamed one; all of a text. `size`: its bytes, more or less."""
+
+    file: str
+    first: int
+    last: int
+    size: int
+
+
+class Chunk(NamedTuple):
+    """Some text, and whether its document ends with it."""
+
+    text: str
+    ends: bool
+
+
+class TextOptions(NamedTuple):
+    """Where texts are found: the key or column of JSON lines, parquet and datasets, and a dataset's split."""
+
+    field: str = "text"
+    split: str = "train"
+
+
+def divide(source: DataSource, size: int, options: TextOptions) -> list[list[Piece]]:
+    """The parts of a source, of about `size` bytes each, in order.
+
+    Raises:
+        ConfigurationError: it cannot be read, or has no such column or split.
+    """
+    parts: list[list[Piece]] = []
+    room = 0
+    for piece in _pieces(source, size, options):
+        if not parts or piece.size > room:
+            parts.append([])
+            room = size
+        parts[-1].append(piece)
+        room -= piece.size
+    return parts
+
+
+def _pieces(source: DataSource, size: int, options: TextOptions) -> Iterator[Piece]:
+    if source.kind == DATASET:
+        yield from _dataset_pieces(source, size, options)
+        return
+    for path, length in source.files:
+        if source.kind == TEXT or _is_packed(path):
+            yield Piece(str(path), 0, length, length)
+        elif source.kind == JSONL:
+            yield from (
+                Piece(str(path), at, min(at + size, length), min(size, length - at)) for at in range(0, length, size)
+            )
+        else:
+            assert source.kind == PARQUET, source.kind
+            with _parquet(path, options) as file:
+                for group in range(file.num_row_groups):
+                    yield Piece(str(path), group, group + 1, file.metadata.row_group(group).total_byte_size)
+
+
+def chunks(kind: str, piece: Piece, options: TextOptions) -> Iterator[Chunk]:
+    """The texts of a piece. A document without any is left out.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a document has no text; it is named.
+    """
+    reader = {TEXT: _text_chunks, JSONL: _line_chunks, PARQUET: _parquet_chunks, DATASET: _dataset_chunks}[kind]
+    return reader(piece, options)
+
+
+# Text files -----------------------------------------------------------------------------------------------------------
+
+
+def _text_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
+    """A file is a document, cut where a line begins with what is no white space: tokenizers cut there, too."""
+    path, waiting = Path(piece.file), ""
+    try:
+        with open_regular(path, follow=True) as file:
+            lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            while line := lines.readline(CHUNK_CHARACTERS):
+                if len(waiting) + len(line) > CHUNK_CHARACTERS and waiting and not line[0].isspace():
+                    yield Chunk(waiting, ends=False)
+                    waiting = ""
+                waiting += line
+                if len(waiting) >= 4 * CHUNK_CHARACTERS:  # no such line comes
+                    yield Chunk(waiting, ends=False)
+                    waiting = ""
+    except UnicodeDecodeError:
+        raise ConfigurationError(
+            f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes "
+            "without --tokenizer"
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+    yield Chunk(waiting, ends=True)
+
+
+# JSON lines -----------------------------------------------------------------------------------------------------------
+
+
+def _is_packed(path: Path) -> bool:
+    return path.name.lower().endswith((".gz", ".zst"))
+
+
+@contextmanager
+def _opened_lines(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked if it is packed."""
+    with ExitStack() as stack:
+        file: Any = stack.enter_context(open_regular(path, follow=True))
+        if path.name.lower().endswith(".gz"):
+            file = stack.enter_context(gzip.GzipFile(fileobj=file))
+        elif path.name.lower().endswith(".zst"):
+            arrow = library("pyarrow", f"the packed file {path}")
+            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file), "zstd"))
+        yield file
+
+
+def _line_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
+    """Of each line that begins in the piece the text under the key `options.field`."""
+    path, is_packed = Path(piece.file), _is_packed(Path(piece.file))
+    try:
+        with _opened_lines(path) as file:
+            at = piece.first
+            if at:  # the line that the piece before has begun is its own
+                file.seek(at - 1)
+                at += len(_line(file, path, at)) - 1
+            while (is_packed or at < piece.last) and (line := _line(file, path, at)):
+                if line.strip():
+                    text = _field_of(line, f"{path}, byte {at}", options.field)
+                    if text:
+                        yield Chunk(text, ends=True)
+                at += len(line)
+    except (OSError, EOFError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise unreadable(path, error) from None
+
+
+def _line(file: BinaryIO, path: Path, at: int) -> bytes:
+    line = file.readline(_LINE_BYTES + 1)
+    if len(line) > _LINE_BYTES:
+        raise ConfigurationError(f"{path}: the line at byte {at} has more than {_LINE_BYTES} bytes")
+    return line
+
+
+def _field_of(line: bytes, where: str, field: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{where}: the line is not JSON: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{where}: the line is not a JSON object")
+    if field not in found:
+        keys = ", ".join(map(shown, list(found)[:8]))
+        raise ConfigurationError(f"{where}: the object has no {field!r}, only {keys}; name the text with --text-field")
+    if not isinstance(found[field], str):
+        raise ConfigurationError(f"{where}: {field!r} is {shown(found[field])}, and must be a text")
+    return str(found[field])
+
+
+# Parquet --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _parquet(path: Path, options: TextOptions) -> Iterator[Any]:
+    parquet = library("pyarrow.parquet", f"the data file {path}")
+    try:
+        with open_regular(path, follow=True) as opened, parquet.ParquetFile(opened) as file:
+            _check_column(file.schema_arrow.names, options.field, str(path))
+            yield file
+    except (OSError, ValueError, NotImplementedError, KeyError) as error:  # pyarrow's are of these
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"cannot read the data file {path}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_column(names: Sequence[str], field: str, where: str) -> None:
+    if field not in names:
+        raise ConfigurationError(
+            f"{where} has no column {field!r}, only {', '.join(map(shown, names[:8]))}; name the text with --text-field"
+        )
+
+
+def _parquet_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
+    with _parquet(Path(piece.file), options) as file:
+        groups = list(range(piece.first, piece.last))
+        for batch in file.iter_batches(_ROWS, groups, columns=[options.field]):
+            yield from _column_chunks(batch.column(0).to_pylist(), piece.file, options.field)
+
+
+def _column_chunks(column: Sequence[Any], where: str, field: str) -> Iterator[Chunk]:
+    for value in column:
+        if not isinstance(value, str | None):
+            raise ConfigurationError(f"{where}: {field!r} is {shown(value)} in a row, and must be a text")
+        if value:
+            yield Chunk(value, ends=True)
+
+
+# Hugging Face datasets ------------------------------------------------------------------------------------------------
+
+
+def _dataset_pieces(source: DataSource, size: int, options: TextOptions) -> Iterator[Piece]:
+    data = _dataset(source.path, options)
+    if hasattr(data, "num_rows"):
+        rows, held = data.num_rows, max(1, data.data.nbytes)
+        step = max(1, rows * size // held)
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            yield Piece(str(source.path), first, last, held * (last - first) // rows)
+    else:
+        for number in range(data.num_shards):
+            yield Piece(str(source.path), number, number + 1, size)
+
+
+def _dataset_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
+    data = _dataset(Path(piece.file), options)
+    if hasattr(data, "num_rows"):
+        for first in range(piece.first, piece.last, _ROWS):
+            rows = data[first : min(first + _ROWS, piece.last)]
+            yield from _column_chunks(rows[options.field], piece.file, options.field)
+    else:
+        for row in data.shard(data.num_shards, piece.first):
+            yield from _column_chunks([row[options.field]], piece.file, options.field)
+
+
+def _dataset(path: Path, options: TextOptions) -> Any:
+    """A dataset of a folder: as `save_to_disk` saved it, mapped into memory, or as its README describes it, streamed.
+
+    Raises:
+        ConfigurationError: it cannot be read, or has no such split or column.
+    """
+    datasets = library("datasets", f"the dataset in {path}")
+    try:
+        if os.path.lexists(path / "dataset_dict.json"):
+            splits = foreign.read_json(path / "dataset_dict.json", LIMITS["configuration"]).get("splits") or []
+            _check_split(splits, path, options.split)
+            _check_saved(path / options.split)
+            found = datasets.load_from_disk(str(path / options.split))
+        elif os.path.lexists(path / "state.json"):
+            _check_saved(path)
+            found = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(str(path), streaming=True)
+            _check_split(list(loaded), path, options.split)
+            found = loaded[options.split]
+        names = list(found.column_names or next(iter(found), {}))
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of whatever library reads the files
+        raise ConfigurationError(f"cannot read the dataset in {path}: {' '.join(str(error).split())[:200]}") from None
+    _check_column(names, options.field, str(path))
+    return found
+
+
+def _check_split(splits: Sequence[str], path: Path, split: str) -> None:
+    if split not in splits:
+        raise ConfigurationError(
+            f"the dataset in {path} has no split {split!r}, only {', '.join(map(shown, splits[:8]))}; name one with "
+            "--data-split"
+        )
+
+
+def _check_saved(folder: Path) -> None:
+    """See that the files that a saved dataset names are its own."""
+    state = foreign.read_json(folder / "state.json", LIMITS["configuration"])
+    for entry in state.get("_data_files") or ():
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or "/" in name or name.startswith(".") or os.path.islink(folder / name):
+            raise ConfigurationError(f"{folder / 'state.json'}: {shown(name)} is not the name of a file beside it")

@@ -1,0 +1,138 @@
+"""`quantshard train` on tokens: several sources by weight, a tokenizer, held-out data; resumed, moved, exported."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from quantshard.trainer.run_dir import RunDir
+from tests.cli import sources
+from tests.distributed.commands import quantshard
+
+pytestmark = pytest.mark.distributed
+
+SIZES = "--hidden 64 --heads 2 --layers 1 --seq-length 16 --global-batch 6 --warmup 2 --eval-sequences 6".split()
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return [
+        {k: r[k] for k in ("step", "loss", "grad_norm", "source_tokens", "heldout_loss") if k in r}
+        for r in metrics(run)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    at = tmp_path_factory.mktemp("data")
+    sources.tokenizer_folder(at / "tokenizer", eos_token=sources.END)
+    sources.jsonl(at / "a.jsonl", sources.texts(80))
+    sources.parquet(at / "b.parquet", sources.texts(60, seed=1000))
+    sources.jsonl(at / "kept.jsonl", sources.texts(20, seed=2000))
+    return at
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """A run of 4 steps on 2 processes, saved after 2; one source was made into shards before."""
+    tokenizer = ["--tokenizer", folder / "tokenizer"]
+    made = quantshard(
+        "tokenize", folder / "b.parquet", *tokenizer, "--out", folder / "b", "--shard-size", "1kb", "--processes", 1
+    )
+    assert made.returncode == 0 and "60 documents" in made.stdout, made.stderr
+    data = [
+        "--data",
+        folder / "a.jsonl",
+        "--data",
+        folder / "b",
+        "--data-weights",
+        "3,1",
+        "--heldout-data",
+        folder / "kept.jsonl",
+    ]
+    more = ["--save-every", 2, "--eval-every", 2, "--sample-tokens", 3, "--sample-prompt", "shard scale"]
+    run = folder / "run"
+    result = quantshard("train", "--run", run, *data, *tokenizer, "--nproc-per-node", 2, "--steps", 4, *SIZES, *more)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert "80 documents" in result.stdout and "20 documents" in result.stdout
+    return run
+
+
+def test_records(trained, folder):
+    settings, _, corpus = RunDir(trained).read_config()
+    assert settings.vocabulary == corpus["vocabulary"] == 400 and settings.heldout == 0.0
+    assert settings.data[1] == str(folder / "b") and settings.data[0].startswith(str(trained / "tokens" / "a.jsonl-"))
+    assert [r["step"] for r in losses(trained) if "heldout_loss" in r] == [2, 4]
+    assert all(sum(r["source_tokens"]) == 6 * 16 and r["data_wait_s"] >= 0 for r in metrics(trained))
+    assert sum(r["source_tokens"][0] for r in metrics(trained)) > 4 * 6 * 16 / 2
+    samples = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in samples] == [0, 4] and all(s["text"].startswith("shard scale") for s in samples)
+
+
+def test_moved_and_resumed_is_bitwise(trained, folder, tmp_path):
+    """The tokens in the run's folder go with it; on 3 processes the sequences are the same."""
+    for processes in (2, 3):
+        run = tmp_path / f"on-{processes}"
+        shutil.copytree(trained, run)
+        shutil.rmtree(run / "checkpoints" / "step-000004")
+        gone = folder / "elsewhere"
+        trained.rename(gone)
+        try:
+            result = quantshard("resume", run, "--nproc-per-node", processes)
+        finally:
+            gone.rename(trained)
+        assert result.returncode == 0 and "resumed after step 2" in result.stdout, result.stderr
+        if processes == 2:
+            assert losses(run) == losses(trained)
+        for now, then in zip(losses(run), losses(trained), strict=True):
+            assert now["source_tokens"] == then["source_tokens"]
+            assert now["loss"] == pytest.approx(then["loss"], abs=0.02)  # bf16 activations, other order of sums
+
+
+def one_line(result, says):
+    lines = result.stderr.splitlines()
+    assert result.returncode == 1 and len(lines) == 1 and says in lines[0], (says, result.stderr)
+
+
+def test_changed_data_are_refused(trained, folder, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    [shards] = (run / "tokens").glob("a.jsonl-*")
+    tokens = np.fromfile(shards / "00000.bin", "<u2")
+    tokens[7] ^= 1
+    tokens.tofile(shards / "00000.bin")
+    data = ["--data", shards, "--data", folder / "b"]
+    before = (run / "config.toml").read_bytes()
+    one_line(quantshard("resume", run, "--steps", 5, *data), "its content is another; restore it")
+    one_line(quantshard("resume", run, "--steps", 5, "--data", shards), "--data names 1 sources")
+    other = sources.tokenizer_folder(tmp_path / "other", eos_token="<|other|>")
+    one_line(
+        quantshard("resume", run, "--steps", 5, "--tokenizer", other), "is not the tokenizer that the data were made"
+    )
+    assert (run / "config.toml").read_bytes() == before
+
+
+def test_export_has_the_tokenizer(trained, folder, tmp_path):
+    checkpoint, out = trained / "checkpoints" / "step-000004", tmp_path / "out"
+    result = quantshard("export", checkpoint, "--layout", "plain-bf16", "--out", out)
+    assert result.returncode == 0 and "copied beside the weights" in result.stdout, result.stderr
+    config = json.loads((out / "config.json").read_text())
+    end = json.loads(sources.tokenizer_json())["model"]["vocab"][sources.END]
+    assert (config["vocab_size"], config["eos_token_id"]) == (400, end)
+    transformers = pytest.importorskip("transformers")
+    text = sources.texts(1)[0]
+    made = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    assert made.decode(made(text)["input_ids"]) == text and made.eos_token == sources.END
+    result = quantshard(
+        "train", "--run", tmp_path / "next", "--init-from", out, "--data", folder / "b", "--steps", 1,
+        "--seq-length", 16, "--global-batch", 2, "--nproc-per-node", 2,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    one_line(
+        quantshard("train", "--run", tmp_path / "bytes", "--init-from", out, "--data", folder / "a.jsonl"),
+        "is a model of 400 tokens, and without --tokenizer there are 257, which are bytes",
+    )
