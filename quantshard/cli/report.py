@@ -78,7 +78,9 @@ def _check_out(out: Path, force: bool) -> None:
     except OSError as error:
         raise ConfigurationError(f"cannot read {out}, which would be replaced: {error.strerror or error}") from None
     if not force and not is_report(head):
-        raise ConfigurationError(f"{out} exists and is no report; name another place with --out, or replace it by --force")
+        raise ConfigurationError(
+            f"{out} exists and is no report; name another place with --out, or replace it by --force"
+        )
 
 
 def watch(

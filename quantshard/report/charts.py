@@ -73,7 +73,11 @@ def _charts(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
         elif name not in _TITLES:
             groups[name] = [name]
     return [
-        {"title": _TITLES.get(name, name), "curves": curves, "unit": _UNITS.get(name, "bytes" if _is_memory(name) else "")}
+        {
+            "title": _TITLES.get(name, name),
+            "curves": curves,
+            "unit": _UNITS.get(name, "bytes" if _is_memory(name) else ""),
+        }
         for name, curves in groups.items()
     ]
 

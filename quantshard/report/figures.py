@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from quantshard.report.heat_maps import Alarm, StatisticsReader
@@ -47,10 +48,27 @@ class Sparkline:
         points, marks = self.points, _PLAIN_MARKS if ascii_only else _MARKS
         if len(points) > width > 0:
             ends = [round(at * len(points) / width) for at in range(width + 1)]
-            points = [sum(points[a:b]) / (b - a) for a, b in zip(ends, ends[1:], strict=False)]
+            points = [sum(points[a:b]) / (b - a) for a, b in pairwise(ends)]
         low, high = min(points, default=0.0), max(points, default=0.0)
         span = (high - low) or 1.0
         return "".join(marks[round((point - low) / span * (len(marks) - 1))] for point in points)
+
+
+@dataclass
+class TransferFigures:
+    """What is being saved or loaded: `what` is done, bytes done, and bytes in all, as far as they are known."""
+
+    what: str
+    total: int = 0
+    done: int = 0
+
+    def expect(self, count: int) -> None:
+        """So many more bytes are to be moved."""
+        self.total += count
+
+    def moved(self, count: int) -> None:
+        """So many more were moved."""
+        self.done += count
 
 
 @dataclass
@@ -59,6 +77,7 @@ class RunFigures:
 
     `planned`: its steps; `tokens_per_step`: None where the settings do not say. `entry`: the last record of
     `metrics.jsonl`; `best`: the smallest held-out loss and its step. `state`: why nothing new comes, if that is known.
+    `transfer`: what is being saved just now.
     """
 
     name: str
@@ -72,6 +91,7 @@ class RunFigures:
     alarms: deque[Alarm] = field(default_factory=lambda: deque(maxlen=3))
     checkpoint: CheckpointRow | None = None
     state: str = ""
+    transfer: TransferFigures | None = None
 
     @property
     def step(self) -> int:

@@ -63,7 +63,9 @@ class StatisticsReader:
         """The columns, merged by pairs until there are `most` of them at most."""
         found = self.columns
         while len(found) > most:
-            found = [_merged(*found[at : at + 2]) if at + 1 < len(found) else found[at] for at in range(0, len(found), 2)]
+            found = [
+                _merged(*found[at : at + 2]) if at + 1 < len(found) else found[at] for at in range(0, len(found), 2)
+            ]
         return found
 
     def alarms(self) -> list[Alarm]:
@@ -94,7 +96,9 @@ class StatisticsReader:
             if type(alarm) is not dict:
                 continue
             kind = str(alarm.get("kind", "alarm"))[:_LONGEST]
-            text = alarm.get("text") or " ".join(str(alarm[key])[:_LONGEST] for key in ("name", "value") if key in alarm)
+            text = alarm.get("text") or " ".join(
+                str(alarm[key])[:_LONGEST] for key in ("name", "value") if key in alarm
+            )
             if kind in self.counts or len(self.counts) < _MOST_MAPS:
                 self.counts[kind] = self.counts.get(kind, 0) + 1
             found = Alarm(step, kind, str(text)[:_LONGEST])

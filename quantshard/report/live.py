@@ -36,7 +36,9 @@ class LiveView:
         grid.add_column(overflow="ellipsis", no_wrap=True)
         for label, shown in self._rows(width - _LABEL - 2, options.ascii_only):
             grid.add_row(label, Text(shown) if isinstance(shown, str) else shown)
-        yield Panel(Group(self._progress(width), grid), title=Text(self.figures.name), title_align="left", width=width + 4)
+        yield Panel(
+            Group(self._progress(width), grid), title=Text(self.figures.name), title_align="left", width=width + 4
+        )
 
     def _progress(self, width: int) -> RenderableType:
         figures, planned = self.figures, self.figures.planned
@@ -61,18 +63,24 @@ class LiveView:
         else:
             loss = number(entry.get(LOSS))
             shown = f"{loss:.4f}" if math.isfinite(loss) else str(entry.get(LOSS, "-"))[:20]
-            yield LOSS, Text(f"{shown}  ").append(figures.losses.text(max(8, width - len(shown) - 2), ascii_only), "cyan")
+            yield (
+                LOSS,
+                Text(f"{shown}  ").append(figures.losses.text(max(8, width - len(shown) - 2), ascii_only), "cyan"),
+            )
             if figures.heldout is not None and figures.best is not None:
                 best = f"best {figures.best[0]:.4f} at step {figures.best[1]:,}"
                 yield "held-out", f"{figures.heldout:.4f}  {best}"
             yield "speed", "   ".join(self._speed())
             yield "step", "   ".join(self._step())
+        if figures.transfer is not None:
+            of = f" of {human_bytes(figures.transfer.total)}" if figures.transfer.total else ""
+            yield figures.transfer.what, f"{human_bytes(figures.transfer.done)}{of}"
         if figures.checkpoint is not None:
             saved = figures.checkpoint.saved_at
             age = "" if saved is None else f", {said_age(saved, datetime.now(timezone.utc))}"
             yield "saved", f"step {figures.checkpoint.step:,}{age}"
         for alarm in figures.alarms:
-            yield "alarm", Text(f"step {alarm.step:,}, {alarm.kind}: {alarm.text}", style="red")
+            yield "alarm", Text(f"step {alarm.step:,}, {alarm.kind}: {alarm.text}", "red", overflow="ellipsis")
 
     def _speed(self) -> Iterator[str]:
         entry = self.figures.entry

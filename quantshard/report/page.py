@@ -1,8 +1,8 @@
 """The page of `quantshard report`: one HTML file that asks nobody for anything.
 
-Its script, `page/page.js`, draws the charts as SVG and the maps on canvases, from the numbers in the file. It is ours,
-300 lines, and not a library's: Plotly's and Bokeh's take most of the 5 MB that a report may have and seconds of a phone,
-and a smaller one would be a minified copy here that nobody updates. Two kinds of pictures are all that is needed.
+Its script, `page/page.js`, draws the charts as SVG and the maps on canvases, from the numbers in the file. It is our
+own, of 300 lines: Plotly's and Bokeh's take most of the 5 MB that a report may have, and seconds of a phone, and a
+smaller one would be a minified copy here that nobody updates. Two kinds of pictures are all that is needed.
 
 A run may be anybody's, and its texts are in the page: the template escapes all of them, the numbers are JSON that can
 end no element, and the page's own policy lets no other script run than the one whose digest it names, nor any request
@@ -14,17 +14,17 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from quantshard.errors import printable
+from quantshard.observe.table import human_bytes
 from quantshard.report import summary
 from quantshard.report.charts import as_script, page_data
 from quantshard.report.history import RunHistory
-from quantshard.observe.table import human_bytes
 from quantshard.version import __version__
 
 MARK = '<meta name="generator" content="quantshard report">'
@@ -45,7 +45,11 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
     script, style = ((_FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["bytes"] = lambda size: summary.NONE if size is None else human_bytes(size)
     environment.filters["age"] = lambda moment: summary.said_age(moment, now)
@@ -74,7 +78,7 @@ def labels(runs: Sequence[RunHistory]) -> list[str]:
     return [printable(run.name if counts[run.name] == 1 else run.where)[:200] for run in runs]
 
 
-def _by_name(tables: Sequence[dict[str, object]]) -> list[tuple[str, list[object]]]:
+def _by_name(tables: Sequence[Mapping[str, object]]) -> list[tuple[str, list[object]]]:
     """Rows of a table that has a column for each run."""
     names = dict.fromkeys(name for table in tables for name in table)
     return [(name, [table.get(name, summary.NONE) for table in tables]) for name in names]

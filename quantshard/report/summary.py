@@ -96,7 +96,7 @@ def said(value: object) -> str:
 def environment_of(run: RunHistory) -> dict[str, Any]:
     """What was in force when the run was started last: versions, device, variables."""
     start = run.starts[-1] if run.starts else {}
-    found = {name: start[name] for name in ("processes", "mesh") if name in start}
+    found: dict[str, Any] = {name: start[name] for name in ("processes", "mesh") if name in start}
     environment = start.get("environment")
     for name, value in environment.items() if isinstance(environment, Mapping) else ():
         found |= value if isinstance(value, Mapping) else {name: value}

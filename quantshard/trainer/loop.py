@@ -36,6 +36,7 @@ from quantshard.trainer.data import Corpus, Windows, text
 from quantshard.trainer.mesh import TP, SequenceShare
 from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.trackers import Tracker
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:
@@ -96,7 +97,8 @@ class Trainer:
         self.model = models.build(settings, recipe.resolve(settings.recipe), mesh)
         self.begun = initialization.load(init_from, self.model) if init_from else ""
         self.optimizer = make_optimizer(self.model, settings)
-        self.progress = Progress(settings, shown=place.rank == 0)
+        self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
+        self.trackers: list[Tracker] = []
 
     # One step --------------------------------------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class Trainer:
         Raises:
             CheckpointError: none is good, or it does not fit.
         """
-        with warnings.catch_warnings():
+        with self.progress.moving("loading"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RequantizedWarning)
             restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
         if restored is None:
@@ -196,7 +198,9 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Save a checkpoint into the run, and show what it cost."""
-        report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
+        with self.progress.moving("saving"):
+            report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
+        self.progress.saved(step)
         beside = ", written in the background" if self.settings.async_save else ""
         self.progress.note(
             f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
@@ -255,6 +259,17 @@ class Trainer:
         }
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
+        for tracker in self.trackers:
+            tracker.metrics(entry)
+
+    def record_statistics(self, record: Mapping[str, Any]) -> None:
+        """Write a line of `statistics.jsonl`: {"step", "rows", "alarms"}; its alarms are shown."""
+        if self.place.rank:
+            return
+        self.run.append(self.run.statistics, record)
+        self.progress.statistics(record)
+        for tracker in self.trackers:
+            tracker.statistics(record)
 
     def sample(self, step: int) -> None:
         """Generate a text, show it and record it, if the settings ask for one. A collective call."""

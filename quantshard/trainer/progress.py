@@ -1,4 +1,4 @@
-"""What a run shows while it trains: the live view in a terminal, plain lines elsewhere; nothing on ranks other than 0."""
+"""What a run shows while it trains: the live view in a terminal, lines elsewhere; nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 from rich.live import Live
 
+from quantshard.checkpoints.disk import transfer
 from quantshard.observe.table import Report
-from quantshard.report.figures import RunFigures, step_line
+from quantshard.report.figures import RunFigures, TransferFigures, step_line
 from quantshard.report.live import LiveView
 from quantshard.report.source import CheckpointRow
+from quantshard.terminal.progress import transfer_bar
 from quantshard.terminal.screen import Screen
 from quantshard.trainer.config import TrainSettings
 
@@ -58,6 +60,20 @@ class Progress:
     def saved(self, step: int) -> None:
         """Say in the live view that a checkpoint was saved just now."""
         self.figures.checkpoint = CheckpointRow(step, True, saved_at=datetime.now(timezone.utc))
+
+    @contextmanager
+    def moving(self, what: str) -> Iterator[None]:
+        """While something is saved or loaded: show its bytes, if this is a terminal."""
+        if not self.shown or not self.console.is_terminal:
+            yield
+        elif self._is_live:
+            self.figures.transfer = TransferFigures(what)
+            with transfer.watched(self.figures.transfer):
+                yield
+            self.figures.transfer = None
+        else:
+            with transfer_bar(what):
+                yield
 
     def report(self, found: Report) -> None:
         """Show what `explain` found; in a file without blanks at the ends of lines."""
