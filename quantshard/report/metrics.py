@@ -8,8 +8,9 @@ were trained last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,11 @@ class MetricReader:
         kept = [(step, record) for record in batch if (step := step_of(record)) is not None]
         if not kept:
             return
-        records = [_flat(record) for _, record in kept]
-        for name in dict.fromkeys(name for record in records for name in record if name != "step"):
-            if name not in self.columns:
-                self._begin(name, records)
+        records = [record for _, record in kept]
+        if dict in set(map(type, chain.from_iterable(map(dict.values, records)))):
+            records = list(map(_flat, records))
+        for name in sorted(set().union(*records) - self.columns.keys() - {"step"}, key=_order(records)):
+            self._begin(name, records)
         if (self.rows + len(kept)) * (len(self.columns) + 1) > _MOST_VALUES:
             raise ConfigurationError(
                 f"{self.path} has more than {self.rows} steps of {len(self.columns)} figures, and at most "
@@ -117,10 +119,14 @@ class MetricReader:
         return MetricTable(steps[kept], columns, len(self.others))
 
 
+def _order(records: list[Record]) -> Callable[[str], int]:
+    """Names in the order in which records have them."""
+    known = list(dict.fromkeys(chain(records[0], records[-1])))
+    return lambda name: known.index(name) if name in known else len(known)
+
+
 def _flat(record: Record) -> Record:
     """A record whose tables are entries of names with a dot: {"memory": {"weights": 1}} is {"memory.weights": 1}."""
-    if not any(type(value) is dict for value in record.values()):
-        return record
     found: Record = {}
     for name, value in record.items():
         found |= {f"{name}.{key}": each for key, each in value.items()} if type(value) is dict else {name: value}
@@ -128,10 +134,13 @@ def _flat(record: Record) -> Record:
 
 
 def _column(values: list[Any]) -> Column:
-    if set(map(type, values)) <= _NUMBERS:
+    kinds = set(map(type, values))
+    if kinds <= _NUMBERS:
         try:
             found = np.array(values, dtype=np.float64)
             return np.where(np.isfinite(found), found, np.inf)
         except OverflowError:
             pass
+    if kinds == {type(None)}:
+        return np.full(len(values), np.nan)
     return np.array([number(value) for value in values], dtype=np.float64)

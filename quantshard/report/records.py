@@ -18,6 +18,8 @@ Record = dict[str, Any]
 _AT_ONCE = 1 << 22
 """Bytes that are read at a time, and the most that a line may have."""
 
+_BATCH = 512
+
 _OVERLAP = 64
 """Bytes before the place where reading goes on, by which a file that was written anew is recognized."""
 
@@ -51,7 +53,7 @@ class RecordFile:
         return True
 
     def batches(self) -> Iterator[list[Record]]:
-        """The records that were added since the last call, some thousand at a time.
+        """The records that were added since the last call, some hundred at a time, which stay in a processor's cache.
 
         Raises:
             OSError: it cannot be read.
@@ -72,9 +74,11 @@ class RecordFile:
             if self._in_long_line:
                 lines, self._in_long_line = lines[1:], False
             self._advance(piece, used)
-            found = records_of(lines)
-            self.broken += len(lines) - len(found)
-            yield found
+            for first in range(0, len(lines), _BATCH):
+                some = lines[first : first + _BATCH]
+                found = records_of(some)
+                self.broken += len(some) - len(found)
+                yield found
 
     def _advance(self, piece: bytes, used: int) -> None:
         self.offset += used
