@@ -1,4 +1,4 @@
-"""The page of `report` in a real browser: what its script draws, in light and dark, on a phone, and what it leaves alone.
+"""The page of `report` in a real browser: what its script draws, in light and dark, on a phone, and what it runs.
 
 Chromium runs without a window; without one these tests are skipped (CONTRIBUTING.md says how to get it).
 """
@@ -40,18 +40,20 @@ const lengths = () => all(".chart svg").map((each) => each.querySelectorAll("pat
 const labels = () => all(".chart svg")[0].textContent;
 const point = (kind, share) => {
   const picture = all(".chart svg")[0], box = picture.getBoundingClientRect();
-  picture.dispatchEvent(new PointerEvent(kind, {clientX: box.left + share * box.width, clientY: box.top + 50, bubbles: true}));
+  const at = {clientX: box.left + share * box.width, clientY: box.top + 50, bubbles: true};
+  picture.dispatchEvent(new PointerEvent(kind, at));
 };
 addEventListener("load", () => {
   found.drawn = document.documentElement.dataset.drawn;
   found.curves = lengths();
-  found.finite = !all("path, line, circle").some((each) => each.outerHTML.includes("NaN") || each.outerHTML.includes("Infinity"));
+  found.finite = !all("path, line, circle").some((each) => /NaN|Infinity/.test(each.outerHTML));
   found.restarts = all(".chart svg")[0].querySelectorAll(".restart").length;
   found.bad = all(".chart svg .bad").length;
   found.overflow = document.documentElement.scrollWidth - innerWidth;
   found.paper = getComputedStyle(document.body).backgroundColor;
-  const canvas = document.querySelector("canvas"), painted = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-  found.map = [canvas.width, canvas.height, painted.filter((_, at) => at % 4 === 3).every((alpha) => alpha === 255)];
+  const {width, height} = document.querySelector("canvas"), pixels = document.querySelector("canvas").getContext("2d");
+  const painted = pixels.getImageData(0, 0, width, height).data.filter((_, at) => at % 4 === 3);
+  found.map = [width, height, painted.every((alpha) => alpha === 255)];
   found.statistics = all("#map-statistic option").map((each) => each.value);
   point("pointermove", 0.5);
   found.tip = document.querySelector(".tip:not([hidden])").innerText;
@@ -68,7 +70,8 @@ addEventListener("load", () => {
   found.whole = labels() === before;
   document.querySelector("#runs input").click();
   found.hidden = lengths();
-  parent.document.body.append(Object.assign(parent.document.createElement("pre"), {id: "found", textContent: JSON.stringify(found)}));
+  const said = {id: "found", textContent: JSON.stringify(found)};
+  parent.document.body.append(Object.assign(parent.document.createElement("pre"), said));
 });
 </script>
 """
