@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -118,10 +120,14 @@ def test_weights_and_biases_asks_nothing(run: RunDir, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     wandb.teardown()  # it has read its environment in this process before
+    asked, begin = [], wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.append(sys.stdin.isatty()) or begin(**options))
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda stream: True})())
     with pytest.raises(
         ConfigurationError, match=r"cannot be reached .*; log in with `wandb login`, or set WANDB_MODE=off"
     ):
         open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
+    assert asked == [False] and sys.stdin.isatty()
     run.wandb.write_text('{"id": "../x"}')
     with pytest.raises(ConfigurationError, match=r"wandb.json: id is '../x', and must be 4 to 64 of a-z and 0-9"):
         open_trackers(replace(SETTINGS, tensorboard=False), run, 0)

@@ -170,6 +170,14 @@ def test_a_run_is_read_by_path_and_by_url(tmp_path: Path, served: str) -> None:
         assert history.tokens()[-1] == 40 * 2048 and history.seconds()[-1] == pytest.approx(40)
 
 
+def test_what_a_server_without_ranges_sends_is_cut(tmp_path: Path, served: str) -> None:
+    run = made_run(tmp_path / "run")
+    file = RunSource(f"{served}/run").records("metrics.jsonl")
+    assert steps_of(file) == list(range(1, 41))
+    write(run / "metrics.jsonl", [entry(41)], "a")
+    assert not file.was_rewritten() and steps_of(file) == [41] and file.broken == 0
+
+
 def test_no_link_is_followed_and_damage_is_named(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     secret = tmp_path / "secret.jsonl"
