@@ -15,7 +15,7 @@ from quantshard.report.history import HELDOUT, LOSS, MEMORY, SECONDS, SPEED, TOK
 from quantshard.report.metrics import step_of
 from quantshard.report.thinning import thinned
 
-_POINTS, _MOST_POINTS, _LEAST_POINTS = 160_000, 2_000, 200
+_POINTS, _MOST_POINTS, _LEAST_POINTS = 160_000, 2_000, 100
 """Points of all curves of a page, and the most and the fewest of one. A point takes about 17 bytes."""
 
 _CELLS, _FEWEST_COLUMNS = 250_000, 8
@@ -92,7 +92,11 @@ def _run_data(run: RunHistory, name: str, keys: list[str], most: int) -> dict[st
         steps, values = run.metrics.there(key)
         if len(steps):
             kept = thinned(values, most)
-            curves[key] = [steps[kept].tolist(), _short(values[kept]), _means(steps, values)]
+            curves[key] = [
+                steps[kept].tolist(),
+                _short(values[kept]),
+                _means(steps, values) if most > 4 * _MEANS else None,
+            ]
         if key in run.metrics.columns and len(wrong := run.metrics.not_finite(key)):
             bad[key] = wrong[:: max(1, len(wrong) // _LEAST_POINTS)].tolist()
     restarts = sorted({step for start in run.starts if (step := step_of(start))})

@@ -79,6 +79,7 @@ def labels(runs: Sequence[RunHistory]) -> list[str]:
 
 
 def _by_name(tables: Sequence[Mapping[str, object]]) -> list[tuple[str, list[object]]]:
-    """Rows of a table that has a column for each run."""
+    """Rows of a table that has a column for each run; those that say something of any."""
     names = dict.fromkeys(name for table in tables for name in table)
-    return [(name, [table.get(name, summary.NONE) for table in tables]) for name in names]
+    rows = [(name, [table.get(name, summary.NONE) for table in tables]) for name in names]
+    return [(name, cells) for name, cells in rows if set(map(str, cells)) != {summary.NONE}]

@@ -50,7 +50,7 @@ def check_trackers(settings: TrainSettings) -> None:
         ConfigurationError: naming the setting, the package, and how to get it.
     """
     for name, wanted in (("tensorboard", settings.tensorboard), ("wandb", bool(settings.wandb))):
-        if wanted and find_spec(name) is None:
+        if wanted and not _is_installed(name):
             raise ConfigurationError(
                 f"{name} = {getattr(settings, name)!r} needs the package {name}, which is not installed: "
                 f"pip install 'quantshard[{name}]'"
@@ -58,6 +58,12 @@ def check_trackers(settings: TrainSettings) -> None:
     mode = os.environ.get("WANDB_MODE", "online")
     if settings.wandb and mode not in _WANDB_MODES:
         raise ConfigurationError(f"WANDB_MODE = {shown_value(mode)}: choose one of: {', '.join(_WANDB_MODES)}")
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a package is; a folder that happens to have its name, as Weights & Biases leaves some, is none."""
+    found = find_spec(name)
+    return found is not None and found.origin is not None
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:

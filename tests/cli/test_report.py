@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import time
@@ -14,6 +15,8 @@ from quantshard import cli
 from quantshard.checkpoints.disk import transfer
 from quantshard.report.page import is_report
 from quantshard.terminal.progress import transfer_bar
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.progress import Progress
 from tests.cli.hostile import told
 from tests.report.runs import entry, made_run, write
 
@@ -142,6 +145,34 @@ def test_the_live_view_in_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch)
         cli.main()
     assert end.value.code == 0 and "step 39/40" in out.getvalue() and out.getvalue().rindex("step 40/40") > 0
     assert out.getvalue().count("tokens/s") > 1 and out.getvalue().endswith("\x1b[?25h")  # the cursor is there again
+
+
+def test_training_shows_the_live_view_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes stand above it; a save shows its bytes; nothing is shown on other ranks."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    for rank in (0, 1):
+        progress = Progress(TrainSettings(), shown=rank == 0, name="run")
+        with progress.running(20):
+            progress.step(entry(21) | {"heldout_loss": 3.5})
+            progress.step(entry(22))
+            with progress.moving("saving"):
+                transfer.expect(1 << 20)
+                transfer.moved(1 << 19)
+                progress.console.print("")  # which draws it anew
+            progress.saved(22)
+            progress.note("a note")
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue())
+    for said in (
+        "step 21/200  loss 4.",
+        "a note",
+        "step 22/200",
+        "saving     512.0 KiB of 1.0 MiB",
+        "step 22, 0.0 s ago",
+    ):
+        assert said in shown, said
+    assert "step 22/200  loss" not in shown and shown.count("a note") == 1
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])

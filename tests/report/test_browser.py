@@ -45,6 +45,7 @@ const point = (kind, share) => {
 };
 addEventListener("load", () => {
   found.drawn = document.documentElement.dataset.drawn;
+  found.unseen = ["whole", "map-controls"].filter((id) => document.getElementById(id).offsetParent === null);
   found.curves = lengths();
   found.finite = !all("path, line, circle").some((each) => /NaN|Infinity/.test(each.outerHTML));
   found.restarts = all(".chart svg")[0].querySelectorAll(".restart").length;
@@ -108,6 +109,7 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
     for each in (phone, found):
         assert each["errors"] == [] and each["finite"] and each["drawn"] == "7"
         assert each["curves"] == [4, 2, 2, 2, 2, 2, 1] and each["hidden"] == [2, 1, 1, 1, 1, 1, 1]
+        assert each["unseen"] == ["whole"]  # until something is enlarged
         assert each["restarts"] == 2 and each["bad"] == 1
         assert each["map"] == [40, 2, True] and each["statistics"] == ["amax", "sqnr_db"]
         assert re.search(r"step \d+\s+one: loss", each["tip"]) and each["time"] and each["log"]
@@ -117,11 +119,13 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
 def test_the_page_runs_its_own_script_alone(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", steps=3)
     (run / "config.toml").write_text(f"note = {json.dumps(BAD)}\n" + (run / "config.toml").read_text())
+    write(run / "metrics.jsonl", [{"step": 4, "loss": 1, BAD[:70]: 3}], "a")
+    write(run / "statistics.jsonl", [{"step": 4, "rows": [{"name": BAD, "role": BAD, BAD: "inf"}]}], "a")
     page = tmp_path / "page.html"
     text = render([read_history(run)])
     page.write_text(text, encoding="utf-8")
     shown = browse(page, "--dump-dom")
-    assert 'data-drawn="6"' in shown and "<title>run – quantshard report</title>" in shown
+    assert 'data-drawn="7"' in shown and "<title>run – quantshard report</title>" in shown
     other = '<script>document.documentElement.dataset.drawn = "other"</script></body>'
     page.write_text(text.replace("</body>", other), encoding="utf-8")
     with pytest.raises(AssertionError, match="Content Security Policy"):

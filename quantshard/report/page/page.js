@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const NS = document.getElementById("ns").namespaceURI;
   const COLORS = 8, DASHES = ["", "5 3", "1.5 3", "9 3 2 3", "2 2", "12 4"];
-  const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 24;
+  const RIGHT = 12, TOP = 10, BOTTOM = 24;
   const view = { axis: "step", off: new Set(), log: new Set(), range: null };
   const charts = [];
 
@@ -115,17 +115,17 @@
   };
 
   const draw = (chart) => {
-    const width = chart.box.clientWidth, height = chart.large ? 320 : 220, log = view.log.has(chart.number);
+    const width = chart.box.clientWidth, height = chart.large ? 320 : 220, left = chart.left, log = view.log.has(chart.number);
     const curves = shownCurves(chart), { low, high, bottom, top } = extent(curves, log);
-    const x = (value) => LEFT + ((value - low) / (high - low)) * (width - LEFT - RIGHT);
+    const x = (value) => left + ((value - low) / (high - low)) * (width - left - RIGHT);
     const y = (value) => height - BOTTOM - ((log ? Math.log10(value) - bottom : value - bottom) / (top - bottom)) * (height - TOP - BOTTOM);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": chart.title });
     const clip = svg("clipPath", { id: `clip-${chart.number}` }, picture);
-    svg("rect", { x: LEFT, y: TOP - 4, width: Math.max(0, width - LEFT - RIGHT), height: height - TOP - BOTTOM + 4 }, clip);
+    svg("rect", { x: left, y: TOP - 4, width: Math.max(0, width - left - RIGHT), height: height - TOP - BOTTOM + 4 }, clip);
     for (const tick of log ? powers(bottom, top) : ticks(bottom, top, 5)) {
       const value = log ? 10 ** tick : tick, at = y(value);
-      svg("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: at, y2: at }, picture);
-      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, picture).textContent = said(value, chart.unit);
+      svg("line", { class: "rule", x1: left, x2: width - RIGHT, y1: at, y2: at }, picture);
+      svg("text", { x: left - 6, y: at + 4, "text-anchor": "end" }, picture).textContent = said(value, chart.unit);
     }
     for (const tick of ticks(low, high, Math.max(3, Math.floor(width / 100)))) {
       svg("text", { x: x(tick), y: height - 6, "text-anchor": "middle" }, picture).textContent = saidX(tick);
@@ -167,7 +167,7 @@
     for (const curve of means) line(inside, curve.means.xs, curve.means.ys, { class: "curve mean" }, curve.index);
     chart.cross = svg("line", { class: "cross", y1: TOP, y2: height - BOTTOM, visibility: "hidden" }, picture);
     chart.chosen = svg("rect", { class: "chosen", y: TOP, height: height - TOP - BOTTOM, visibility: "hidden" }, picture);
-    chart.drawn = { curves, x, back: (at) => low + ((at - LEFT) / (width - LEFT - RIGHT)) * (high - low), width };
+    chart.drawn = { curves, x, back: (at) => low + ((at - left) / (width - left - RIGHT)) * (high - low), width };
     if (chart.picture) chart.picture.replaceWith(picture); else chart.box.append(picture);
     chart.picture = picture;
     listen(chart);
@@ -201,7 +201,7 @@
     let from = null;
     const within = (event) => {
       const box = chart.picture.getBoundingClientRect();
-      return Math.min(Math.max((event.clientX - box.left) * (chart.drawn.width / box.width), LEFT), chart.drawn.width - RIGHT);
+      return Math.min(Math.max((event.clientX - box.left) * (chart.drawn.width / box.width), chart.left), chart.drawn.width - RIGHT);
     };
     const quiet = () => { from = null; chart.tip.hidden = true; chart.cross.setAttribute("visibility", "hidden"); chart.chosen.setAttribute("visibility", "hidden"); };
     chart.picture.addEventListener("pointerdown", (event) => { from = within(event); });
@@ -230,7 +230,7 @@
     const grid = document.getElementById("grid");
     if (!data.charts.length) grid.append(html("p", { className: "quiet", textContent: "No step was recorded yet." }));
     data.charts.forEach((described, number) => {
-      const chart = { ...described, number, large: number === 0 };
+      const chart = { ...described, number, large: number === 0, left: described.unit === "bytes" ? 70 : 52 };
       const box = html("input", { type: "checkbox", onchange: () => { if (box.checked) view.log.add(number); else view.log.delete(number); draw(chart); } });
       const caption = html("figcaption", {}, html("span", { textContent: chart.title }), html("label", {}, box, "log"));
       chart.tip = html("div", { className: "tip", hidden: true });
