@@ -1,8 +1,9 @@
 """The page of `quantshard report`: one HTML file that asks nobody for anything.
 
-Its script, `page/page.js`, draws the charts as SVG and the maps on canvases, from the numbers in the file. It is our
-own, of 300 lines: Plotly's and Bokeh's take most of the 5 MB that a report may have, and seconds of a phone, and a
-smaller one would be a minified copy here that nobody updates. Two kinds of pictures are all that is needed.
+Its script, the files of `page/` one after the other, draws the charts as SVG and the maps on canvases, from the numbers
+in the page. It is our own, of 500 lines: Plotly's and Bokeh's take most of the 5 MB that a report may have, and seconds
+of a phone, and a smaller one would be a minified copy here that nobody updates. Two kinds of pictures are all that is
+needed.
 
 A run may be anybody's, and its texts are in the page: the template escapes all of them, the numbers are JSON that can
 end no element, and the page's own policy lets no other script run than the one whose digest it names, nor any request
@@ -31,6 +32,7 @@ MARK = '<meta name="generator" content="quantshard report">'
 """By which a file is known as a report, which another may replace."""
 
 _FOLDER = Path(__file__).parent / "page"
+_SCRIPTS = ("base.js", "charts.js", "maps.js")
 
 
 def is_report(head: bytes) -> bool:
@@ -42,7 +44,7 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
     """The page that compares some runs. `now`: when it is made, by which ages are told."""
     now = now or datetime.now(timezone.utc)
     names = labels(runs)
-    script, style = ((_FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
+    script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
@@ -58,7 +60,7 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
     return environment.get_template("page.html").render(
         mark=MARK,
         script=script,
-        style=style,
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         data=as_script(page_data(runs, names)),
         runs=list(zip(names, runs, strict=True)),
