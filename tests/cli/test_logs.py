@@ -10,8 +10,11 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,6 +22,8 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.terminal import screen
 from quantshard.trainer import logs, trackers
 from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.loop import ProcessInfo, Trainer
+from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.trackers import open_trackers
 from tests.cli.hostile import Started, made, resumed, told
@@ -171,3 +176,19 @@ def test_links_in_the_place_of_their_folders_are_refused(run: RunDir) -> None:
         code, _, (line,) = resumed(there, config_of(there))
         assert code == 1 and f"{name} is a link, where the run has a" in line
         (there / name).unlink()
+
+
+def test_statistics_go_everywhere(run: RunDir) -> None:
+    """Into the run's file, the live view and the trackers, on the first process alone."""
+    given: list[dict[str, Any]] = []
+    tracker = SimpleNamespace(statistics=given.append)
+    record = sampled(3, ({"kind": "nan", "text": "x"},))
+    for rank in (1, 0):
+        progress = Progress(TrainSettings(), shown=False)
+        place = ProcessInfo(rank, 2, torch.device("cpu"))
+        trainer = SimpleNamespace(place=place, run=run, progress=progress, trackers=[tracker])
+        Trainer.record_statistics(trainer, record)  # type: ignore[arg-type]
+    assert given == [record] and json.loads(run.statistics.read_text()) == record
+    assert [alarm.kind for alarm in progress.figures.alarms] == ["nan"]
+    run.forget_after(2)
+    assert run.statistics.read_text() == ""
