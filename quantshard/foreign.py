@@ -33,6 +33,7 @@ __all__ = [
     "read_toml",
     "regular_content",
     "regular_size",
+    "toml_table",
 ]
 
 Path_ = str | os.PathLike[str]
@@ -269,7 +270,15 @@ def read_toml(
     Raises:
         QuantshardError: of the kind `raising`; it cannot be read, or is not TOML.
     """
-    content = read_regular(path, limit, raising=raising, follow=follow)
+    return toml_table(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising)
+
+
+def toml_table(content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError) -> dict[str, Any]:
+    """What the content of a TOML file says; `where` it is from is said.
+
+    Raises:
+        QuantshardError: of the kind `raising`; it is not TOML.
+    """
     try:
         text = content.decode("utf-8")
         if _LONG_KEY.search(text):
@@ -278,7 +287,7 @@ def read_toml(
         _check_integers(found)
         return found
     except (ValueError, RecursionError) as error:
-        raise raising(f"{os.fspath(path)} is not TOML: {_line(error)}") from None
+        raise raising(f"{where} is not TOML: {_line(error)}") from None
 
 
 def _check_integers(found: dict[str, Any]) -> None:

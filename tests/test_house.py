@@ -38,7 +38,7 @@ FLOORS = (
     "distributed",
     "modules optimizers checkpoints observe",
     "layouts doctor terminal conversion",
-    "transformer_engine",
+    "transformer_engine report",
     "__init__",
     "trainer compat integrations",
     "cli",
@@ -56,7 +56,7 @@ NO_NOUNS = set(
 )
 """Words that stood for classes whose subject nobody could guess; with a noun in front or behind they may stand."""
 
-PROGRAMS = ("cli/", "trainer/", "terminal/")
+PROGRAMS = ("cli/", "trainer/", "terminal/", "report/")
 
 MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "kernels"}
 

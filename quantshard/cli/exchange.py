@@ -24,6 +24,7 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.terminal import inputs, outputs
+from quantshard.terminal.progress import transfer_bar
 from quantshard.terminal.screen import say
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.configuration import config_of_run, settings_of, tokenizer_of_run
@@ -63,17 +64,20 @@ def export(
     lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
     """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""
+    inputs.existing(checkpoint, "a checkpoint")
     tokenizer = tokenizer_of_run(checkpoint) if config is None else {}
-    done = layouts.export(
-        inputs.existing(checkpoint, "a checkpoint"),
-        layout,
-        out,
-        names=_names(names_file),
-        config=config_of_run(checkpoint) if config is None else inputs.existing(config, "a config.json or its folder"),
-        max_shard_bytes=size(max_shard_size),
-        values=values,
-        lossy=lossy,
-    )
+    beside = config_of_run(checkpoint) if config is None else inputs.existing(config, "a config.json or its folder")
+    with transfer_bar("exporting"):
+        done = layouts.export(
+            checkpoint,
+            layout,
+            out,
+            names=_names(names_file),
+            config=beside,
+            max_shard_bytes=size(max_shard_size),
+            values=values,
+            lossy=lossy,
+        )
     for name, content in tokenizer.items():
         outputs.write_file(out / name, content)
     say(*done.lines(), *copied_lines([out / name for name in tokenizer]))
@@ -104,8 +108,9 @@ def import_(
                 quantized = components.quantized_local(param)
                 if quantized is not None:
                     quantized.clear_high_precision_init_val()  # four times the weight
-    done = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
-    checkpoints.save(out, model, None, {"recipe": recipe_name})
+    with transfer_bar("importing"):
+        done = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
+        checkpoints.save(out, model, None, {"recipe": recipe_name})
     copied = _copy_beside(folder, out)
     say(*done.lines(), *copied)
     say(f"wrote {out}, the model's weights by recipe {recipe_name!r}")

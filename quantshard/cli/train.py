@@ -153,6 +153,7 @@ def resume(
     launch.check_processes(processes)
     settings = worker.changed(settings, overrides, processes)
     settings.check_ranks(processes)
+    worker.check_logs(settings)
     folder.last_complete()
     worker.check_copy(copy_to)
     if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too

@@ -12,6 +12,7 @@ from quantshard.checkpoints.inspect.verify import Verification
 from quantshard.checkpoints.inspect.verify import verify as verify_checkpoint
 from quantshard.observe.table import human_bytes
 from quantshard.terminal import inputs
+from quantshard.terminal.progress import transfer_bar
 from quantshard.terminal.screen import say, say_whole
 
 WRONG = 1
@@ -33,7 +34,9 @@ def verify(
 
     It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
     """
-    found = verify_checkpoint(inputs.existing(checkpoint, "a checkpoint"))
+    inputs.existing(checkpoint, "a checkpoint")
+    with transfer_bar("reading"):
+        found = verify_checkpoint(checkpoint)
     if json_:
         say_whole(json.dumps({**asdict(found), "ok": found.ok}, indent=1))
     else:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quantshard import foreign
+from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import is_inside, why
 from quantshard.checkpoints.untrusted.entries import is_shape
 from quantshard.errors import CheckpointError
@@ -88,11 +89,12 @@ def write_safetensors(
             shards.append([])
         shards[-1].append(group)
     weight_map = {}
+    total = sum(group.nbytes for group in groups)
+    transfer.expect(total)
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, shard, metadata)
         weight_map.update({tensor: name for group in shard for tensor in group.tensors})
-    total = sum(group.nbytes for group in groups)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / INDEX, index)
     return total
@@ -116,6 +118,7 @@ def _write_file(path: Path, groups: Sequence[TensorBatch], metadata: Mapping[str
                 tensor = made[name]
                 assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), (name, tensor.dtype, tensor.shape)
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                transfer.moved(tensor.nbytes)
         file.flush()
         os.fsync(file.fileno())
 
@@ -232,4 +235,9 @@ class SafetensorsFiles:
         except (SafetensorError, OSError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {why(error)}") from None
         assert isinstance(found, Tensor)
+        transfer.moved(found.nbytes)
         return found
+
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(_nbytes(dtype, shape) for dtype, shape in self.tensors.values())

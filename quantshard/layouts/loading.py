@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import numerics, private_torch
-from quantshard.checkpoints.disk import agreement
+from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.store import local
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -301,6 +301,7 @@ class _LayoutLoader:
 
     def write(self) -> None:
         """Copy, and quantize in batches; a collective call."""
+        transfer.expect(self.files.nbytes())
         batch: list[_ParameterSlices] = []
         for item in agreement.alike(self._copy_what_may_be):
             # numel of a DTensor is that of the whole, so all ranks make the same batches: each is a collective call

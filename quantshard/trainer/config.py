@@ -45,6 +45,7 @@ CHOICES = {
     "sequence_parallel": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
     "data_format": ("auto", "text"),
+    "log_level": ("auto", "debug", "info", "warning", "error"),
 }
 """Settings that are one of a few words."""
 
@@ -200,6 +201,14 @@ class TrainSettings:
     reshard_after_forward: bool = _setting(True, "Sharding", "free gathered weights between forward and backward")
     reduce_dtype: str = _setting(
         "float32", "Sharding", "dtype of gradients' sums over processes; bfloat16 sends half the bytes", 0, 200
+    )
+
+    tensorboard: bool = _setting(False, "Logs", "write for TensorBoard too, into the run's folder tensorboard")
+    wandb: str = _setting(
+        "", "Logs", "project of Weights & Biases to log to as well; WANDB_MODE=offline needs no account", 0, 128
+    )
+    log_level: str = _setting(
+        "auto", "Logs", "of logs/rank-N.log: debug, info, warning, error, or auto: QUANTSHARD_LOG, else info"
     )
 
     @property

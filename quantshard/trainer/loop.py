@@ -39,6 +39,7 @@ from quantshard.trainer.profiling import StepProfile
 from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import learning_rate
+from quantshard.trainer.trackers import Tracker
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         self._flops = flops.flops_of_token(self.model, settings, configuration)
         self._peak = flops.peak_of(place.device, settings)
-        self.progress = Progress(settings, shown=place.rank == 0)
+        self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
+        self.trackers: list[Tracker] = []
 
     # One step --------------------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class Trainer:
         Raises:
             CheckpointError: none is good, or it does not fit.
         """
-        with warnings.catch_warnings():
+        with self.progress.moving("loading"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RequantizedWarning)
             restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
         if restored is None:
@@ -199,7 +201,9 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Save a checkpoint into the run, and show what it cost."""
-        report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
+        with self.progress.moving("saving"):
+            report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
+        self.progress.saved(step)
         beside = ", written in the background" if self.settings.async_save else ""
         self.progress.note(
             f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
@@ -270,6 +274,17 @@ class Trainer:
             entry["source_tokens"] = [count * settings.seq_length for count in windows]
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
+        for tracker in self.trackers:
+            tracker.metrics(entry)
+
+    def record_statistics(self, record: Mapping[str, Any]) -> None:
+        """Write a line of `statistics.jsonl`: {"step", "rows", "alarms"}; its alarms are shown."""
+        if self.place.rank:
+            return
+        self.run.append(self.run.statistics, record)
+        self.progress.statistics(record)
+        for tracker in self.trackers:
+            tracker.statistics(record)
 
     def sample(self, step: int) -> None:
         """Generate a text, show it and record it, if the settings ask for one. A collective call."""

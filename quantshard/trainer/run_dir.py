@@ -8,8 +8,12 @@
                               and which weights were then quantized anew
     samples.jsonl             generated texts, if they were asked for
     checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
+    statistics.jsonl          one JSON object a sampled step: statistics of tensors, and alarms
+    parameters.json           how each parameter is stored, as `explain` found it when the run was started last
+    logs/rank-1.log           what a process logged (trainer/logs.py)
     logs/rank-1.txt           the traceback of a process that failed
     profile/rank-0.json       the trace of some steps, if it was asked for
+    tensorboard/, wandb/      if they were asked for; wandb.json has the id of the run there
 
 Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a
 folder. What a run has written is not overwritten: files are replaced in one move. No link is followed in the folder,
@@ -68,6 +72,11 @@ class RunDir:
         self.logs = path / "logs"
         self.profile = path / "profile"
         self.model = path / "model"
+        self.statistics = path / "statistics.jsonl"
+        self.parameters = path / "parameters.json"
+        self.logs = path / "logs"
+        self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb.json"
         self.checkpoints = path / "checkpoints"
 
     # Configuration ---------------------------------------------------------------------------------------------------
@@ -146,11 +155,17 @@ class RunDir:
             ConfigurationError: naming a folder or file that is a link, has a second name, or is another user's.
         """
         if self.path.is_dir():
-            files = (self.config, self.metrics, self.samples, self.starts)
+            files = (self.config, self.metrics, self.samples, self.starts, self.statistics, self.parameters, self.wandb)
             locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
-            folders = (self.logs, self.checkpoints, self.tokens, self.model, self.profile)
+            folders = (self.logs, self.checkpoints, self.tokens, self.model, self.profile, self.tensorboard)
             model = f"{self.model.name}/{CONFIGURATION}"
-            names = (*(file.name for file in files), *(f"{folder.name}/" for folder in folders), model, *locks)
+            names = (
+                *(file.name for file in files),
+                *(f"{folder.name}/" for folder in folders),
+                "wandb/",
+                model,
+                *locks,
+            )
             outputs.check_folder(self.path, names)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
@@ -207,7 +222,7 @@ class RunDir:
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, and a line that was cut off, so that the files read as one run."""
-        for file in (self.metrics, self.samples, self.starts):
+        for file in (self.metrics, self.samples, self.starts, self.statistics):
             content = self._content(file)
             kept = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
             if kept != content:

@@ -6,12 +6,14 @@ so that all of them train the same thing, or fail with the same line.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from os import _exit as end_at_once
 from pathlib import Path
@@ -28,13 +30,15 @@ from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
 from quantshard.observe.table import Report
 from quantshard.terminal import screen
-from quantshard.trainer import data, environment, huggingface, initialization, launch
+from quantshard.trainer import data, environment, huggingface, initialization, launch, logs, trackers
 from quantshard.trainer.config import TrainSettings, from_mapping
 from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.model import ModelSpec
 from quantshard.trainer.run_dir import RunDir
+
+_log = logging.getLogger(__name__)
 
 _CHANGES = 20
 """The most changes of the environment that a resume tells."""
@@ -90,6 +94,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     """
     run.check_new()
     settings.check_ranks(processes)
+    check_logs(settings)
     configuration = None if settings.is_by_sizes else huggingface.read_configuration(settings.model)
     prepared = Preparation(settings)
     check_sampling(prepared.settings, prepared.described)
@@ -141,6 +146,16 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
     result = replace(settings, **given)
     result.check()
     return result.resolved()
+
+
+def check_logs(settings: TrainSettings) -> None:
+    """See that a run can be logged as its settings say.
+
+    Raises:
+        ConfigurationError: a package is missing, or a variable of the environment is none of its words.
+    """
+    trackers.check_trackers(settings)
+    logs.asked_level(settings)
 
 
 def check_copy(path: str) -> None:
@@ -208,6 +223,12 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     task = _from_rank_0(lambda: _read(run, order, place), place)
     if place.device.type == "cpu":
         torch.set_num_threads(task.launched.get("threads", 1))
+    with logs.logged(task.settings, place.rank, run.path):
+        _train(run, order, place, task, stop)
+
+
+def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, stop: StopFlag) -> None:
+    _log.info("process %d is rank %d of %d, on %s", os.getpid(), place.rank, place.ranks, place.device)
     random.seed(task.settings.seed)
     np.random.seed(task.settings.seed % 2**32)
     init_from = "" if order.resume else task.settings.init_from
@@ -222,11 +243,30 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
         if place.rank == 0 and order.resume:  # the record is there by now: a kill between the two loses nothing
             run.write_config(task.settings, task.launched, task.corpus)
         table = explain(trainer.model, trainer.optimizer)
+        if place.rank == 0:
+            run.write(run.parameters, table.to_json())
         _announce(run, task, place, trainer, table, restored)
         if order.copy_to:
             trainer.save_to(order.copy_to, done)
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
-        trainer.train(done)
+        with _tracked(run, task, place, trainer, done):
+            trainer.train(done)
+
+
+@contextmanager
+def _tracked(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, done: int) -> Iterator[None]:
+    """While it trains, rank 0 has the trackers that the settings ask for; if one cannot be had, all ranks are told."""
+
+    def opened() -> None:
+        trainer.trackers = trackers.open_trackers(task.settings, run, done)
+
+    if task.settings.tensorboard or task.settings.wandb:
+        _from_rank_0(opened, place)
+    try:
+        yield
+    finally:
+        for tracker in trainer.trackers:
+            tracker.close(failed=sys.exc_info()[0] is not None)
 
 
 def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, restored: Restored | None) -> None:
@@ -281,6 +321,7 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
         return RunSetup(settings, launched, corpus, configuration=configuration)
     before, settings = settings, changed(settings, order.overrides, place.ranks)
     settings.check_ranks(place.ranks)
+    check_logs(settings)
     started = how_started(settings, place.ranks)
     if not settings.threads and launched["processes"] == place.ranks and "threads" in launched:
         started["threads"] = launched["threads"]  # the order of sums depends on them

@@ -117,7 +117,10 @@ def test_every_encoding_can_show_everything(tmp_path: Path, monkeypatch: pytest.
     assert len(err) == 6 and all(line.startswith("quantshard: ") for line in err), err
 
 
-COMMAND_NAMES = ["", *"train resume demo explain plan diff inspect verify export import convert-te doctor".split()]
+COMMAND_NAMES = [
+    "",
+    *"train resume report watch demo explain plan diff inspect verify export import convert-te doctor".split(),
+]
 
 
 def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

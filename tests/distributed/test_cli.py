@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -104,7 +105,9 @@ def one_line(result, says):
 
 
 def content(run):
-    return {p.relative_to(run): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file() and p.name != ".lock"}
+    """But for what it logs, which a refused resume adds to."""
+    files = (p for p in sorted(run.rglob("*")) if p.is_file() and p.name != ".lock" and p.suffix != ".log")
+    return {p.relative_to(run): p.read_bytes() for p in files}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,7 +129,7 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(text, tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    options = ["--save-every", 2, "--eval-every", 4, "--micro-batches", 3, "--sample-tokens", 5]
+    options = ["--save-every", 2, "--eval-every", 4, "--micro-batches", 3, "--sample-tokens", 5, "--tensorboard"]
     result = quantshard(*train(run, text, *options))
     assert result.returncode == 0 and not result.stderr, result.stderr
     assert "mxfp8_32x32" in result.stdout and "step 6/6" in result.stdout  # explain, and progress
@@ -144,6 +147,38 @@ def test_run_leaves_its_records(uninterrupted):
     assert [sample["step"] for sample in samples] == [0, 6] and all(sample["text"] for sample in samples)
     names = [path.name for path in sorted((uninterrupted / "checkpoints").iterdir())]
     assert names == [".lock", "step-000002", "step-000004", "step-000006"]
+    for rank in range(2):
+        log = (uninterrupted / "logs" / f"rank-{rank}.log").read_text()
+        assert f"[rank {rank}] INFO quantshard.trainer.worker: process " in log
+        assert ("saved step 6" in log) == (rank == 0)
+    assert tracked_losses(uninterrupted) == [(record["step"], record["loss"]) for record in metrics(uninterrupted)]
+
+
+def tracked_losses(run):
+    """What TensorBoard shows of a run; it has float32."""
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    known = {record["step"]: record["loss"] for record in metrics(run)}
+    events = [(event.step, event.value) for event in found.Scalars("loss")]
+    return [(step, known[step] if value == pytest.approx(known[step], rel=1e-6) else value) for step, value in events]
+
+
+def test_what_a_run_wrote_is_reported_and_watched(uninterrupted, tmp_path):
+    page = tmp_path / "report.html"
+    result = quantshard("report", uninterrupted, "--out", page)
+    assert result.returncode == 0 and not result.stderr and f"wrote {page}: 1 run, " in result.stdout
+    text = page.read_text()
+    cells = [
+        "6 of 6",
+        f"{metrics(uninterrupted)[-1]['loss']:.4f}",
+        "mxfp8_32x32",
+        "emulated",
+        "complete",
+        torch.__version__,
+    ]
+    assert all(f"<td>{cell}</td>" in text for cell in cells) and "optimizer states" in text
+    result = quantshard("watch", uninterrupted, "--once")
+    assert result.returncode == 0 and "step 6/6" in result.stdout and "saved      step 6, " in result.stdout
 
 
 def in_one_go(folder, whole, steps):
@@ -257,6 +292,7 @@ def test_damaged_checkpoint(uninterrupted, tmp_path):
     result = quantshard("resume", run, "--steps", 6, "--keep-last", 2)
     assert result.returncode == 0 and "resumed after step 4" in result.stdout, result.stderr
     assert losses(run) == losses(uninterrupted)
+    assert tracked_losses(run) == [(record["step"], record["loss"]) for record in metrics(run)]  # each step once
     assert compare(run / "checkpoints" / "step-000006", uninterrupted / "checkpoints" / "step-000006").equal
     assert RunDir(run).saved_steps() == ([4, 6], [])
     for step in (4, 6):

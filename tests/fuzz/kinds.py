@@ -20,6 +20,7 @@ import tomli_w
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
+from rich.console import Console
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,6 +37,11 @@ from quantshard.cli import exchange
 from quantshard.layouts import names
 from quantshard.layouts.inspection import inspect
 from quantshard.optimizers import FusedAdam
+from quantshard.report.figures import step_line
+from quantshard.report.history import read_history
+from quantshard.report.live import LiveView
+from quantshard.report.page import render
+from quantshard.report.watching import RunWatch
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import Corpus, collect, load_tokenizer
 from quantshard.trainer.data.finding import INDEX, JOURNAL, find
@@ -47,6 +53,7 @@ from tests.cli import hostile, sources
 from tests.fuzz.mutations import changed_bytes, pickled, records, trees
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE
 from tests.layouts import models
+from tests.report import runs
 
 Mutant = Mapping[str, bytes | None]
 """Files by their paths that are written over those of the whole; None: it is left out."""
@@ -377,6 +384,35 @@ def _sharded(path: Path, tokenizer: Path) -> ShardedSource:
     return ShardedSource(source, load_tokenizer(str(tokenizer)), str(tokenizer), TextOptions(), 1000)
 
 
+REPORTED = ("config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl", "parameters.json")
+
+
+def report_kinds(folder: Path) -> list[Kind]:
+    """What a run has written, as `report` and `watch` read it."""
+    whole = runs.made_run(folder / "run", steps=5)
+
+    def changed(name: str) -> SearchStrategy[Mutant]:
+        if name == "config.toml":
+            return trees(hostile.content(whole)).map(lambda tree: _toml(name, tree))
+        lines = [json.loads(line) for line in (whole / name).read_text().splitlines()]
+        return trees(lines).map(lambda tree: {name: _lines(tree)})
+
+    def readings(path: Path, mutant: Mutant) -> list[Reading]:
+        return [
+            ("report", lambda: render([read_history(path)]), None),
+            ("watch", lambda: _followed(path), None),
+        ]
+
+    return [Kind(name, whole, changed(name) | _altered(whole, name), readings) for name in REPORTED]
+
+
+def _followed(path: Path) -> str:
+    followed, out = RunWatch(path), io.StringIO()
+    lines = [step_line(record, followed.figures.planned) for record in followed.poll()]
+    Console(file=out, width=80).print(LiveView(followed.figures))
+    return out.getvalue() + "".join(lines)
+
+
 def _lines(records: Any) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in (records if isinstance(records, list) else [records]))
 
@@ -387,7 +423,7 @@ def built(folder: Path) -> list[Kind]:
         kind
         for name, make in (
             ("ours", checkpoint_kinds), ("exported", exported_kinds), ("te", transformer_engine_kinds),
-            ("runs", run_kinds), ("data", data_kinds),
+            ("runs", run_kinds), ("data", data_kinds), ("reported", report_kinds),
         )
         for kind in make(_made(folder / name))
     ]  # fmt: skip

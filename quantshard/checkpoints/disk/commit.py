@@ -27,11 +27,11 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.checkpoints.disk import agreement, manifest
+from quantshard.checkpoints.disk import agreement, manifest, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
 from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, why
@@ -262,6 +262,7 @@ class CommitWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; their digests go to the coordinator with the results."""
+        transfer.expect(sum(_tensor_bytes(item) for item in plan.items))
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(_DIGESTS), 0, self.recorder.digests)])
@@ -295,6 +296,12 @@ class CommitWriter(FileSystemWriter):
                     f"{path} was written with {entry.bytes} bytes and has {found} as the first rank sees it; save to a "
                     "directory that all ranks share"
                 )
+
+
+def _tensor_bytes(item: WriteItem) -> int:
+    """The bytes of what is to be written; 0 of objects, which are small."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def commit(target: SaveTarget, described: Manifest) -> None:
@@ -404,6 +411,7 @@ class _DigestStream(io.IOBase):
         self.digest.update(data)
         size = memoryview(data).nbytes
         self.length += size
+        transfer.moved(size)
         return size
 
     def entry(self) -> FileEntry:

@@ -19,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import Path_, is_inside, locate, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import LIMITS, json_object
@@ -148,6 +149,7 @@ def digest_of(path: Path_) -> tuple[int, str]:
         while piece := file.read(_AT_ONCE):
             digest.update(piece)
             length += len(piece)
+            transfer.moved(len(piece))
     return length, digest.hexdigest()
 
 
@@ -180,6 +182,7 @@ def problems(path: Path_) -> list[str]:
         return [str(error)]
     if manifest is None:
         return []
+    transfer.expect(manifest.bytes)
     store, folder = locate(path)
     found = [wrong for name, entry in sorted(manifest.files.items()) if (wrong := wrong_file(path, name, entry))]
     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError
-from quantshard.foreign import json_object, regular_content
+from quantshard.foreign import json_object, open_regular, regular_content
 
 if sys.platform != "win32":
     import fcntl
@@ -242,4 +242,19 @@ def is_being_read(store: Store, file: str) -> bool:
             fcntl.flock(handle.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return isinstance(error, BlockingIOError)
+    return False
+
+
+def is_locked(folder: Path_) -> bool | None:
+    """Whether a process holds the lock of a folder; None where nobody can tell: no lock was ever taken, or there are
+    none on this system. Looking takes a shared lock for a moment, which a run that begins waits for."""
+    if sys.platform == "win32":
+        return None
+    try:
+        with open_regular(os.path.join(folder, LOCK_FILE)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
     return False

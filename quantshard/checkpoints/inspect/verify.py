@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk import manifest, transfer
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.untrusted.extras import EXTRA
@@ -58,11 +58,14 @@ def verify(path: Path_) -> Verification:
     except CheckpointError as error:
         told = problems if str(error) in problems else [*problems, str(error)]  # of a manifest, it is the same
         return Verification(str(path), checksums, 0, 0, 0, 0, tuple(told))
-    for group in found:
+    sizes = [contents.group_bytes(reader, group) for group in found]
+    transfer.expect(sum(sizes))
+    for group, size in zip(found, sizes, strict=True):
         try:
             wrong = [*group.wrong, *contents.figures(reader, group).wrong]
         except CheckpointError as error:
             wrong = [*group.wrong, str(error)]
+        transfer.moved(size)
         problems += [line if line.startswith(group.name) else f"{group.name}: {line}" for line in wrong]
     entries = reader.read_metadata().state_dict_metadata
     others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
@@ -79,7 +82,7 @@ def verify(path: Path_) -> Verification:
         tensors=len(found),
         quantized=sum(group.format is not None for group in found),
         others=len(others),
-        bytes=sum(contents.group_bytes(reader, group) for group in found),
+        bytes=sum(sizes),
         problems=tuple(problems),
         notes=tuple(notes),
     )

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from quantshard.checkpoints.disk import agreement, manifest
+from quantshard.checkpoints.disk import agreement, manifest, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, Manifest
 from quantshard.checkpoints.disk.store import LocalStore, Path_, locate
 from quantshard.checkpoints.untrusted.reader import DamagedError
@@ -28,7 +28,9 @@ def check_share(path: Path_, described: Manifest, files: Collection[str]) -> Non
         DamagedError: naming the first file of the share that is not as the manifest says.
     """
     sizes = {name: described.files[name].bytes if name in described.files else 0 for name in files}
-    compare_files(path, described, share(sizes, agreement.rank(), agreement.rank_count()))
+    mine = share(sizes, agreement.rank(), agreement.rank_count())
+    transfer.expect(sum(sizes[name] for name in mine))
+    compare_files(path, described, mine)
 
 
 def compare_files(path: Path_, described: Manifest, names: Iterable[str]) -> None:

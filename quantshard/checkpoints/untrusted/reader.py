@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from quantshard import private_torch
-from quantshard.checkpoints.disk import agreement
+from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.untrusted import entries
 from quantshard.checkpoints.untrusted.entries import RecordedCall
@@ -73,6 +73,7 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: naming the entry that is damaged or is not what the metadata say.
         """
+        transfer.expect(sum(self.storage_data[item.storage_index].length for item in plan.items))
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             by_file[self.storage_data[item.storage_index].relative_path].append(item)
@@ -80,6 +81,7 @@ class SafeReader(FileSystemReader):
             with self._open(name) as file:
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     self._read_item(file, item, planner)
+                    transfer.moved(self.storage_data[item.storage_index].length)
         done: Future[None] = Future()
         done.set_result(None)
         return done

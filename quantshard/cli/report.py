@@ -1,0 +1,133 @@
+"""`quantshard report` and `quantshard watch`: runs compared in one page, and a run as it goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from quantshard.checkpoints.disk.store import why
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import open_regular
+from quantshard.observe.table import human_bytes
+from quantshard.report.figures import step_line
+from quantshard.report.history import read_history
+from quantshard.report.live import LiveView
+from quantshard.report.page import is_report, render
+from quantshard.report.records import Record
+from quantshard.report.watching import RunWatch
+from quantshard.terminal import outputs
+from quantshard.terminal.screen import Screen, complain, say
+
+_MOST_RUNS = 24
+_HEAD_BYTES = 4096
+_FIRST_LINES = 10
+"""Steps of a run that was trained already, of which lines are printed where there is no terminal."""
+
+_FAILURES = 5
+"""How often in a row a run may be out of reach."""
+
+_EVERY, _EVERY_URL = 1.0, 5.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("report", no_args_is_help=True)(report)
+    app.command("watch", no_args_is_help=True)(watch)
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders of runs, or their URLs")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="the page to write; an older report is replaced")] = Path(
+        "report.html"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="replace FILE even if it is no report")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="show it in the browser then")] = False,
+) -> None:
+    """Compare runs in one HTML file: losses, speed, memory, statistics of tensors, settings, checkpoints, versions.
+
+    The file needs no network and no other file, and may be sent. Runs that are still trained are shown as they are now.
+    """
+    if len(runs) > _MOST_RUNS:
+        raise ConfigurationError(f"{len(runs)} runs are too many for one page, which has room for {_MOST_RUNS}")
+    if twice := next((run for at, run in enumerate(runs) if run in runs[:at]), None):
+        raise ConfigurationError(f"{twice} is named twice; name each run once")
+    _check_out(out, force)
+    page = render([read_history(run) for run in runs]).encode()
+    outputs.write_file(out, page)
+    say(f"wrote {out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {human_bytes(len(page))}")
+    if open_ and typer.launch(str(out.absolute())):
+        complain(f"no browser could be started; open {out.absolute()} in one")
+
+
+def _check_out(out: Path, force: bool) -> None:
+    """See that the page may be written.
+
+    Raises:
+        ConfigurationError: it may not: the place cannot be written, or holds what is no report.
+    """
+    outputs.check_writable(out)
+    try:
+        with open_regular(out) as file:
+            head = file.read(_HEAD_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {out}, which would be replaced: {error.strerror or error}") from None
+    if not force and not is_report(head):
+        raise ConfigurationError(
+            f"{out} exists and is no report; name another place with --out, or replace it by --force"
+        )
+
+
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of a run, or its URL")],
+    once: Annotated[bool, typer.Option("--once", help="show it as it is now, and end")] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=0.1, max=3600, help="seconds between looks. Default: 1, or 5 at a URL"),
+    ] = None,
+) -> None:
+    """Follow a run while it is trained, here or elsewhere: its figures as they change, or a line a step in a pipe.
+
+    Ends when the run does. Nothing is written, and a run that has ended is shown as it was left.
+    """
+    followed, screen = RunWatch(run), Screen(soft_wrap=True)
+    try:
+        new = followed.poll(_FIRST_LINES)
+        ended = followed.has_ended()
+    except OSError as error:
+        raise ConfigurationError(f"{run} cannot be read: {why(error)}") from None
+    if once or (ended and screen.is_terminal):
+        Screen().print(LiveView(followed.figures))
+        return
+    seconds = every or (_EVERY if followed.is_local else _EVERY_URL)
+    if screen.is_terminal:
+        with Live(LiveView(followed.figures), console=screen, refresh_per_second=4):
+            _follow(followed, seconds, new, shown=False)
+    else:
+        _follow(followed, seconds, new, shown=True)
+
+
+def _follow(followed: RunWatch, seconds: float, new: list[Record], shown: bool) -> None:
+    """Look again and again until the run has ended. `shown`: whether a line is printed for each step."""
+    failures, ended = 0, False
+    while True:
+        if shown and new:
+            say(*(step_line(entry, followed.figures.planned) for entry in new))
+        if ended:
+            break
+        try:
+            ended = followed.has_ended()  # before the last look, after which nothing is written
+            time.sleep(0 if ended else seconds)
+            new, failures = followed.poll(), 0
+        except (OSError, ConfigurationError) as error:
+            new, failures, ended = [], failures + 1, False
+            if failures == _FAILURES:
+                said = str(error) if isinstance(error, ConfigurationError) else why(error)
+                raise ConfigurationError(f"{followed.source.place} cannot be read any more: {said}") from None
+    if shown:
+        say(f"{followed.figures.state} at step {followed.figures.step}")

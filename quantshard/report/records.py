@@ -1,0 +1,111 @@
+"""Files of one JSON object a line, read from where the last reading ended, also while they are written.
+
+They may come from anybody and lie behind a URL: memory is bounded, a line that is no object is counted and left out,
+and so is the last one while it has no end. What stood before is looked at again: a resume writes such a file anew,
+without the steps that are forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from quantshard.checkpoints.disk.store import Store
+
+Record = dict[str, Any]
+
+_AT_ONCE = 1 << 22
+"""Bytes that are read at a time, and the most that a line may have."""
+
+_BATCH = 512
+
+_OVERLAP = 64
+"""Bytes before the place where reading goes on, by which a file that was written anew is recognized."""
+
+
+class RecordFile:
+    """A file of records in a store. `broken`: how many lines were no records so far; `torn`: the last has no end."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store, self.path = store, path
+        self.clear()
+
+    def clear(self) -> None:
+        """Read from the beginning again."""
+        self.offset, self.broken, self.torn = 0, 0, False
+        self._before = b""
+        self._in_long_line = False
+
+    def was_rewritten(self) -> bool:
+        """Whether what was read is no longer what the file begins with: then it is read from its beginning again.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        if not self.offset:
+            return False
+        size = self._size()
+        start = self.offset - len(self._before)
+        if size >= self.offset and self.store.read_range(self.path, start, self.offset) == self._before:
+            return False
+        self.clear()
+        return True
+
+    def batches(self) -> Iterator[list[Record]]:
+        """The records that were added since the last call, some hundred at a time, which stay in a processor's cache.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        size, self.torn = self._size(), False
+        while self.offset < size:
+            piece = self.store.read_range(self.path, self.offset, min(size, self.offset + _AT_ONCE))
+            used = piece.rfind(b"\n") + 1
+            if not used:
+                if len(piece) < _AT_ONCE:
+                    self.torn = True
+                    return
+                self.broken += not self._in_long_line
+                self._in_long_line, used = True, len(piece)
+                self._advance(piece, used)
+                continue
+            lines = piece[:used].split(b"\n")[:-1]
+            if self._in_long_line:
+                lines, self._in_long_line = lines[1:], False
+            self._advance(piece, used)
+            for first in range(0, len(lines), _BATCH):
+                some = lines[first : first + _BATCH]
+                found = records_of(some)
+                self.broken += len(some) - len(found)
+                yield found
+
+    def _advance(self, piece: bytes, used: int) -> None:
+        self.offset += used
+        self._before = piece[max(0, used - _OVERLAP) : used]
+
+    def _size(self) -> int:
+        """Its length; 0 where there is none."""
+        try:
+            return self.store.size(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+
+def records_of(lines: list[bytes]) -> list[Record]:
+    """The lines that are JSON objects. Nearly always all of them are, which one call of the parser finds out."""
+    try:
+        found = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(found) == len(lines) and all(type(each) is dict for each in found):
+            return list(found)
+    except (ValueError, RecursionError):
+        pass
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if type(found) is dict else None

@@ -1,0 +1,79 @@
+"""Following a run that is trained elsewhere: only what was added is read each time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from quantshard.checkpoints.disk.store import LocalStore
+from quantshard.report.figures import RunFigures
+from quantshard.report.history import planned_steps, tokens_per_step
+from quantshard.report.records import Record
+from quantshard.report.source import METRICS, STATISTICS, RunSource
+
+_LISTED_SECONDS = 10.0
+"""How often the checkpoints are looked at."""
+
+
+class RunWatch:
+    """A run that is followed, by the path or the URL of its folder.
+
+    Raises:
+        ConfigurationError: there is no run, or its settings cannot be read.
+        CheckpointError: the URL cannot be reached.
+    """
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self.source = RunSource(run)
+        self.figures = RunFigures(self.source.name)
+        self._metrics, self._statistics = self.source.records(METRICS), self.source.records(STATISTICS)
+        self._listed = -_LISTED_SECONDS
+        self._read_settings()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a file system of this machine."""
+        return isinstance(self.source.store, LocalStore)
+
+    def poll(self, most: int = 0) -> list[Record]:
+        """Read what was added, into `figures`; the new records of steps, the last `most` of them where it is not 0.
+
+        Raises:
+            OSError: it cannot be read now.
+            ConfigurationError: its settings are damaged.
+        """
+        if self._metrics.was_rewritten():  # by a resume, which may also have been told of more steps
+            self.figures.clear()
+            self._statistics.clear()
+            self._read_settings()
+        found: list[Record] = []
+        for batch in self._metrics.batches():
+            for record in batch:
+                self.figures.add(record)
+            found = [*found, *batch][-most:]
+        self._statistics.was_rewritten()
+        for batch in self._statistics.batches():
+            for record in batch:
+                self.figures.add_statistics(record)
+        if time.monotonic() - self._listed >= _LISTED_SECONDS:
+            self._listed = time.monotonic()
+            complete = [row for row in self.source.checkpoints() if row.complete]
+            self.figures.checkpoint = complete[-1] if complete else None
+        return found
+
+    def has_ended(self) -> bool:
+        """Whether nothing more will come: the last step is done, or no process trains it; what is said of it is in
+        `figures.state`."""
+        is_trained, figures = self.source.is_trained(), self.figures
+        if is_trained:
+            return False
+        self._read_settings()
+        if figures.planned is not None and figures.step >= figures.planned:
+            figures.state = "done"
+        elif is_trained is False:
+            figures.state = "stopped"
+        return bool(figures.state)
+
+    def _read_settings(self) -> None:
+        config = self.source.config()
+        self.figures.planned, self.figures.tokens_per_step = planned_steps(config), tokens_per_step(config)

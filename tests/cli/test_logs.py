@@ -1,0 +1,194 @@
+"""What processes log, and what TensorBoard and Weights & Biases get; a resumed run has each step once."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.terminal import screen
+from quantshard.trainer import logs, trackers
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.loop import ProcessInfo, Trainer
+from quantshard.trainer.progress import Progress
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.trackers import open_trackers
+from tests.cli.hostile import Started, made, resumed, told
+from tests.cli.hostile import content as config_of
+from tests.report.runs import NAMES, entry, sampled
+
+SETTINGS = TrainSettings(tensorboard=True, wandb="project")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    screen.prepare_output()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return RunDir(folder)
+
+
+# Logs
+
+
+def test_each_rank_has_a_log(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    log, before = logging.getLogger("quantshard.trainer"), logging.getLogger("quantshard").handlers[:]
+    for rank in (0, 3):
+        with warnings.catch_warnings(), logs.logged(TrainSettings(), rank, run.path):
+            warnings.simplefilter("always")
+            log.info("begun\x1b[2J")
+            log.debug("too much")
+            warnings.warn("is it right?", stacklevel=1)
+    assert capsys.readouterr() == ("", "quantshard: WARNING: is it right?\n")
+    lines = (run.logs / "rank-3.log").read_text().splitlines()
+    assert [line.partition(" [rank 3] ")[2] for line in lines] == [
+        "INFO quantshard.trainer: begun\\x1b[2J",
+        "WARNING py.warnings: is it right?",
+    ]
+    assert (run.logs / "rank-0.log").read_text().count("[rank 0]") == 2
+    assert logging.getLogger("quantshard").handlers == before and warnings.showwarning.__module__ == "warnings"
+
+
+def test_levels(run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logging.getLogger("quantshard.x")
+    monkeypatch.setenv("QUANTSHARD_LOG", "debug")
+    for level in ("auto", "error"):
+        with logs.logged(replace(TrainSettings(), log_level=level), 0, run.path):
+            log.debug(level)
+            log.error("wrong")
+    assert capsys.readouterr().err == "quantshard: [rank 0] debug: auto\n" + 2 * "quantshard: ERROR: wrong\n"
+    assert len((run.logs / "rank-0.log").read_text().splitlines()) == 3
+
+
+def test_a_failure_is_logged_with_its_trace(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (CheckpointError("it is full"), ValueError("three")):
+        with pytest.raises(type(error)), logs.logged(TrainSettings(), 1, run.path):
+            raise error
+    text = (run.logs / "rank-1.log").read_text()
+    assert "ERROR quantshard.trainer.logs: it is full\n" in text and text.count("Traceback") == 1
+    assert "ValueError: three" in text and capsys.readouterr().err == ""  # the launcher says it
+
+
+def test_a_log_that_cannot_be_written_is_told_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.logs.mkdir()
+    (run.logs / "rank-2.log").symlink_to("/dev/null")
+    with logs.logged(TrainSettings(), 2, run.path):
+        logging.getLogger("quantshard").info("x")
+        logging.getLogger("quantshard").info("y")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("quantshard: [rank 2] WARNING: ") and "rank-2.log is a link" in line
+
+
+# Trackers
+
+
+def test_steps_that_are_trained_again_count_once(run: RunDir) -> None:
+    (run.path / "wandb").mkdir()
+    for done, steps in ((0, range(1, 7)), (4, range(5, 9))):
+        opened = open_trackers(SETTINGS, run, done)
+        for step in steps:
+            for tracker in opened:
+                tracker.metrics(entry(step, loss=float(step)))
+                tracker.statistics(sampled(step, ({"kind": "nan", "text": "of the loss"},) if step == 3 else ()))
+        for tracker in opened:
+            tracker.close(failed=False)
+    found = EventAccumulator(str(run.tensorboard), purge_orphaned_data=True)
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(step, step) for step in range(1, 9)]
+    assert len(found.Scalars(f"input/amax/{NAMES[1]}")) == 8 and "alarm/nan/text_summary" in found.Tags()["tensors"]
+    made = json.loads(run.wandb.read_text())["id"]
+    folders = sorted((run.path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2 and all(folder.name.endswith(f"-{made}") for folder in folders)
+    assert all(b"grad_norm" in next(folder.glob("*.wandb")).read_bytes() for folder in folders)
+
+
+def test_weights_and_biases_asks_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an account: neither on a terminal nor elsewhere."""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(run.path))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb.teardown()  # it has read its environment in this process before
+    asked, begin = [], wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.append(sys.stdin.isatty()) or begin(**options))
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda stream: True})())
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be reached .*; log in with `wandb login`, or set WANDB_MODE=off"
+    ):
+        open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
+    assert asked == [False] and sys.stdin.isatty()
+    run.wandb.write_text('{"id": "../x"}')
+    with pytest.raises(ConfigurationError, match=r"wandb.json: id is '../x', and must be 4 to 64 of a-z and 0-9"):
+        open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "says"),
+    [
+        (["--tensorboard"], {}, "tensorboard = True needs the package tensorboard, which is not installed: pip"),
+        (["--wandb", "p"], {}, "wandb, which is not installed: pip install 'quantshard[wandb]'"),
+        ([], {"QUANTSHARD_LOG": "loud"}, "QUANTSHARD_LOG = 'loud': choose one of: auto, debug, info, warning, error"),
+    ],
+)  # fmt: skip
+def test_refused_before_a_folder_is_made(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, flags: list[str], environment: dict[str, str], says: str
+) -> None:
+    there = made(run.path)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = told("train", "--run", run.path / "new", "--data", run.path / "text", "--seq-length", 16, *flags)
+    assert (code, out, len(err)) == (1, [], 1) and says in err[0] and not (run.path / "new").exists()
+    more = {"tensorboard": "--tensorboard" in flags, "wandb": "p" if "--wandb" in flags else ""}
+    code, _, err = resumed(there, config_of(there) | more)
+    assert code == 1 and says in err[0]
+
+
+def test_an_unknown_mode_of_wandb_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(
+        ConfigurationError, match="WANDB_MODE = 'ofline': choose one of: online, offline, disabled, shared"
+    ):
+        trackers.check_trackers(SETTINGS)
+
+
+def test_links_in_the_place_of_their_folders_are_refused(run: RunDir) -> None:
+    there = made(run.path)
+    assert resumed(there, config_of(there))[0] is Started
+    for name in ("tensorboard", "wandb", "statistics.jsonl", "parameters.json", "wandb.json"):
+        os.symlink("/tmp", there / name)
+        code, _, (line,) = resumed(there, config_of(there))
+        assert code == 1 and f"{name} is a link, where the run has a" in line
+        (there / name).unlink()
+
+
+def test_statistics_go_everywhere(run: RunDir) -> None:
+    """Into the run's file, the live view and the trackers, on the first process alone."""
+    given: list[dict[str, Any]] = []
+    tracker = SimpleNamespace(statistics=given.append)
+    record = sampled(3, ({"kind": "nan", "text": "x"},))
+    for rank in (1, 0):
+        progress = Progress(TrainSettings(), shown=False)
+        place = ProcessInfo(rank, 2, torch.device("cpu"))
+        trainer = SimpleNamespace(place=place, run=run, progress=progress, trackers=[tracker])
+        Trainer.record_statistics(trainer, record)  # type: ignore[arg-type]
+    assert given == [record] and json.loads(run.statistics.read_text()) == record
+    assert [alarm.kind for alarm in progress.figures.alarms] == ["nan"]
+    run.forget_after(2)
+    assert run.statistics.read_text() == ""
