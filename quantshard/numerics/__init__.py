@@ -362,11 +362,18 @@ def quantize_codes(
 def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
     """The components of one copy -> float32 [R, C]: code * scale; NVFP4 code * (S_dec * amax * (1 / (6 * 448)))."""
     encoding = copy.codes.encoding
+    codes = unpack(parts[copy.codes.name], encoding, shape[1])
+    return decode(codes, encoding).mul_(stored_scales(copy, parts, shape, origin)[0])
+
+
+def stored_scales(
+    copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)
+) -> tuple[Tensor, Tensor]:
+    """What decoded codes are multiplied by, float32: so that it broadcasts with the rectangle, and of each block."""
     scale = decode(parts[copy.scale.name], copy.scale.encoding)
     if copy.amax is not None:  # TE, cast/nvfp4/dequantize_nvfp4.cuh
-        scale = scale * parts[copy.amax.name] * (1.0 / (encoding.max * copy.scale.encoding.max))
-    codes = unpack(parts[copy.codes.name], encoding, shape[1])
-    return decode(codes, encoding).mul_(_expand(scale, copy.block, shape, origin))
+        scale = scale * parts[copy.amax.name] * (1.0 / (copy.codes.encoding.max * copy.scale.encoding.max))
+    return _expand(scale, copy.block, shape, origin), scale
 
 
 def quantize(

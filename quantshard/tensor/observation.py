@@ -1,0 +1,42 @@
+"""Whom layers and optimizers show what they work on: at most one observer, which is there in sampled steps alone.
+
+Whoever has something to show looks whether `active` is None, which is all that it costs in other steps. An observer
+changes nothing that it is shown.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from quantshard.recipe import TensorRole
+from quantshard.tensor.storage import QuantizedStorage
+
+
+class Observer(ABC):
+    """Who is shown the operands of GEMMs and the updates of weights, while it is `active`."""
+
+    @abstractmethod
+    def see_operand(
+        self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
+    ) -> None:
+        """Be shown an operand of a layer.
+
+        Args:
+            key: of the layer's weight, int64 [1] on the CPU.
+            role: what it is.
+            for_wgrad: it was quantized for that GEMM, along tokens, apart from what the first GEMM reads.
+            values: [R, C], this rank's piece.
+            operand: what they were quantized to, of the same rectangle; or values, if they were not.
+        """
+
+    @abstractmethod
+    def see_update(self, param: Tensor, planned: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Be shown a parameter before a step; `planned` gives its local values, float32, as they are and as the step is
+        to leave them, before they are rounded to what stores them."""
+
+
+active: Observer | None = None
+"""Who observes now."""
