@@ -263,7 +263,8 @@ class Statistics:
         self._on_alarm, self._optimizers = on_alarm or _warn, list(optimizers)
         self._group = process_groups.world()
         self._sample: StepSample | None = None
-        self._pending: tuple[int, list[int], PendingNumbers] | None = None
+        self._pending: tuple[int, list[int], PendingNumbers, list[Alarm]] | None = None
+        self._told: list[Alarm] = []
         self._names = self._checked(model) if every else None
         self._begin()
 
@@ -311,23 +312,30 @@ class Statistics:
             loss: of this step, if alarms of it are wanted: a number that is on the host.
 
         Returns:
-            What came to the host: the sample of the step before, if that was sampled; and a sample without rows if the
-            loss raised an alarm.
+            What came to the host: the sample of the step before, if that was sampled; and of a step that was not, one
+            without rows if it had an alarm.
         """
         if isinstance(loss, Tensor):
             raise ConfigurationError("Statistics.step(loss=): a tensor would be waited for; give loss.item()")
         found = self.settle()
         self.done += 1
-        if self._sample is not None:
-            sample, self._sample = self._sample, None
-            self._pending = self.done, list(sample.order), sample.finish(self._group)
-            self._warn_of_nothing(sample)
         alarm = None if loss is None else self._losses.add(self.done, loss)
         if alarm is not None:
-            self._on_alarm(alarm)
-            found.append(StatisticsSample(self.done, alarms=(alarm,)))
+            self.add_alarm(alarm)
+        alarms, self._told = self._told, []
+        if self._sample is not None:
+            sample, self._sample = self._sample, None
+            self._pending = self.done, list(sample.order), sample.finish(self._group), alarms
+            self._warn_of_nothing(sample)
+        elif alarms:
+            found.append(StatisticsSample(self.done, alarms=tuple(alarms)))
         self._begin()
         return found
+
+    def add_alarm(self, alarm: Alarm) -> None:
+        """Raise an alarm of one's own, of the step whose `step` comes next."""
+        self._told.append(alarm)
+        self._on_alarm(alarm)
 
     def _warn_of_nothing(self, sample: StepSample) -> None:
         if not sample.order and self._names is not None and self._names.rows():
@@ -341,12 +349,12 @@ class Statistics:
         """The sample of the last sampled step, if it was not returned yet; waits for that step's device work."""
         if self._pending is None or self._names is None:
             return []
-        (step, order, pending), self._pending = self._pending, None
+        (step, order, pending, told), self._pending = self._pending, None
         rows = rows_of(pending.read(), self._names.weights, list(self._names.sizes), self._names.sizes)
-        alarms = tuple(self._alarms(step, rows, order))
+        alarms = list(self._alarms(step, rows, order))
         for alarm in alarms:
             self._on_alarm(alarm)
-        return [StatisticsSample(step, tuple(rows), alarms)]
+        return [StatisticsSample(step, tuple(rows), (*told, *alarms))]
 
     def _alarms(self, step: int, rows: Sequence[StatisticsRow], order: Sequence[int]) -> Iterable[Alarm]:
         assert self._names is not None

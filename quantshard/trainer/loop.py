@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from quantshard.trainer.data import Corpus, Windows, text
 from quantshard.trainer.mesh import TP, SequenceShare
 from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.statistics import RunStatistics
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:
@@ -102,6 +103,19 @@ class Trainer:
 
     def step(self, step: int) -> tuple[float, float, bool]:
         """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
+        settings, share, total = self.settings, self.share, self.passes(step)
+        sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
+        norm = math.sqrt(sums[1] / self.axes.dp_replicate)
+        if settings.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, total.new_tensor(norm).float())
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums[0] / share.count, norm, sums[2] > 0
+
+    def passes(self, step: int) -> Tensor:
+        """Forward and backward of a step: the mean loss of this process's sequences, float64."""
         settings, place, share = self.settings, self.place, self.share
         count = settings.global_batch // share.count
         batch = self.windows.batch(settings.seed, step, share.index * count, count).to(place.device)
@@ -114,15 +128,7 @@ class Trainer:
             loss = models.loss(self.model(part[:, :-1]), part[:, 1:]) / len(parts)
             loss.backward()
             total += loss.detach().double()
-        sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
-        norm = math.sqrt(sums[1] / self.axes.dp_replicate)
-        if settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, total.new_tensor(norm).float())
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return sums[0] / share.count, norm, sums[2] > 0
+        return total
 
     def _squares(self) -> Tensor:
         """Sum of the squares of this process's shard of the gradient, float64; of what a tensor-parallel group has
@@ -214,21 +220,25 @@ class Trainer:
     def train(self, done: int) -> None:
         """Train from the step after `done` to the last, saving and evaluating as the settings say."""
         settings, saved = self.settings, done
+        statistics = RunStatistics(settings, self.model, self.optimizer, self.run, self.progress, done)
         if done < settings.steps:
             self.sample(done)
         with self.progress.running(done):
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step)
+                statistics.stepped(loss, partial(self.passes, step))
                 seconds = time.perf_counter() - began
                 last = stop or step == settings.steps
                 heldout = self.evaluate() if _due(step, settings.eval_every) or step == settings.steps else None
                 self.record(step, loss, norm, seconds, heldout)
                 if last or _due(step, settings.save_every):
+                    statistics.settle()
                     self.save(step)
                     saved = step
                 if stop:
                     break
+        statistics.close()
         self.manager.wait()
         if saved < settings.steps:
             self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")

@@ -5,6 +5,7 @@
     starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
                               and which weights were then quantized anew
     samples.jsonl             generated texts, if they were asked for
+    statistics.jsonl          one JSON object a step with statistics or an alarm (docs/statistics.md)
     checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
     logs/rank-1.txt           the traceback of a process that failed
 
@@ -57,6 +58,7 @@ class RunDir:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.statistics = path / "statistics.jsonl"
         self.starts = path / "starts.jsonl"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
@@ -113,7 +115,7 @@ class RunDir:
             ConfigurationError: naming a folder or file that is a link, has a second name, or is another user's.
         """
         if self.path.is_dir():
-            files = (self.config, self.metrics, self.samples, self.starts)
+            files = (self.config, self.metrics, self.samples, self.statistics, self.starts)
             locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
             folders = f"{self.logs.name}/", f"{self.checkpoints.name}/"
             outputs.check_folder(self.path, (*(file.name for file in files), *folders, *locks))
@@ -172,7 +174,7 @@ class RunDir:
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, and a line that was cut off, so that the files read as one run."""
-        for file in (self.metrics, self.samples, self.starts):
+        for file in (self.metrics, self.samples, self.statistics, self.starts):
             content = self._content(file)
             kept = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
             if kept != content:
