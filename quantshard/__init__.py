@@ -25,9 +25,9 @@ from quantshard.modules import (
 )
 from quantshard.observe import explain, plan
 from quantshard.private_torch import lookup as _lookup
+from quantshard.statistics import Statistics
 from quantshard.tensor import arithmetic as _arithmetic
 from quantshard.tensor import aten_rules as _ops
-from quantshard.statistics import Statistics
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import requantize_
 from quantshard.version import __version__

@@ -1,4 +1,4 @@
-"""What quantizing a matrix did to its values: how many saturated or became zero, and how large the error is beside them.
+"""What quantizing a matrix did to its values: how many saturated or became zero, and how large the error is.
 
 It is added to a row of sums and a row of extremes, so that matrices seen one after the other count as one. Counts and
 squares are kept in float64, which has integers up to 2**53 exactly, and whose squares neither overflow nor vanish.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantshard.formats import Encoding, QuantizedCopy
-from quantshard.numerics import Pair, dequantize, stored_scales
+from quantshard.numerics import Pair, dequantize, expand, stored_scales
 
 SUMS: Final = ("elements", "nonfinite", "nonzero", "quantized", "saturated", "underflowed", "signal", "noise")
 """Columns of the sums, float64: elements; those infinite or NaN; finite ones other than zero; then of the finite ones
@@ -30,7 +30,7 @@ EMPTY: Final = (0.0, 0.0, math.inf)
 
 
 def beyond(encoding: Encoding) -> float:
-    """The magnitude in codes from which on a value saturates: it would be rounded to a larger code, if there were one."""
+    """The magnitude in codes above which a value saturates: it would get a larger code, if there were one."""
     exponent = math.floor(math.log2(encoding.max))
     return float(encoding.max + 2.0 ** (exponent - encoding.mantissa_bits - 1))
 
@@ -65,8 +65,8 @@ def add_error_(
         return
     shape = (x.shape[0], x.shape[1])
     q = dequantize(copy, parts, shape, origin)
-    scales, grid = stored_scales(copy, parts, shape, origin)
-    found = grid[grid.isfinite()]
+    grid = stored_scales(copy, parts)
+    scales, found = expand(grid, copy.block, shape, origin), grid[grid.isfinite()]
     if found.numel():
         extremes[1] = torch.maximum(extremes[1], found.amax())
         extremes[2] = torch.minimum(extremes[2], found.amin())

@@ -1,7 +1,7 @@
 """Where infinite or NaN values come from: a pass is run once more, with a look at what each module gives.
 
-Nothing is watched while all is well. A step with such a gradient is skipped and changes nothing, so that the pass can be
-run again just as it was: from the same weights, random words and scales.
+Nothing is watched while all is well. A step with such a gradient is skipped and changes nothing, so that the pass can
+be run again just as it was: from the same weights, random words and scales.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class FlagRecorder:
 
     def first(self) -> NonfiniteValue | None:
         """The first that was not finite; waits for the device."""
-        found = [
-            NonfiniteValue(when, order, name) for order, (when, name, flag) in enumerate(self.flags) if bool(flag)
-        ]
+        found = [NonfiniteValue(when, order, name) for order, (when, name, flag) in enumerate(self.flags) if bool(flag)]
         return min(found, default=None)
 
 
@@ -95,7 +93,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
-    """Where the first infinite or NaN value of a pass is; None if there is none. A collective call where there are ranks.
+    """Where the first infinite or NaN value of a pass is; None if there is none. A collective call of all ranks.
 
     Afterwards all is as before: no amaxes are recorded, random words and gradients are put back, and so is torch's
     generator on the CPU and the current GPU.

@@ -3,213 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives import process_groups
-from quantshard.collectives.process_groups import Group
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.formats import Copy
-from quantshard.modules.base.module import QuantizedModule
-from quantshard.numerics.states import MASTER
-from quantshard.optimizers.elementwise import ElementwiseOptimizer
-from quantshard.recipe import TensorRole
+from quantshard.errors import ConfigurationError
 from quantshard.statistics.alarms import Alarm, LossHistory, OnAlarm, check_share
 from quantshard.statistics.rows import StatisticsRow, StatisticsSample, rows_of
-from quantshard.statistics.slots import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
-from quantshard.tensor import components, observation
-from quantshard.tensor.observation import Observer
-from quantshard.tensor.storage import KEY, QuantizedStorage
-
-_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-
-
-class ModelNames:
-    """The names of a model's parameters and of its weights that layers multiply with, those of other ranks included, in
-    an order that all ranks have. A collective call where there are ranks.
-
-    `own`: this rank's parameters, by name. `sizes`: elements of each parameter, globally.
-    """
-
-    def __init__(self, model: nn.Module, group: Group) -> None:
-        self.own = dict(model.named_parameters())
-        self._modules = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedModule)}
-        mine = {name: param.numel() for name, param in self.own.items()}, list(self._weights())
-        told: list[Any] = [mine]
-        if group is not None:
-            told = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, mine, group=group)
-        self.sizes = {name: size for sizes, _ in told for name, size in sizes.items()}
-        self.weights = list(dict.fromkeys(name for _, weights in told for name in weights))
-        self.places = {name: place for place, name in enumerate(self.sizes)}
-
-    def _weights(self) -> Iterable[str]:
-        for prefix, module in self._modules.items():
-            for leaf in module._weights:
-                yield f"{prefix}.{leaf}" if prefix else leaf
-
-    def rows(self) -> dict[int, int]:
-        """The first row of each weight of this rank, by its key: which a load may change."""
-        numbers = {name: number for number, name in enumerate(self.weights)}
-        found: dict[int, int] = {}
-        for prefix, module in self._modules.items():
-            for leaf in module._weights:
-                key = int(module.weight_state(leaf)[KEY])
-                found.setdefault(key, numbers[f"{prefix}.{leaf}" if prefix else leaf] * len(KINDS))
-        return found
-
-
-class StepSample(Observer):
-    """One sampled step, from before its forward until after its optimizers' steps."""
-
-    def __init__(self, names: ModelNames, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._names, self._optimizers, self._rows = names, optimizers, names.rows()
-        self._buffers: dict[torch.device, SampleBuffer] = {}
-        self.order: dict[int, None] = {}
-        """Rows in the order in which operands were seen."""
-        self._codes: dict[str, Tensor] = {}
-        self._before: dict[str, Tensor] = {}
-        self._by_param = {param: name for name, param in names.own.items()}
-        self._hooks: list[RemovableHandle] = [each.register_step_pre_hook(self._stepping) for each in optimizers]
-
-    # What it is shown ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def see_operand(
-        self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
-    ) -> None:
-        """As of all observers. Layers of other models are none of its business."""
-        first = self._rows.get(int(key))
-        if first is None:
-            return
-        if kernel_dispatch.is_capturing():
-            raise UnsupportedOperationError(
-                "Statistics: a CUDA graph is captured in a step that is sampled, and each replay would be counted to "
-                "it; capture before Statistics is made, whose samples will not see what replays compute"
-            )
-        row = first + _KIND_NUMBERS[role, for_wgrad]
-        self.order.setdefault(row)
-        self._buffer(values.device).add_operand(row, values.detach(), operand)
-
-    @torch.no_grad()
-    def see_update(self, param: Tensor, planned: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """As of all observers."""
-        name = self._by_param.get(param)
-        if name is not None and param.grad is not None:
-            self._add_update(name, *planned())
-
-    def _add_update(self, name: str, before: Tensor, after: Tensor) -> None:
-        row = self._buffer(before.device).parameters[self._names.places[name]]
-        row[PARAMETER.index("value")] += _square(before)
-        row[PARAMETER.index("update")] += _square(after - before)
-
-    def _buffer(self, device: torch.device) -> SampleBuffer:
-        found = self._buffers.get(device)
-        if found is None:
-            found = SampleBuffer(len(self._names.weights), len(self._names.sizes), device)
-            self._buffers[device] = found
-        return found
-
-    # Around an optimizer's step --------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before it: gradients, and what the step will have changed."""
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                name = self._by_param.get(param)
-                grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
-                if name is None or grad is None:
-                    continue
-                local = private_torch.local_tensor(grad)
-                row = self._buffer(local.device).parameters[self._names.places[name]]
-                row[PARAMETER.index("elements")] += local.numel()
-                row[PARAMETER.index("gradient")] += _square(local)
-                quantized = components.quantized_local(param)
-                if quantized is not None:
-                    self._codes[name] = _codes(quantized.quantized_storage).clone()
-                if not isinstance(optimizer, ElementwiseOptimizer):  # which says it before, without a copy
-                    self._before[name] = _values(optimizer, param).clone()
-
-    @torch.no_grad()
-    def finish(self, group: Group) -> PendingNumbers:
-        """After the optimizers' steps: look at the weights, and bring all numbers together. A collective call."""
-        self.stop()
-        for optimizer in self._optimizers:
-            for each in optimizer.param_groups:
-                for param in each["params"]:
-                    name = self._by_param.get(param)
-                    if name in self._before:
-                        self._add_update(name, self._before.pop(name), _values(optimizer, param))
-        owners = {
-            param: optimizer for optimizer in self._optimizers for of in optimizer.param_groups for param in of["params"]
-        }
-        for name, param in self._names.own.items():
-            quantized = components.quantized_local(param)
-            if quantized is not None:
-                self._add_weight(name, param, quantized.quantized_storage, owners.get(param))
-        if not self._buffers:
-            self._buffer(private_torch.local_tensor(next(iter(self._names.own.values()))).device)
-        return gathered(list(self._buffers.values()), len(self._names.weights), len(self._names.sizes), group)
-
-    def _add_weight(
-        self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
-    ) -> None:
-        row = self._rows.get(int(storage.state[KEY]))
-        if row is None:
-            return
-        buffer = self._buffer(storage.device)
-        if owner is not None and _has_master(owner, param):
-            buffer.add_operand(row, _values(owner, param), storage)
-        else:
-            buffer.add_codes(row, storage)
-        before = self._codes.pop(name, None)
-        if before is not None:
-            of_parameter = buffer.parameters[self._names.places[name]]
-            differing = before ^ _codes(storage)
-            packed = storage.cell.format.copies[Copy.ROWWISE].codes.encoding.bits < 8
-            found = [differing & 0xF, differing & 0xF0] if packed else [differing]
-            of_parameter[PARAMETER.index("codes")] += differing.numel() * len(found)
-            of_parameter[PARAMETER.index("changed")] += sum((part != 0).sum() for part in found)
-
-    def stop(self) -> None:
-        """See no more."""
-        if observation.active is self:
-            observation.active = None
-        while self._hooks:
-            self._hooks.pop().remove()
-
-
-def _square(x: Tensor) -> Tensor:
-    """The sum of the squares, in float64, without a copy of x in it."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
-
-
-def _codes(storage: QuantizedStorage) -> Tensor:
-    copy = storage.cell.format.copies[Copy.ROWWISE]
-    return storage.components[copy.codes.name]
-
-
-def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    return any(str(key).startswith(MASTER) for key in optimizer.state.get(param, {}))
-
-
-def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """The local values that an optimizer trains: those of the master, or else of the parameter."""
-    if _has_master(optimizer, param):
-        if isinstance(optimizer, ElementwiseOptimizer):
-            return private_torch.local_tensor(optimizer.get_unscaled_state(param, MASTER))
-        return private_torch.local_tensor(optimizer.state[param][MASTER])
-    quantized = components.quantized_local(param)
-    if quantized is not None:
-        return quantized.quantized_storage.dequantize()
-    return private_torch.local_tensor(param).detach()
+from quantshard.statistics.slots import KINDS, PendingNumbers
+from quantshard.statistics.step_sample import ModelNames, StepSample
+from quantshard.tensor import observation
 
 
 class Statistics:
@@ -225,9 +30,9 @@ class Statistics:
 
     The numbers are those of the global tensors, on any number of ranks. Training keeps its bits. A step that is not
     sampled costs nothing: no hook is there, and nothing is called but `step`. In a sampled one the device adds up, and
-    the host reads the sums a step later. A sampled step keeps a copy of the weights' codes through the optimizer's step,
-    and of the values that an optimizer trains that is not quantshard's. Make it after `fully_shard` and the optimizer,
-    which is a collective call where there are ranks, as `step` is after a sampled step.
+    the host reads the sums a step later. A sampled step keeps a copy of the weights' codes through the optimizer's
+    step, and of the values that an optimizer trains that is not quantshard's. Make it after `fully_shard` and the
+    optimizer: a collective call where there are ranks, as `step` is after a sampled step.
 
     Args:
         model: with quantshard's modules, or converted.
@@ -359,8 +164,8 @@ class Statistics:
     def _alarms(self, step: int, rows: Sequence[StatisticsRow], order: Sequence[int]) -> Iterable[Alarm]:
         assert self._names is not None
         places: dict[tuple[str, str], int] = {}
-        for place, row in enumerate(order):
-            weight, (role, _) = self._names.weights[row // len(KINDS)], KINDS[row % len(KINDS)]
+        for place, number in enumerate(order):
+            weight, (role, _) = self._names.weights[number // len(KINDS)], KINDS[number % len(KINDS)]
             places.setdefault((weight, role.value), place)
         bad = [row for row in rows if row.nonfinite]
         if bad:
@@ -369,7 +174,7 @@ class Statistics:
             yield Alarm(
                 "nan", first.name, share,
                 f"step {step}: {share:.2g} of the {first.role.replace('grad_output', 'output gradient')} of "
-                f"{first.name} are infinite or NaN, the first in this step of {len(bad)} operands that have such values",
+                f"{first.name} are infinite or NaN, the first in this step of {len(bad)} operands with such values",
             )  # fmt: skip
         over = [(row, share) for row in rows if (share := _saturated(row)) > self._saturation]
         if over:

@@ -125,20 +125,22 @@ def _of_operand(numbers: SampleNumbers, place: int, role: TensorRole) -> dict[st
 
 def _error(sums: Mapping[str, float], extremes: Mapping[str, float]) -> OperandError:
     largest, smallest = extremes["scale"], extremes["smallest_scale"]
-    scales = (largest, smallest if smallest < largest else None) if math.isfinite(smallest) else (None, None)
+    scale = largest if math.isfinite(smallest) else None
+    scale_min = smallest if smallest < largest else None
     count = sums["quantized"]
     if not count:
-        return OperandError(*scales)
+        return OperandError(scale, scale_min)
     ratio = sums["signal"] / sums["noise"] if sums["noise"] else 0.0
     return OperandError(
-        *scales,
+        scale,
+        scale_min,
         sums["saturated"] / count,
         sums["underflowed"] / sums["nonzero"] if sums["nonzero"] else 0.0,
         10 * math.log10(ratio) if 0 < ratio < math.inf else None,
     )
 
 
-def _of_parameter(numbers: Tensor, size: int) -> dict[str, float]:
+def _of_parameter(numbers: Tensor, size: int) -> dict[str, Any]:
     known = dict(zip(PARAMETER, numbers.tolist(), strict=True))
     if not known["elements"]:
         return {}

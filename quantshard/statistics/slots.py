@@ -34,8 +34,8 @@ KINDS: Final = (
 """The operands of a weight: its role, and whether it was quantized for wgrad apart."""
 
 PARAMETER: Final = ("elements", "gradient", "update", "value", "codes", "changed")
-"""Columns of a parameter, float64: elements; sums of the squares of the gradient, of the update and of the values before
-it; bytes of codes, and those of them that the step changed."""
+"""Columns of a parameter, float64: elements; sums of the squares of the gradient, of the update and of the values
+before it; codes, and those of them that the step changed."""
 
 _COPIES: Final = 16
 """Of a row, where kernels add to it: those that run at once would wait for each other at one."""

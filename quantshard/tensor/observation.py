@@ -7,7 +7,7 @@ changes nothing that it is shown.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -30,6 +30,19 @@ class Observer(ABC):
             for_wgrad: it was quantized for that GEMM, along tokens, apart from what the first GEMM reads.
             values: [R, C], this rank's piece.
             operand: what they were quantized to, of the same rectangle; or values, if they were not.
+        """
+
+    @abstractmethod
+    def see_plain(
+        self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Be shown a layer in training that is computed in high precision, none of whose operands is quantized.
+
+        Args:
+            keys: of its weights.
+            x: [..., in_features], that all of them read.
+            weights: [out_features, in_features].
+            outputs: [..., out_features], one for each weight; a hook of theirs sees their gradients.
         """
 
     @abstractmethod

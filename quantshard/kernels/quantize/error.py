@@ -1,8 +1,8 @@
 """The error of a quantization, in one read of the values and their codes: `numerics.quantization_error.add_error_`.
 
 Counts and extremes are the oracle's. Squares are summed in float32 within a tile, of values that are divided by the
-tile's largest first, so that none overflows or vanishes, and in float64 over tiles: of n values to a tile a sum is off
-by a relative (log2(n) + 4) * 2**-23 at most, beside the rounding of an error x - q itself, 2**-24 of the larger of both.
+tile's largest first, so that none overflows or vanishes, and in float64 over tiles: of n values to a tile a sum is
+off by a relative (log2(n) + 4) * 2**-23 at most, beside the rounding of x - q itself, 2**-24 of the larger of both.
 
 Programs add to rows by atomic operations, each to one of several copies of the row, for else all would wait for one.
 """

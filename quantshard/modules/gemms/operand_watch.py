@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quantshard.gemm.operands import Operand
+from quantshard.gemm.operands import Operand, serves_both
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.recipe import TensorRole
@@ -35,14 +35,13 @@ class OperandWatch(NamedTuple):
         """
         if isinstance(first, QuantizedStorage) or first.shape == values.shape:
             self.see(values, first)
-        is_same = isinstance(first, QuantizedStorage) and first.cell.format.transposable
-        if isinstance(second, QuantizedStorage) and not (is_same and first.cell == second.cell):  # else the same codes
+        if isinstance(second, QuantizedStorage):
+            if isinstance(first, QuantizedStorage) and serves_both(first.cell, second.cell):
+                return  # the same codes
             self.see(values.t() if transposed else values, second, for_wgrad=True)
 
 
-def watch(
-    role: TensorRole, call: LinearContext, record: bool, state: Mapping[str, Tensor]
-) -> OperandWatch | None:
+def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[str, Tensor]) -> OperandWatch | None:
     """None if nobody observes, or this pass is no step of training: an evaluation, a second forward, a rehearsal.
 
     `record`: of the layer's `LinearState`; `state`: that of its weight.
