@@ -46,6 +46,14 @@ class NonfiniteValue:
         return f"{_WHAT[self.when].format(self.name)} infinite or NaN"
 
 
+class UnrecordedAmaxes(PendingAmaxes):
+    """Those of a pass that is no step: no history is told."""
+
+    def flush(self) -> None:
+        """Forget them."""
+        self.drop()
+
+
 class FlagRecorder:
     """Looks at the outputs of modules and at their gradients, without waiting for the device."""
 
@@ -145,7 +153,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         observation.active = None
         for param in grads:
             param.grad = None
-        with torch.random.fork_rng(devices=devices), context.amaxes_noted_in(PendingAmaxes(), PendingAmaxes()):
+        with torch.random.fork_rng(devices=devices), context.amaxes_noted_in(UnrecordedAmaxes(), UnrecordedAmaxes()):
             yield
     finally:
         observation.active = observer

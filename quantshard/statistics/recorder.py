@@ -98,6 +98,11 @@ class Statistics:
         else:
             self._stop()
 
+    def __del__(self) -> None:
+        """Who forgets `close` is not observed for ever."""
+        if getattr(self, "_sample", None) is not None:
+            self._stop()
+
     @property
     def is_sampling(self) -> bool:
         """Whether the step that comes next, or runs, is sampled."""
