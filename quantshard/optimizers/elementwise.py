@@ -20,7 +20,7 @@ from quantshard.optimizers.capturable import wrong_rates
 from quantshard.optimizers.masters import MasterOptimizer
 from quantshard.optimizers.state import OptimizerState
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
-from quantshard.tensor import components, observation
+from quantshard.tensor import components
 
 
 class ElementwiseOptimizer(MasterOptimizer, ABC):
@@ -120,9 +120,6 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 loss = closure()
         groups = [self._told(*numbered) for numbered in enumerate(self.param_groups)]
         work = list(self._begin(groups))
-        if observation.active is not None:
-            for item in work:
-                observation.active.see_update(item.param, item.planned)
         flags, left = self._measured(work, groups)
         flags.warn_of_no_gradient()
         is_made = self._capturable or not flags.skips(self.param_groups, self._max_skipped_in_a_row)

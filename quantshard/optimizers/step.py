@@ -115,11 +115,6 @@ class ParameterStep:
             )
         return {role: updated.get(role, master) for role in self.targets}
 
-    def planned(self) -> tuple[Tensor, Tensor]:
-        """The values that are trained, as they are and as `finish` will leave them but for rounding; float32, local."""
-        before, after = self.source.read(), self._new_values()
-        return before, after[MASTER] if MASTER in after else after[WEIGHT]
-
     def _begin(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
         self.begun = {role: state.begin(values[role], reduction) for role, state in self.targets.items()}
 

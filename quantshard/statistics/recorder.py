@@ -30,8 +30,8 @@ class Statistics:
 
     The numbers are those of the global tensors, on any number of ranks. Training keeps its bits. A step that is not
     sampled costs nothing: no hook is there, and nothing is called but `step`. In a sampled one the device adds up, and
-    the host reads the sums a step later. A sampled step keeps a copy of the weights' codes through the optimizer's
-    step, and of the values that an optimizer trains that is not quantshard's. Make it after `fully_shard` and the
+    the host reads the sums a step later. A sampled step keeps a copy of the weights' codes and of the values that
+    are trained through the optimizer's step. Make it after `fully_shard` and the
     optimizer: a collective call where there are ranks, as `step` is after a sampled step.
 
     Args:

@@ -80,9 +80,6 @@ class GemmErrors(Observer):
     ) -> None:
         """Of a layer that is quantized in this pass there is nothing to find out."""
 
-    def see_update(self, param: Tensor, planned: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """There is none in a pass."""
-
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:

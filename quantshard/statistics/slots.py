@@ -51,18 +51,27 @@ class SampleNumbers(NamedTuple):
 
 
 class SampleBuffer:
-    """The rows of one device."""
+    """The rows of one device, which serve one sampled step after the other."""
 
     def __init__(self, weights: int, parameters: int, device: torch.device) -> None:
         copies, rows = _COPIES if kernel_dispatch.kernels_on(device) else 1, weights * len(KINDS)
         self.sums = torch.zeros(copies, rows, len(SUMS), dtype=torch.float64, device=device)
-        empty = torch.tensor(EMPTY, dtype=torch.float32, device="cpu").to(device)
-        self.extremes = empty.expand(copies, rows, len(EXTREMES)).contiguous()
+        self._empty = torch.tensor(EMPTY, dtype=torch.float32, device="cpu").to(device)
+        self.extremes = self._empty.expand(copies, rows, len(EXTREMES)).contiguous()
         self.parameters = torch.zeros(parameters, len(PARAMETER), dtype=torch.float64, device=device)
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.sums.zero_()
+        self.extremes.copy_(self._empty)
+        self.parameters.zero_()
 
     def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage) -> None:
         """Add values [R, C] and what they were quantized to; the values alone where they were not."""
-        sums, extremes = self.sums[:, row], self.extremes[:, row]
+        if row not in self._views:
+            self._views[row] = self.sums[:, row], self.extremes[:, row]
+        sums, extremes = self._views[row]
         if not isinstance(operand, QuantizedStorage):
             quantization_error.add_values_(sums[0], extremes[0], values)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,11 +31,13 @@ class ModelNames:
     """The names of a model's parameters and of its weights that layers multiply with, those of other ranks included, in
     an order that all ranks have. A collective call where there are ranks.
 
-    `own`: this rank's parameters, by name. `sizes`: elements of each parameter, globally.
+    `own`: this rank's parameters, by name. `sizes`: elements of each parameter, globally. `buffers`: where samples add
+    up their numbers, by device.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.own = dict(model.named_parameters())
+        self.buffers: dict[torch.device, SampleBuffer] = {}
         self._layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedModule)}
         mine = {name: param.numel() for name, param in self.own.items()}, list(self._weights())
         told: list[Any] = [mine]
@@ -67,11 +69,14 @@ class StepSample(Observer):
 
     def __init__(self, names: ModelNames, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._names, self._optimizers, self._rows = names, optimizers, names.rows()
-        self._by_device: dict[torch.device, SampleBuffer] = {}
+        self._by_device = names.buffers
         self.order: dict[int, None] = {}
         """Rows in the order in which operands were seen."""
-        self._codes: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
+        self._codes: dict[str, Tensor] = {}
+        self._elements: dict[str, int] = {}
+        self._coded: dict[str, int] = {}
         self._by_param: dict[Tensor, str] = {param: name for name, param in names.own.items()}
         self._hooks: list[RemovableHandle] = [each.register_step_pre_hook(self._stepping) for each in optimizers]
 
@@ -109,18 +114,6 @@ class StepSample(Observer):
             rows = grad.reshape(-1, grad.shape[-1])
             self.see_operand(key, TensorRole.GRAD_OUTPUT, False, rows, rows)
 
-    @torch.no_grad()
-    def see_update(self, param: Tensor, planned: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """As of all observers."""
-        name = self._by_param.get(param)
-        if name is not None and param.grad is not None:
-            self._add_update(name, *planned())
-
-    def _add_update(self, name: str, before: Tensor, after: Tensor) -> None:
-        row = self._buffer(before.device).parameters[self._names.places[name]]
-        row[PARAMETER.index("value")] += _square(before)
-        row[PARAMETER.index("update")] += _square(after - before)
-
     def _buffer(self, device: torch.device) -> SampleBuffer:
         found = self._by_device.get(device)
         if found is None:
@@ -139,39 +132,65 @@ class StepSample(Observer):
                 grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
                 if name is None or grad is None:
                     continue
-                local = private_torch.local_tensor(grad)
-                row = self._buffer(local.device).parameters[self._names.places[name]]
-                row[PARAMETER.index("elements")] += local.numel()
-                row[PARAMETER.index("gradient")] += _square(local)
+                self._gradients[name] = private_torch.local_tensor(grad)
+                self._before[name] = _values(optimizer, param).clone()
                 quantized = components.quantized_local(param)
                 if quantized is not None:
                     self._codes[name] = _codes(quantized.quantized_storage).clone()
-                if not isinstance(optimizer, ElementwiseOptimizer):  # which says it before, without a copy
-                    self._before[name] = _values(optimizer, param).clone()
+        self._add_squares("gradient", self._gradients)
+        for name, grad in self._gradients.items():
+            self._elements[name] = grad.numel()
+        self._gradients.clear()
+
+    def _add_squares(self, column: str, tensors: Mapping[str, Tensor]) -> None:
+        """Of all parameters in a few launches, in float64, without a copy of any."""
+        by_device: dict[torch.device, list[str]] = {}
+        for name, tensor in tensors.items():
+            by_device.setdefault(tensor.device, []).append(name)
+        for device, names in by_device.items():
+            norms = torch.ops.aten._foreach_norm.Scalar([tensors[name] for name in names], 2, torch.float64)
+            rows = self._buffer(device).parameters[:, PARAMETER.index(column)]
+            places = torch.tensor([self._names.places[name] for name in names], dtype=torch.int64, device="cpu")
+            rows.index_add_(0, places.to(device, non_blocking=True), torch.stack(norms).double().square())
 
     @torch.no_grad()
     def finish(self, group: Group) -> PendingNumbers:
         """After the optimizers' steps: look at the weights, and bring all numbers together. A collective call."""
         self.stop()
-        for optimizer in self._optimizers:
-            for each in optimizer.param_groups:
-                for param in each["params"]:
-                    name = self._by_param.get(param)
-                    if name is not None and name in self._before:
-                        self._add_update(name, self._before.pop(name), _values(optimizer, param))
         owners = {
             param: optimizer
             for optimizer in self._optimizers
-            for of in optimizer.param_groups
-            for param in of["params"]
+            for each in optimizer.param_groups
+            for param in each["params"]
         }
+        self._add_squares("value", self._before)
+        updates = {}
+        for name, before in self._before.items():
+            param = self._names.own[name]
+            updates[name] = before.sub_(_values(owners[param], param))
+        self._add_squares("update", updates)
         for name, param in self._names.own.items():
             quantized = components.quantized_local(param)
             if quantized is not None:
                 self._add_weight(name, param, quantized.quantized_storage, owners.get(param))
         if not self._by_device:
             self._buffer(private_torch.local_tensor(next(iter(self._names.own.values()))).device)
-        return gathered(list(self._by_device.values()), len(self._names.weights), len(self._names.sizes), group)
+        self._add_elements()
+        buffers = list(self._by_device.values())
+        found = gathered(buffers, len(self._names.weights), len(self._names.sizes), group)
+        for buffer in buffers:
+            buffer.clear()
+        return found
+
+    def _add_elements(self) -> None:
+        """What the host knows of parameters: in one copy to the device."""
+        counts = torch.zeros(len(self._names.sizes), 2, dtype=torch.float64, device="cpu")
+        for column, found in enumerate((self._elements, self._coded)):
+            for name, count in found.items():
+                counts[self._names.places[name], column] = count
+        buffer = next(iter(self._by_device.values()))
+        columns = [PARAMETER.index("elements"), PARAMETER.index("codes")]
+        buffer.parameters[:, columns] += counts.to(buffer.parameters.device, non_blocking=True)
 
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
@@ -186,12 +205,13 @@ class StepSample(Observer):
             buffer.add_codes(row, storage)
         before = self._codes.pop(name, None)
         if before is not None:
-            of_parameter = buffer.parameters[self._names.places[name]]
-            differing = before ^ _codes(storage)
             packed = storage.cell.format.copies[Copy.ROWWISE].codes.encoding.bits < 8
+            differing = before.bitwise_xor_(_codes(storage))
             found = [differing & 0xF, differing & 0xF0] if packed else [differing]
-            of_parameter[PARAMETER.index("codes")] += differing.numel() * len(found)
-            of_parameter[PARAMETER.index("changed")] += sum((part != 0).sum() for part in found)
+            self._coded[name] = differing.numel() * len(found)
+            changed = buffer.parameters[self._names.places[name], PARAMETER.index("changed")]
+            for part in found:
+                changed += part.count_nonzero()
 
     def stop(self) -> None:
         """See no more."""
@@ -199,11 +219,6 @@ class StepSample(Observer):
             observation.active = None
         while self._hooks:
             self._hooks.pop().remove()
-
-
-def _square(x: Tensor) -> Tensor:
-    """The sum of the squares, in float64, without a copy of x in it."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
 def _codes(storage: QuantizedStorage) -> Tensor:

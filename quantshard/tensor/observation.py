@@ -1,4 +1,4 @@
-"""Whom layers and optimizers show what they work on: at most one observer, which is there in sampled steps alone.
+"""Whom layers show what they work on: at most one observer, which is there in sampled steps alone.
 
 Whoever has something to show looks whether `active` is None, which is all that it costs in other steps. An observer
 changes nothing that it is shown.
@@ -7,7 +7,7 @@ changes nothing that it is shown.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 class Observer(ABC):
-    """Who is shown the operands of GEMMs and the updates of weights, while it is `active`."""
+    """Who is shown the operands of GEMMs, while it is `active`."""
 
     @abstractmethod
     def see_operand(
@@ -44,11 +44,6 @@ class Observer(ABC):
             weights: [out_features, in_features].
             outputs: [..., out_features], one for each weight; a hook of theirs sees their gradients.
         """
-
-    @abstractmethod
-    def see_update(self, param: Tensor, planned: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Be shown a parameter before a step; `planned` gives its local values, float32, as they are and as the step is
-        to leave them, before they are rounded to what stores them."""
 
 
 active: Observer | None = None

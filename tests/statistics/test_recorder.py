@@ -138,7 +138,7 @@ def test_first_nonfinite_operand_is_named():
     "make", [lambda p, lr: torch.optim.AdamW(p, lr), lambda p, lr: MasterWeights(torch.optim.SGD, p, lr=lr)],
     ids=["torch", "MasterWeights"],
 )  # fmt: skip
-def test_other_optimizers_are_measured_by_a_copy(make):
+def test_other_optimizers_are_measured_too(make):
     recipe = "block"
     with qs.quantized_model_init(recipe=recipe):
         model = nn.Sequential(qs.Linear(FEATURES, FEATURES, params_dtype=torch.bfloat16, device="cpu"))
