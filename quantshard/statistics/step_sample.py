@@ -53,14 +53,15 @@ class ModelNames:
             for leaf in module._weights:
                 yield f"{prefix}.{leaf}" if prefix else leaf
 
-    def rows(self) -> dict[int, int]:
-        """The first row of each weight of this rank, by its key: which a load may change."""
+    def rows(self) -> dict[int, tuple[Tensor, int]]:
+        """The first row of each weight of this rank, by the id of its key, which is the weight's alone: a copy of the
+        model has a key of the same value. With the key, so that no other gets its id."""
         numbers = {name: number for number, name in enumerate(self.weights)}
-        found: dict[int, int] = {}
+        found: dict[int, tuple[Tensor, int]] = {}
         for prefix, module in self._layers.items():
             for leaf in module._weights:
-                key = int(module.weight_state(leaf)[KEY])
-                found.setdefault(key, numbers[f"{prefix}.{leaf}" if prefix else leaf] * len(KINDS))
+                key = module.weight_state(leaf)[KEY]
+                found.setdefault(id(key), (key, numbers[f"{prefix}.{leaf}" if prefix else leaf] * len(KINDS)))
         return found
 
 
@@ -87,15 +88,15 @@ class StepSample(Observer):
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
         """As of all observers. Layers of other models are none of its business."""
-        first = self._rows.get(int(key))
-        if first is None:
+        known = self._rows.get(id(key))
+        if known is None:
             return
         if kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
                 "Statistics: a CUDA graph is captured in a step that is sampled, and each replay would be counted to "
                 "it; capture before Statistics is made, whose samples will not see what replays compute"
             )
-        row = first + _KIND_NUMBERS[role, for_wgrad]
+        row = known[1] + _KIND_NUMBERS[role, for_wgrad]
         self.order.setdefault(row)
         self._buffer(values.device).add_operand(row, values.detach(), operand)
 
@@ -195,9 +196,10 @@ class StepSample(Observer):
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
     ) -> None:
-        row = self._rows.get(int(storage.state[KEY]))
-        if row is None:
+        known = self._rows.get(id(storage.state[KEY]))
+        if known is None:
             return
+        row = known[1]
         buffer = self._buffer(storage.device)
         if owner is not None and _has_master(owner, param):
             buffer.add_operand(row, _values(owner, param), storage)

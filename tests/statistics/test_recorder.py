@@ -14,7 +14,9 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.statistics import Statistics
+from quantshard.statistics.step_sample import StepSample
 from quantshard.tensor import components, observation
+from quantshard.tensor.storage import KEY
 from tests.covering import exhaustive
 from tests.statistics.models import FEATURES, loss_of, perceptron, tokens, trained
 
@@ -154,19 +156,50 @@ def test_layers_in_high_precision_show_amaxes():
     assert rows["input"].keys() == {"name", "role", "amax"} == rows["grad_output"].keys()
 
 
-def test_recomputed_layers_count_once():
-    """A region's second forward shows nothing; evaluations neither."""
-    model = perceptron()
+def keys_of(model):
+    weights = [(layer, name) for layer in model for name in layer._weights]
+    return [layer.weight_state(name)[KEY] for layer, name in weights]
+
+
+def test_recomputed_layers_count_once(monkeypatch):
+    """A region's second forward shows nothing; evaluations neither, nor layers of another model."""
+    model, other, seen = perceptron(), perceptron(), Counter()
+    real = StepSample.see_operand
+
+    def see(self, key, role, for_wgrad, *others):
+        seen[id(key), role, for_wgrad] += 1
+        return real(self, key, role, for_wgrad, *others)
+
+    monkeypatch.setattr(StepSample, "see_operand", see)
     statistics = Statistics(model, None, every=1)
     with qs.autocast(recipe="mxfp8"):
         model.eval()(tokens(1) * 100)
-        x = tokens(0).requires_grad_()
-        y = qs.checkpoint(model.train(), x)
-    y.float().sum().backward()
+        seen.clear()
+        y = qs.checkpoint(model.train(), tokens(0).requires_grad_())
+        other(tokens(1) * 100).float().square().sum().backward()  # of the same keys, which were drawn by one seed
+        for key in [key for key in seen if key[0] not in {id(each) for each in keys_of(model)}]:
+            del seen[key]
+    y.float().square().sum().backward()
     statistics.step()
     (sample,) = statistics.close()
+    assert len(seen) == 4 * 2 + 5 * 2 and set(seen.values()) == {1}  # of 5 weights two read one input
     row = next(row for row in sample.rows if (row.name, row.role) == ("1.weight", "input"))
     assert row.amax is not None and row.amax < 20
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo's
+def test_compiled_layers_are_seen():
+    """By a backend that keeps operators as they are."""
+    model = perceptron()
+    compiled = torch.compile(model, backend="aot_eager")
+    statistics = Statistics(model, None, every=1)
+    with qs.autocast(recipe="mxfp8"):
+        compiled(tokens(0)).float().square().mean().backward()
+    statistics.step()
+    (sample,) = statistics.close()
+    seen = {(row.name, row.role) for row in sample.rows if row.error.sqnr_db}
+    assert seen >= {(f"{name}.weight", role) for name in (1, 2) for role in ("input", "grad_output")}
 
 
 def test_converted_models_and_experts_are_seen():
