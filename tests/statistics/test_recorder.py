@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
-from quantshard.errors import ConfigurationError
+from quantshard import kernel_dispatch
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.statistics import Statistics
 from quantshard.statistics.step_sample import StepSample
@@ -314,6 +315,16 @@ def test_two_at_once_and_parameters_of_others_are_refused():
     with pytest.raises(RuntimeError, match="stop"), Statistics(model, None, every=1):
         raise RuntimeError("stop")
     assert observation.active is None
+
+
+def test_a_capture_in_a_sampled_step_is_refused(monkeypatch):
+    """Else each replay would add to it."""
+    model = perceptron()
+    statistics = Statistics(model, None, every=1)
+    monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: True)
+    with pytest.raises(UnsupportedOperationError, match="a CUDA graph is captured in a step that is sampled"):
+        loss_of(model, 0)
+    statistics.close()
 
 
 def test_a_sampled_step_that_shows_nothing_warns():
