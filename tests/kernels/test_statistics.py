@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import quantshard as qs
 from quantshard import kernel_dispatch
+from quantshard.modules.gemms import grouped
 from quantshard.optimizers import FusedAdam
 from tests.covering import exhaustive
 
@@ -57,3 +58,42 @@ def test_kernels_tell_what_the_oracle_does(recipe, monkeypatch):
         for part, whole in ((found, exact), (found.get("wgrad", {}), exact.get("wgrad", {}))):
             for key in part.keys() - {"name", "role", "wgrad"}:
                 assert part[key] == pytest.approx(whole[key], rel=1e-3, abs=1e-6), (row.name, row.role, key)
+
+
+@pytest.mark.parametrize("recipe", exhaustive([("delayed",), ("block",), ("current",)], [("delayed",)]))
+def test_experts_at_once_tell_what_each_does(recipe, monkeypatch):
+    """Those that kernels quantize and multiply together, beside the oracle's, one by one; histories go on as ever."""
+    chosen = qs.recipe.DelayedScaling(amax_history_len=3) if recipe == "delayed" else recipe
+    together = []
+    real = grouped.grouped_linear
+    monkeypatch.setattr(grouped, "grouped_linear", lambda *args: together.append(1) or real(*args))
+
+    def run(every: int, kernels: bool) -> tuple[dict, list]:
+        monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+        torch.manual_seed(0)
+        with qs.quantized_model_init(recipe=chosen):
+            model = qs.GroupedLinear(2, 128, 32, bias=False, params_dtype=torch.bfloat16, device=DEVICE)
+        found = []
+        with qs.Statistics(model, None, every=every, saturation=1) as statistics:
+            for step in range(2):
+                x = torch.randn(8, 128, generator=torch.Generator().manual_seed(step)).bfloat16().to(DEVICE)
+                with qs.autocast(recipe=chosen):
+                    y = model(x.requires_grad_(), [5, 3])
+                y.backward(torch.randn(8, 32, generator=torch.Generator().manual_seed(9)).bfloat16().to(DEVICE))
+                found += statistics.step()
+            found += statistics.close()
+        return model.state_dict(), found
+
+    plain, _ = run(0, True)
+    assert together
+    state, samples = run(1, True)
+    _, wanted = run(1, False)
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.view(torch.uint8), state[name].view(torch.uint8)), name
+    for sample, other in zip(samples, wanted, strict=True):
+        for row, exact in zip(sample.rows, other.rows, strict=True):
+            assert (row.name, row.role, row.amax) == (exact.name, exact.role, exact.amax)
+            assert row.error.underflowed == exact.error.underflowed and row.error.scale == exact.error.scale
+            assert (row.error.sqnr_db or 0.0) == pytest.approx(exact.error.sqnr_db or 0.0, rel=1e-5)
+            assert (row.wgrad is None) == (exact.wgrad is None)
