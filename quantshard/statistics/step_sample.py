@@ -83,7 +83,6 @@ class StepSample(Observer):
 
     # What it is shown ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
@@ -98,7 +97,8 @@ class StepSample(Observer):
             )
         row = known[1] + _KIND_NUMBERS[role, for_wgrad]
         self.order.setdefault(row)
-        self._buffer(values.device).add_operand(row, values.detach(), operand)
+        buffer = self._by_device.get(values.device) or self._buffer(values.device)
+        buffer.add_operand(row, values.detach() if values.requires_grad else values, operand)
 
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]

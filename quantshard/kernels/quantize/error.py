@@ -10,7 +10,10 @@ Programs add to rows by atomic operations, each to one of several copies of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +23,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.dequantize import tiles_of
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of
-from quantshard.kernels.quantize.targets import WARPS, Region, tiles
+from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, tiles
 from quantshard.numerics.quantization_error import beyond
 
 
@@ -92,12 +95,21 @@ def add_error(
     if x.numel() == 0:
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
-    how = tiles_of(copy, x.device)
-    where = Region(x.shape[0], x.shape[1], x.shape[1], *origin)
+    where, grid, constants = _plan(copy, x.shape, origin, x.device)
     launch_kernel(
-        error_kernel, tiles(where, how), x.device,
+        error_kernel, grid, x.device,
         x, *x.stride(), codes, codes.stride(0), codes.shape[1], scale,
         parts[copy.amax.name] if copy.amax is not None else None, *scale.stride(), *scale.shape,
-        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where,
-        BEYOND=beyond(copy.codes.encoding), H=how, num_warps=WARPS, enable_fp_fusion=False,
+        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where, **constants,
     )  # fmt: skip
+
+
+@lru_cache(MOST_PLANS)
+def _plan(
+    copy: QuantizedCopy, shape: tuple[int, int], origin: tuple[int, int], device: torch.device
+) -> tuple[Region, tuple[int, int], dict[str, Any]]:
+    """What is the same in each launch of a shape: the rectangle, the programs, and the kernel's constants."""
+    how = tiles_of(copy, device)
+    where = Region(shape[0], shape[1], shape[1], *origin)
+    constants = {"BEYOND": beyond(copy.codes.encoding), "H": how, "num_warps": WARPS, "enable_fp_fusion": False}
+    return where, tiles(where, how), constants
