@@ -1,6 +1,6 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
-from quantshard import checkpoints, errors, layouts, optimizers, recipe, transformer_engine
+from quantshard import checkpoints, errors, layouts, optimizers, recipe, statistics, transformer_engine
 from quantshard.conversion.convert import convert, revert
 from quantshard.determinism import deterministic
 from quantshard.distributed.replicas import broadcast_, check_replicas
@@ -25,6 +25,7 @@ from quantshard.modules import (
 )
 from quantshard.observe import explain, plan
 from quantshard.private_torch import lookup as _lookup
+from quantshard.statistics import Statistics
 from quantshard.tensor import arithmetic as _arithmetic
 from quantshard.tensor import aten_rules as _ops
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -43,6 +44,7 @@ __all__ = [
     "QuantizedTensor",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "Statistics",
     "TransformerLayer",
     "__version__",
     "autocast",
@@ -64,6 +66,7 @@ __all__ = [
     "recipe",
     "requantize_",
     "revert",
+    "statistics",
     "transformer_engine",
 ]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
-from quantshard.numerics import Grids, Pair, RandomBits
+from quantshard.numerics import Grids, Pair, RandomBits, quantization_error
 
 if kernels.USABLE:
     from quantshard.kernels.fused import rounded_sum as sum_kernel
@@ -23,6 +23,7 @@ if kernels.USABLE:
     from quantshard.kernels.optimizer import multi_tensor
     from quantshard.kernels.quantize import amax as amax_kernel
     from quantshard.kernels.quantize import dequantize as dequantize_kernel
+    from quantshard.kernels.quantize import error as error_kernel
     from quantshard.kernels.quantize import matrix as quantize_kernel
     from quantshard.kernels.quantize import transpose as transpose_kernel
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
@@ -146,6 +147,21 @@ def dequantize(
         return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, poison)
     values = numerics.dequantize(copy, parts, shape, origin)
     return (values if poison is None else values + poison).to(dtype)
+
+
+def add_quantization_error(
+    sums: Tensor,
+    extremes: Tensor,
+    x: Tensor,
+    copy: QuantizedCopy,
+    parts: Mapping[str, Tensor],
+    origin: Pair = (0, 0),
+) -> None:
+    """`quantization_error.add_error_`, to one of several rows [copies, columns] that count together."""
+    if _has_kernel(x, copy):
+        error_kernel.add_error(sums, extremes, x, copy, parts, origin)
+    else:
+        quantization_error.add_error_(sums[0], extremes[0], x, copy, parts, origin)
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:

@@ -9,7 +9,20 @@ from typing import Annotated
 
 import typer
 
-from quantshard.cli import convert, demo, diff, doctor, exchange, explain, inspect, report, tokenize, train, verify
+from quantshard.cli import (
+    convert,
+    debug,
+    demo,
+    diff,
+    doctor,
+    exchange,
+    explain,
+    inspect,
+    report,
+    tokenize,
+    train,
+    verify,
+)
 from quantshard.errors import QuantshardError
 from quantshard.terminal.screen import complain, prepare_output, say
 from quantshard.trainer import launch
@@ -18,7 +31,20 @@ from quantshard.version import __version__
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
     *(
         module.register
-        for module in (train, tokenize, report, demo, explain, diff, inspect, verify, exchange, convert, doctor)
+        for module in (
+            train,
+            tokenize,
+            report,
+            demo,
+            debug,
+            explain,
+            diff,
+            inspect,
+            verify,
+            exchange,
+            convert,
+            doctor,
+        )
     ),
 )
 """What adds commands to the command line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,15 +10,22 @@ import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, numerics, recipe
-from quantshard.doctor.cases import Expected, KernelCase, KernelRow, recipe_names
+from quantshard.doctor.cases import (
+    TOO_FAR,
+    Bound,
+    Expected,
+    KernelCase,
+    KernelRow,
+    recipe_names,
+)
 from quantshard.doctor.results import UnavailableError
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 from quantshard.gemm import producers
-from quantshard.numerics import RandomBits
+from quantshard.numerics import RandomBits, quantization_error
 
 if kernels.USABLE:
-    from quantshard.kernels.quantize import amax, dequantize, matrix, scales, transpose
+    from quantshard.kernels.quantize import amax, dequantize, error, matrix, scales, transpose
     from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
@@ -196,6 +204,35 @@ def dequantize_case(x: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16)
     )
 
 
+def error_case(x: Tensor, fmt: Format) -> KernelCase:
+    """Counts, extremes and squares of the error of one copy, some of whose values saturate."""
+    copy, shape = fmt.copies[Copy.ROWWISE], (x.shape[0], x.shape[1])
+    amaxes = {name: grid * 0.75 for name, grid in numerics.amaxes(x, fmt).items()}
+    parts, multipliers = numerics.scales_and_multipliers(amaxes, fmt, Scaling(), x.dtype)
+    parts[copy.codes.name] = numerics.quantize_codes(x, copy, multipliers)
+
+    def rows(copies: int) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(copies, len(quantization_error.SUMS), dtype=torch.float64, device=x.device)
+        empty = torch.tensor(quantization_error.EMPTY, dtype=torch.float32, device="cpu").to(x.device)
+        return sums, empty.repeat(copies, 1)
+
+    def launch() -> list[Tensor | None]:
+        sums, extremes = rows(3)
+        error.add_error(sums, extremes, x, copy, parts)
+        total = sums.sum(0)
+        return [total[:6], torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), total[6:]]
+
+    def oracle() -> list[Expected]:
+        (sums,), (extremes,) = rows(1)
+        quantization_error.add_error_(sums, extremes, x, copy, parts)
+        squares = sums[6:]
+        bound = (math.log2(shape[0] * shape[1]) + 4) * 2.0**-23 * squares + 2.0**-21 * squares.prod().sqrt()
+        return [sums[:6], extremes, Bound(squares, bound)]
+
+    read = [parts[c.name] for c in fmt.components if c.copy is Copy.ROWWISE]
+    return KernelCase(launch, oracle, bytes_of(x, *read))
+
+
 def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
     """Bytes; `blocks`: and the scales of their blocks of 128 x 128, to which a poison of 0 is added."""
     codes = x.view(torch.uint8)[:, : x.shape[1]].contiguous()
@@ -217,6 +254,7 @@ def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
 QUANTIZE, BOTH = _quantize_cases(), _both_cases()
 AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
+ERRORS: Cases = {f"error of {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 DEQUANTIZE: Cases = {f"dequantize {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 TRANSPOSE: Cases = {"transpose of bytes": {}, "transpose of bytes and scales": {"blocks": True}}
 WIDE: Cases = {f"{name} to fp32": {**options, "dtype": torch.float32} for name, options in DEQUANTIZE.items()}
@@ -227,5 +265,6 @@ ROWS = (
     KernelRow({"amax_kernel"}, amax_case, AMAX, timed_of(AMAX), (35, 290)),
     KernelRow({"scales_kernel"}, scales_case, SCALES, timed_of(SCALES), (131, 257)),
     KernelRow({"dequantize_kernel"}, dequantize_case, DEQUANTIZE | WIDE, timed_of(DEQUANTIZE), (35, 290)),
+    KernelRow({"error_kernel"}, error_case, ERRORS, timed_of(ERRORS), (35, 290), TOO_FAR),
     KernelRow({"transpose_kernel"}, transpose_case, TRANSPOSE, ["transpose of bytes"], (35, 290)),
 )

@@ -67,7 +67,14 @@ def through_activation(
         return _quantized(asked, given) if operands.is_large(gate) else iter(operands_together(asked, given))
     outputs = [each.outputs() for each in asked]
     targets = _activation_backward(rows, gate, up, activation, outputs)
-    return iter([each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)])
+    taken = [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]
+    if asked[0].watching is not None:  # as of all parts
+        given = [TensorProducer.empty(gate) for _ in asked]
+        _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
+        for each, values, made in zip(asked, given, taken, strict=True):
+            if each.watching is not None:
+                each.watching.see_both(values.values, made.first, made.second.operand, made.second.transposed)
+    return iter(taken)
 
 
 def _quantized(asked: list[OperandRequest], given: list[TensorProducer]) -> Iterator[GemmOperands]:

@@ -245,7 +245,7 @@ def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
     return _amax_along(along_cols, 0, covers[0], origin[0]).float()
 
 
-def _expand(grid: Tensor, covers: Pair, shape: Pair, origin: Pair) -> Tensor:
+def expand(grid: Tensor, covers: Pair, shape: Pair, origin: Pair) -> Tensor:
     """Grid entries -> a tensor that broadcasts with the rectangle's elements [R, C]."""
     for dim in (0, 1):
         first, count = _touched(origin[dim], shape[dim], covers[dim])
@@ -354,19 +354,23 @@ def quantize_codes(
     `random_words`) rounding is stochastic, otherwise to nearest even.
     """
     encoding, grid = copy.codes.encoding, encode_scales[copy.scale.name]
-    scaled = x.float() * _expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
+    scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
     codes = encode(scaled, encoding) if words is None else encode_stochastic(scaled, encoding, words)
     return pack(codes, encoding)
 
 
 def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
     """The components of one copy -> float32 [R, C]: code * scale; NVFP4 code * (S_dec * amax * (1 / (6 * 448)))."""
-    encoding = copy.codes.encoding
+    codes = decode(unpack(parts[copy.codes.name], copy.codes.encoding, shape[1]), copy.codes.encoding)
+    return codes.mul_(expand(stored_scales(copy, parts), copy.block, shape, origin))
+
+
+def stored_scales(copy: QuantizedCopy, parts: Mapping[str, Tensor]) -> Tensor:
+    """What the decoded codes of each block are multiplied by, float32, from the components of one copy."""
     scale = decode(parts[copy.scale.name], copy.scale.encoding)
     if copy.amax is not None:  # TE, cast/nvfp4/dequantize_nvfp4.cuh
-        scale = scale * parts[copy.amax.name] * (1.0 / (encoding.max * copy.scale.encoding.max))
-    codes = unpack(parts[copy.codes.name], encoding, shape[1])
-    return decode(codes, encoding).mul_(_expand(scale, copy.block, shape, origin))
+        scale = scale * parts[copy.amax.name] * (1.0 / (copy.codes.encoding.max * copy.scale.encoding.max))
+    return scale
 
 
 def quantize(
@@ -395,10 +399,8 @@ def quantize(
 
 
 def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> dict[str, Tensor]:
-    """The components of the transposed tensor, [C, R] from [R, C], of a transposable format; no value changes.
-
-    For a rectangle the origin is swapped too.
-    """
+    """The components of the transposed tensor, [C, R] from [R, C], of a transposable format, by values that stay as
+    they are; of a rectangle the origin is swapped too."""
     assert fmt.transposable, fmt.name
     codes = fmt.copies[Copy.ROWWISE].codes
     transposed = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}

@@ -179,6 +179,15 @@ class TrainSettings:
     profile: int = _setting(
         0, "Running", "steps that are traced by torch.profiler after the third, into RUN/profile; 0: none", 0, 1000
     )
+    statistics_every: int = _setting(
+        0, "Logs", "steps between statistics of quantization, by layer and operand; 0: none", 0, _STEPS
+    )
+    alarm_loss_spike: float = _setting(
+        10.0, "Logs", "alarm if the loss is so many deviations above the median of the last 50; 0: none", 0, 1e6
+    )
+    alarm_saturation: float = _setting(
+        0.01, "Logs", "alarm above this share of saturated values, in a step with statistics; 1: none", 0, 1, more=True
+    )
     device: str = _setting("auto", "Running", "cpu, cuda, or auto: cuda where there is one")
     deterministic: bool = _setting(True, "Running", "the same bits in every run on the same hardware and software")
     threads: int = _setting(

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from quantshard.trainer.profiling import StepProfile
 from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import learning_rate
+from quantshard.trainer.statistics import RunStatistics
 from quantshard.trainer.trackers import Tracker
 
 
@@ -101,6 +102,19 @@ class Trainer:
 
     def step(self, step: int) -> tuple[float, float, bool]:
         """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
+        settings, share, total = self.settings, self.share, self.passes(step)
+        sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
+        norm = math.sqrt(sums[1] / self.axes.dp_replicate)
+        if settings.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, total.new_tensor(norm).float())
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums[0] / share.count, norm, sums[2] > 0
+
+    def passes(self, step: int) -> Tensor:
+        """Forward and backward of a step: the mean loss of this process's sequences, float64."""
         settings, place, share = self.settings, self.place, self.share
         batch = self.loader.batch(step)
         if settings.dropout or not settings.is_by_sizes:  # alike where processes compute on the same sequences
@@ -113,15 +127,7 @@ class Trainer:
             loss = models.loss(logits, part[:, 1:]) / len(parts)
             (loss + models.extra_loss(self.model, logits, settings) / len(parts)).backward()
             total += loss.detach().double()
-        sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
-        norm = math.sqrt(sums[1] / self.axes.dp_replicate)
-        if settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, total.new_tensor(norm).float())
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return sums[0] / share.count, norm, sums[2] > 0
+        return total
 
     def _batch(self, step: int) -> Tensor:
         """This process's share of the global batch of a step, made in the loader's thread."""
@@ -223,6 +229,9 @@ class Trainer:
     def train(self, done: int) -> None:
         """Train from the step after `done` to the last, saving and evaluating as the settings say."""
         settings, saved = self.settings, done
+        statistics = RunStatistics(
+            settings, self.model, self.optimizer, self.record_statistics, self.progress.note, done
+        )
         if done < settings.steps:
             self.sample(done)
         profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile)
@@ -230,18 +239,21 @@ class Trainer:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step)
+                statistics.stepped(loss, partial(self.passes, step))
                 seconds = time.perf_counter() - began
                 profile.step()
                 last = stop or step == settings.steps
                 heldout = self.evaluate() if _due(step, settings.eval_every) or step == settings.steps else None
                 self.record(step, loss, norm, seconds, heldout)
                 if last or _due(step, settings.save_every):
+                    statistics.settle()
                     self.save(step)
                     saved = step
                 if not last and _due(step, settings.sample_every):
                     self.sample(step)
                 if stop:
                     break
+        statistics.close()
         self.manager.wait()
         if saved < settings.steps:
             self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")

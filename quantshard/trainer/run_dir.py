@@ -7,6 +7,7 @@
     starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
                               and which weights were then quantized anew
     samples.jsonl             generated texts, if they were asked for
+    statistics.jsonl          one JSON object a step with statistics or an alarm (docs/statistics.md)
     checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
     statistics.jsonl          one JSON object a sampled step: statistics of tensors, and alarms
     parameters.json           how each parameter is stored, as `explain` found it when the run was started last
@@ -67,6 +68,7 @@ class RunDir:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.statistics = path / "statistics.jsonl"
         self.starts = path / "starts.jsonl"
         self.tokens = path / "tokens"
         self.logs = path / "logs"

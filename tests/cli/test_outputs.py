@@ -101,7 +101,7 @@ def test_no_write_of_a_run_follows_a_link(run: RunDir, mine: Path, monkeypatch: 
     """What a crafted run can hold: a link with the name of each file that is written, and of each folder."""
     (run.path / "config.toml.new").symlink_to(mine)  # what earlier versions wrote first
     run.write_config(TrainSettings(), {"processes": 2}, {"files": []})
-    for file in (run.metrics, run.samples, run.starts):
+    for file in (run.metrics, run.samples, run.statistics, run.starts):
         file.symlink_to(mine)
         with pytest.raises(ConfigurationError, match="is a link"):
             run.append(file, {"step": 1})
@@ -122,7 +122,16 @@ def test_no_write_of_a_run_follows_a_link(run: RunDir, mine: Path, monkeypatch: 
     assert mine.read_text() == KEPT
 
 
-LINKED = ["config.toml", "metrics.jsonl", "samples.jsonl", "starts.jsonl", ".lock", "logs", "checkpoints"]
+LINKED = [
+    "config.toml",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "statistics.jsonl",
+    "starts.jsonl",
+    ".lock",
+    "logs",
+    "checkpoints",
+]
 
 
 @pytest.mark.parametrize("name", [*LINKED, "checkpoints/.lock"])

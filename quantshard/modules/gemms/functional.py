@@ -37,8 +37,9 @@ from quantshard.modules.gemms.linear_operands import (
 )
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Gemm, Recipe, TensorRole
+from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import KEY, QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm.producers import OperandProducer
@@ -154,7 +155,10 @@ def linear(
     """
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
-        return _plain_linears(x, weights, biases, state.tp)
+        plain = _plain_linears(x, weights, biases, state.tp)
+        if observation.active is not None and state.record:
+            observation.active.see_plain([each[KEY] for each in state.weights], x, weights, plain)
+        return plain
     keeps = keeps_input(weights)
     alone = again is None and keeps and state.tp.size == 1
     if alone and operands.is_large(x) and private_torch.is_kept_output(x):

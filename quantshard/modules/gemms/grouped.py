@@ -19,10 +19,13 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL, Copy, Encoding
+from quantshard.gemm import operands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import AMAX_NUMBERS, amaxes_of, cells
+from quantshard.modules.gemms.operand_watch import watch
 from quantshard.recipe import Cell, TensorRole
+from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import KEY, QuantizedStorage
 
@@ -122,6 +125,8 @@ class ExpertsLayer(NamedTuple):
         A gradient that is not finite makes a scale of its expert NaN: codes saturate, so it would come out finite, and
         the optimizer would not skip the step.
         """
+        if observation.active is not None:
+            self._show(values, role, second)
         if not self.block:
             codes = self._by_experts(values, role, segments)
             return codes, codes
@@ -143,6 +148,24 @@ class ExpertsLayer(NamedTuple):
             if target is not None and target.scale is not None
         )
         return first, more[0] if more else first
+
+    def _show(self, values: Tensor, role: TensorRole, second: bool) -> None:
+        """Quantize the rows of each expert once more, alone, to the codes that all have together, for who observes."""
+        first, transposed = cells(self.call.recipe, role)
+        assert first is not None
+        amaxes: Sequence[Tensor | None] = [None] * len(self.counts)
+        if first.scaling.history:
+            past = self.call.amaxes.get((role, 0))
+            if past is None:  # not by `past`, after which it would count as noted
+                past = delayed_scaling.history_amaxes(self.histories[role], first.scaling.most_recent)
+            amaxes = past.unbind()
+        for rows, weight, amax in zip(values.split(list(self.counts)), self.weights, amaxes, strict=True):
+            watching = watch(role, self.call, self.record, weight.quantized_storage.state)
+            if watching is None or not len(rows):
+                continue
+            watching.see(rows, operands.quantize_operand(rows, first, amax=amax))
+            if self.block and second and transposed is not None:
+                watching.see(rows.t(), operands.quantize_operand(rows.t(), transposed), for_wgrad=True)
 
     def _by_experts(self, values: Tensor, role: TensorRole, segments: ExpertSegments) -> EncodedRows:
         """Under one scale for each expert."""

@@ -26,9 +26,11 @@ from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quanti
 from quantshard.kernels import workspace
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.operand_watch import OperandWatch, watch
 from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.sharding import Shard
+from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import (
     AMAX_HISTORY,
@@ -168,7 +170,8 @@ def gemm_operands(
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
     words = _GradientRandomBits(state, part)
-    as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted)
+    watching = None if observation.active is None else watch(role, call, state.record, state.weights[part])
+    as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted, watching)
     return GemmOperands(as_is, kept, sums, poison)
 
 
@@ -206,7 +209,11 @@ def operands_together(asked: Sequence[OperandRequest], given: Sequence[TensorPro
         each.outputs(amax=source.amax if plan.by_amax else None) for each, source in zip(asked, given, strict=True)
     ]
     found = TensorProducer.emit_all(given, outputs)
-    return [each.taken(told, targets) for each, told, targets in zip(asked, outputs, found, strict=True)]
+    taken = [each.taken(told, targets) for each, told, targets in zip(asked, outputs, found, strict=True)]
+    for each, source, made in zip(asked, given, taken, strict=True):
+        if each.watching is not None:
+            each.watching.see_both(source.values, made.first, made.second.operand, made.second.transposed)
+    return taken
 
 
 def _fits_kernels(values: Tensor, split: OperandSplit | None, *by: Cell | None) -> bool:
@@ -228,6 +235,11 @@ class OperandRequest:
         self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int, like: Tensor
     ) -> None:
         first, second = call.recipe.activations[role]
+        self.watching: OperandWatch | None = None
+        if observation.active is not None:
+            self.watching = watch(role, call, state.record, state.weights[part])
+            if self.watching is not None:
+                wanted = wanted._replace(passing=0)  # codes are looked at, not their values
         self.delayed = _DelayedScale.of(role, first or second, call, state, part)
         self.amaxes: dict[tuple[TensorRole, int], Tensor] | None = None
         known = None if self.delayed is None else self.delayed.amax
@@ -250,7 +262,11 @@ class OperandRequest:
         measured = amax if given is None else given.amax
         if self.amaxes is not None and measured is not None:
             self.amaxes[TensorRole.INPUT, 0] = measured.view(())
-        return self.taken(outputs, (source if given is None else given).emit(outputs), given)
+        taken = self.taken(outputs, (source if given is None else given).emit(outputs), given)
+        if self.watching is not None:
+            values = (source.measured() if given is None else given).values
+            self.watching.see_both(values, taken.first, taken.second.operand, taken.second.transposed)
+        return taken
 
     def outputs(self, given: TensorProducer | None = None, amax: Tensor | None = None) -> EpilogueRequest:
         """The same as a kernel is told it; `given`: the values, if they are in memory; `amax`: theirs, if that is
@@ -303,6 +319,7 @@ def _in_pieces(
     amax: Tensor | None,
     words: _GradientRandomBits,
     wanted: OperandUsage,
+    watching: OperandWatch | None,
 ) -> tuple[Operand, WgradOperand]:
     """The same step by step, of a piece too."""
     quantized, _, shared = quantized_cells(first, second, wanted)
@@ -310,6 +327,8 @@ def _in_pieces(
     piece: Operand = values
     if quantized is not None:
         piece = _quantized(values, quantized, split, amax, words.of(DGRAD_STREAM))
+    if watching is not None and (wanted.first or quantized is not None):
+        watching.see(values, piece)
     as_is = piece
     if spread is not None and (wanted.first or (shared and role is not TensorRole.INPUT)):
         as_is = _gathered(piece, spread)
@@ -319,6 +338,8 @@ def _in_pieces(
         kept = WgradOperand(piece if shared else values, False, spread)
     else:
         kept = _transposed_operand(values.t(), second, split, amax, words.of(WGRAD_STREAM))
+        if watching is not None:
+            watching.see(values.t(), kept.operand, for_wgrad=True)
     return as_is, kept if role is TensorRole.INPUT else kept.whole()
 
 
@@ -450,4 +471,9 @@ def weight_operand(weight: Tensor, part: int, call: LinearContext, state: Linear
     if delayed is not None and delayed.notes:
         delayed.note(weight.detach())
     amax = None if delayed is None else delayed.amax
-    return operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)
+    quantized = operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)
+    if observation.active is not None:
+        watching = watch(TensorRole.WEIGHT, call, state.record, state.weights[part])
+        if watching is not None:
+            watching.see(weight.detach(), quantized)
+    return quantized

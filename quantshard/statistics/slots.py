@@ -1,0 +1,149 @@
+"""Where the numbers of a sampled step are added up: on each device a row for each operand and each parameter.
+
+Nothing here waits for a device. At the end of the step one collective brings the rows of all ranks together, of which
+every rank makes those of the global tensors: counts and squares are summed, amaxes and scales the largest. An operand
+that several ranks hold is counted by each of them, as is every other piece of it, so that shares and ratios are those
+of one rank. Counts are integers in float64, so no order of summation changes them; squares differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quantshard import kernel_dispatch, numerics
+from quantshard.collectives import process_groups
+from quantshard.collectives.flags import DEFERRED_DEVICES
+from quantshard.collectives.process_groups import Group
+from quantshard.numerics import quantization_error
+from quantshard.numerics.quantization_error import EMPTY, EXTREMES, SUMS
+from quantshard.recipe import TensorRole
+from quantshard.tensor.storage import QuantizedStorage
+
+KINDS: Final = (
+    (TensorRole.WEIGHT, False),
+    (TensorRole.INPUT, False),
+    (TensorRole.INPUT, True),
+    (TensorRole.GRAD_OUTPUT, False),
+    (TensorRole.GRAD_OUTPUT, True),
+)
+"""The operands of a weight: its role, and whether it was quantized for wgrad apart."""
+
+PARAMETER: Final = ("elements", "gradient", "update", "value", "codes", "changed")
+"""Columns of a parameter, float64: elements; sums of the squares of the gradient, of the update and of the values
+before it; codes, and those of them that the step changed."""
+
+_COPIES: Final = 16
+"""Of a row, where kernels add to it: those that run at once would wait for each other at one."""
+
+
+class SampleNumbers(NamedTuple):
+    """What a sampled step found, on the host: `sums` [weights, kinds, columns], `extremes` likewise, `parameters`
+    [parameters, columns]; float64."""
+
+    sums: Tensor
+    extremes: Tensor
+    parameters: Tensor
+
+
+class SampleBuffer:
+    """The rows of one device, which serve one sampled step after the other."""
+
+    def __init__(self, weights: int, parameters: int, device: torch.device) -> None:
+        copies, rows = _COPIES if kernel_dispatch.kernels_on(device) else 1, weights * len(KINDS)
+        self.sums = torch.zeros(copies, rows, len(SUMS), dtype=torch.float64, device=device)
+        self._empty = torch.tensor(EMPTY, dtype=torch.float32, device="cpu").to(device)
+        self.extremes = self._empty.expand(copies, rows, len(EXTREMES)).contiguous()
+        self.parameters = torch.zeros(parameters, len(PARAMETER), dtype=torch.float64, device=device)
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.sums.zero_()
+        self.extremes.copy_(self._empty)
+        self.parameters.zero_()
+
+    def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage) -> None:
+        """Add values [R, C] and what they were quantized to; the values alone where they were not."""
+        if row not in self._views:
+            self._views[row] = self.sums[:, row], self.extremes[:, row]
+        sums, extremes = self._views[row]
+        if not isinstance(operand, QuantizedStorage):
+            quantization_error.add_values_(sums[0], extremes[0], values)
+            return
+        if operand.cell.scaling.random_hadamard:
+            values = numerics.hadamard16(values)
+        (copy, *_), shard = operand.cell.format.copies.values(), operand.shard
+        kernel_dispatch.add_quantization_error(sums, extremes, values, copy, operand.touched(), shard.origin)
+
+    def add_codes(self, row: int, storage: QuantizedStorage) -> None:
+        """Add a weight of which no other values are known than its codes stand for: amax and scales, and no error."""
+        found = SampleBuffer(1, 0, storage.device)
+        found.add_operand(0, storage.dequantize(), storage)
+        self.sums[0, row, :3] += found.sums[:, 0, :3].sum(0)
+        self.extremes[0, row] = _merged(torch.cat([found.extremes[:, 0], self.extremes[:1, row]]))
+
+    def flat(self) -> Tensor:
+        """All numbers, float64."""
+        return torch.cat(
+            [
+                self.sums.sum(0).flatten(),
+                _merged(self.extremes).double().flatten(),
+                self.parameters.flatten(),
+            ]
+        )
+
+
+def _merged(extremes: Tensor) -> Tensor:
+    """Of extremes [copies, ..., columns] those of all copies."""
+    return torch.cat([extremes[..., :2].amax(0), extremes[..., 2:].amin(0)], -1)
+
+
+def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, group: Group) -> PendingNumbers:
+    """The numbers of all buffers and ranks of a group, on their way to the host; a collective call."""
+    many = weights * len(KINDS)
+    sizes = [many * len(SUMS), many * len(EXTREMES), parameters * len(PARAMETER)]
+    device = buffers[0].sums.device
+    if group is not None:
+        device = process_groups.collective_device(group)
+    rows = torch.stack([buffer.flat().to(device) for buffer in buffers])
+    if group is not None:
+        flat = _reduced(rows, sizes)
+        parts = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, flat, group=group)
+        rows = torch.stack(parts)
+    return PendingNumbers(_reduced(rows, sizes), weights, sizes)
+
+
+def _reduced(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    sums, extremes, parameters = rows.split(list(sizes), dim=1)
+    by_slot = extremes.unflatten(1, (-1, len(EXTREMES)))
+    return torch.cat([sums.sum(0), _merged(by_slot).flatten(), parameters.sum(0)])
+
+
+class PendingNumbers:
+    """Numbers on their way to the host."""
+
+    def __init__(self, flat: Tensor, weights: int, sizes: Sequence[int]) -> None:
+        self._weights, self._sizes, self._arrival, self._flat = weights, list(sizes), None, flat
+        if flat.device.type in DEFERRED_DEVICES:
+            self._flat = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+            self._flat.copy_(flat, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record(torch.cuda.current_stream(flat.device))
+
+    def read(self) -> SampleNumbers:
+        """They themselves; waits for the device to have come so far, but for nothing that it was given later."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        sums, extremes, parameters = self._flat.split(self._sizes)
+        shape = (self._weights, len(KINDS))
+        return SampleNumbers(
+            sums.view(*shape, len(SUMS)),
+            extremes.view(*shape, len(EXTREMES)),
+            parameters.view(-1, len(PARAMETER)),
+        )

@@ -1,0 +1,244 @@
+"""One sampled step: what layers and optimizers show in it, and what is looked at when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from quantshard import kernel_dispatch, private_torch
+from quantshard.collectives.process_groups import Group
+from quantshard.errors import UnsupportedOperationError
+from quantshard.formats import Copy
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.numerics.states import MASTER
+from quantshard.optimizers.elementwise import ElementwiseOptimizer
+from quantshard.recipe import TensorRole
+from quantshard.statistics.slots import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
+from quantshard.tensor import components, observation
+from quantshard.tensor.observation import Observer
+from quantshard.tensor.storage import KEY, QuantizedStorage
+
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+
+
+class ModelNames:
+    """The names of a model's parameters and of its weights that layers multiply with, those of other ranks included, in
+    an order that all ranks have. A collective call where there are ranks.
+
+    `own`: this rank's parameters, by name. `sizes`: elements of each parameter, globally. `buffers`: where samples add
+    up their numbers, by device.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self.own = dict(model.named_parameters())
+        self.buffers: dict[torch.device, SampleBuffer] = {}
+        self._layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedModule)}
+        mine = {name: param.numel() for name, param in self.own.items()}, list(self._weights())
+        told: list[Any] = [mine]
+        if group is not None:
+            told = [None] * dist.get_world_size(group)
+            dist.all_gather_object(told, mine, group=group)
+        self.sizes = {name: size for sizes, _ in told for name, size in sizes.items()}
+        self.weights = list(dict.fromkeys(name for _, weights in told for name in weights))
+        self.places = {name: place for place, name in enumerate(self.sizes)}
+
+    def _weights(self) -> Iterable[str]:
+        for prefix, module in self._layers.items():
+            for leaf in module._weights:
+                yield f"{prefix}.{leaf}" if prefix else leaf
+
+    def rows(self) -> dict[int, tuple[Tensor, int]]:
+        """The first row of each weight of this rank, by the id of its key, which is the weight's alone: a copy of the
+        model has a key of the same value. With the key, so that no other gets its id."""
+        numbers = {name: number for number, name in enumerate(self.weights)}
+        found: dict[int, tuple[Tensor, int]] = {}
+        for prefix, module in self._layers.items():
+            for leaf in module._weights:
+                key = module.weight_state(leaf)[KEY]
+                found.setdefault(id(key), (key, numbers[f"{prefix}.{leaf}" if prefix else leaf] * len(KINDS)))
+        return found
+
+
+class StepSample(Observer):
+    """One sampled step, from before its forward until after its optimizers' steps."""
+
+    def __init__(self, names: ModelNames, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._names, self._optimizers, self._rows = names, optimizers, names.rows()
+        self._by_device = names.buffers
+        self.order: dict[int, None] = {}
+        """Rows in the order in which operands were seen."""
+        self._gradients: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
+        self._codes: dict[str, Tensor] = {}
+        self._elements: dict[str, int] = {}
+        self._coded: dict[str, int] = {}
+        self._by_param: dict[Tensor, str] = {param: name for name, param in names.own.items()}
+        self._hooks: list[RemovableHandle] = [each.register_step_pre_hook(self._stepping) for each in optimizers]
+
+    # What it is shown ------------------------------------------------------------------------------------------------
+
+    def see_operand(
+        self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
+    ) -> None:
+        """As of all observers. Layers of other models are none of its business."""
+        known = self._rows.get(id(key))
+        if known is None:
+            return
+        if kernel_dispatch.is_capturing():
+            raise UnsupportedOperationError(
+                "Statistics: a CUDA graph is captured in a step that is sampled, and each replay would be counted to "
+                "it; capture before Statistics is made, whose samples will not see what replays compute"
+            )
+        row = known[1] + _KIND_NUMBERS[role, for_wgrad]
+        self.order.setdefault(row)
+        buffer = self._by_device.get(values.device) or self._buffer(values.device)
+        buffer.add_operand(row, values.detach() if values.requires_grad else values, operand)
+
+    def see_plain(
+        self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """As of all observers."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        self.see_operand(keys[0], TensorRole.INPUT, False, rows, rows)
+        for key, output in zip(keys, outputs, strict=True):
+            if output.requires_grad:
+                output.register_hook(partial(self._see_gradient, key))
+
+    def _see_gradient(self, key: Tensor, grad: Tensor) -> None:
+        if observation.active is self:
+            rows = grad.reshape(-1, grad.shape[-1])
+            self.see_operand(key, TensorRole.GRAD_OUTPUT, False, rows, rows)
+
+    def _buffer(self, device: torch.device) -> SampleBuffer:
+        found = self._by_device.get(device)
+        if found is None:
+            found = SampleBuffer(len(self._names.weights), len(self._names.sizes), device)
+            self._by_device[device] = found
+        return found
+
+    # Around an optimizer's step --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before it: gradients, and what the step will have changed."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = self._by_param.get(param)
+                grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+                if name is None or grad is None:
+                    continue
+                self._gradients[name] = private_torch.local_tensor(grad)
+                self._before[name] = _values(optimizer, param).clone()
+                quantized = components.quantized_local(param)
+                if quantized is not None:
+                    self._codes[name] = _codes(quantized.quantized_storage).clone()
+        self._add_squares("gradient", self._gradients)
+        for name, grad in self._gradients.items():
+            self._elements[name] = grad.numel()
+        self._gradients.clear()
+
+    def _add_squares(self, column: str, tensors: Mapping[str, Tensor]) -> None:
+        """Of all parameters in a few launches, in float64, without a copy of any."""
+        by_device: dict[torch.device, list[str]] = {}
+        for name, tensor in tensors.items():
+            by_device.setdefault(tensor.device, []).append(name)
+        for device, names in by_device.items():
+            norms = torch.ops.aten._foreach_norm.Scalar([tensors[name] for name in names], 2, torch.float64)
+            rows = self._buffer(device).parameters[:, PARAMETER.index(column)]
+            places = torch.tensor([self._names.places[name] for name in names], dtype=torch.int64, device="cpu")
+            rows.index_add_(0, places.to(device, non_blocking=True), torch.stack(norms).double().square())
+
+    @torch.no_grad()
+    def finish(self, group: Group) -> PendingNumbers:
+        """After the optimizers' steps: look at the weights, and bring all numbers together. A collective call."""
+        self.stop()
+        owners = {
+            param: optimizer
+            for optimizer in self._optimizers
+            for each in optimizer.param_groups
+            for param in each["params"]
+        }
+        self._add_squares("value", self._before)
+        updates = {}
+        for name, before in self._before.items():
+            param = self._names.own[name]
+            updates[name] = before.sub_(_values(owners[param], param))
+        self._add_squares("update", updates)
+        for name, param in self._names.own.items():
+            quantized = components.quantized_local(param)
+            if quantized is not None:
+                self._add_weight(name, param, quantized.quantized_storage, owners.get(param))
+        if not self._by_device:
+            self._buffer(private_torch.local_tensor(next(iter(self._names.own.values()))).device)
+        self._add_elements()
+        buffers = list(self._by_device.values())
+        found = gathered(buffers, len(self._names.weights), len(self._names.sizes), group)
+        for buffer in buffers:
+            buffer.clear()
+        return found
+
+    def _add_elements(self) -> None:
+        """What the host knows of parameters: in one copy to the device."""
+        counts = torch.zeros(len(self._names.sizes), 2, dtype=torch.float64, device="cpu")
+        for column, found in enumerate((self._elements, self._coded)):
+            for name, count in found.items():
+                counts[self._names.places[name], column] = count
+        buffer = next(iter(self._by_device.values()))
+        columns = [PARAMETER.index("elements"), PARAMETER.index("codes")]
+        buffer.parameters[:, columns] += counts.to(buffer.parameters.device, non_blocking=True)
+
+    def _add_weight(
+        self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
+    ) -> None:
+        known = self._rows.get(id(storage.state[KEY]))
+        if known is None:
+            return
+        row = known[1]
+        buffer = self._buffer(storage.device)
+        if owner is not None and _has_master(owner, param):
+            buffer.add_operand(row, _values(owner, param), storage)
+        else:
+            buffer.add_codes(row, storage)
+        before = self._codes.pop(name, None)
+        if before is not None:
+            packed = storage.cell.format.copies[Copy.ROWWISE].codes.encoding.bits < 8
+            differing = before.bitwise_xor_(_codes(storage))
+            found = [differing & 0xF, differing & 0xF0] if packed else [differing]
+            self._coded[name] = differing.numel() * len(found)
+            changed = buffer.parameters[self._names.places[name], PARAMETER.index("changed")]
+            for part in found:
+                changed += part.count_nonzero()
+
+    def stop(self) -> None:
+        """See no more."""
+        if observation.active is self:
+            observation.active = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _codes(storage: QuantizedStorage) -> Tensor:
+    copy = storage.cell.format.copies[Copy.ROWWISE]
+    return storage.components[copy.codes.name]
+
+
+def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    return any(str(key).startswith(MASTER) for key in optimizer.state.get(param, {}))
+
+
+def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """The local values that an optimizer trains: those of the master, or else of the parameter."""
+    if _has_master(optimizer, param):
+        if isinstance(optimizer, ElementwiseOptimizer):
+            return private_torch.local_tensor(optimizer.get_unscaled_state(param, MASTER))
+        return private_torch.local_tensor(optimizer.state[param][MASTER])
+    quantized = components.quantized_local(param)
+    if quantized is not None:
+        return quantized.quantized_storage.dequantize()
+    return private_torch.local_tensor(param).detach()

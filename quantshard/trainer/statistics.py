@@ -1,0 +1,69 @@
+"""What a run does with statistics and alarms: lines of `statistics.jsonl`, and notes to whoever watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from quantshard.optimizers import FusedAdam
+from quantshard.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
+from quantshard.trainer.config import TrainSettings
+
+
+class RunStatistics:
+    """The statistics of a run from the step after `done` on, for `record`, and its alarms, for `note`. A collective
+    call.
+
+    An alarm is shown when it is known, and written with its step: those of the loss and of a skipped step at once,
+    others with the sample, a step later. The first of some skipped steps in a row is run once more, to find where its
+    values that are not finite come from; that changes nothing, so all losses stay what they are without alarms.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        model: nn.Module,
+        optimizer: FusedAdam,
+        record: Callable[[Mapping[str, Any]], None],
+        note: Callable[[str], None],
+        done: int,
+    ) -> None:
+        self._model, self._optimizer, self._record, self._note = model, optimizer, record, note
+        self._skipped, self._skips = optimizer.skipped_steps, False
+        self._statistics = Statistics(
+            model,
+            optimizer,
+            every=settings.statistics_every,
+            step=done,
+            saturation=settings.alarm_saturation,
+            loss_spike=settings.alarm_loss_spike,
+            on_alarm=self._show,
+        )
+
+    def stepped(self, loss: float, again: Callable[[], object]) -> None:
+        """A step is over. A collective call. `again`: makes its forward and backward once more."""
+        skipped = self._optimizer.skipped_steps
+        is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
+        if self._skips and is_first:
+            found = first_nonfinite(self._model, again)
+            if found is not None:
+                text = f"step {self._statistics.done + 1} was skipped: {found.text}"
+                self._statistics.add_alarm(Alarm("nan", found.name, 1.0, text))
+        self._write(self._statistics.step(loss))
+
+    def settle(self) -> None:
+        """Write what is known before a checkpoint is saved, from which a resume would not write it."""
+        self._write(self._statistics.settle())
+
+    def close(self) -> None:
+        """Sample no more."""
+        self._write(self._statistics.close())
+
+    def _show(self, alarm: Alarm) -> None:
+        self._note(f"ALARM ({alarm.kind}): {alarm.text}")
+
+    def _write(self, samples: Iterable[StatisticsSample]) -> None:
+        for sample in samples:
+            self._record(sample.to_dict())

@@ -1,0 +1,99 @@
+"""Statistics where kernels run: the numbers that the oracle has, and training keeps its bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+import quantshard as qs
+from quantshard import kernel_dispatch
+from quantshard.modules.gemms import grouped
+from quantshard.optimizers import FusedAdam
+from tests.covering import exhaustive
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def trained(recipe, every, kernels, monkeypatch):
+    """State and samples of two steps of layers whose inputs and gradients are quantized by fused kernels."""
+    monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+    torch.manual_seed(0)
+    with qs.quantized_model_init(recipe=recipe):
+        model = nn.Sequential(
+            qs.LayerNormMLP(32, 48, activation="swiglu", params_dtype=torch.bfloat16, device=DEVICE),
+            qs.LayerNormMLP(32, 32, activation="gelu", params_dtype=torch.bfloat16, device=DEVICE),
+        )
+    optimizer, found = FusedAdam(model.parameters(), lr=1e-3), []
+    with qs.Statistics(model, optimizer, every=every, saturation=1) as statistics:
+        for step in range(2):
+            x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).bfloat16().to(DEVICE)
+            with qs.autocast(recipe=recipe):
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += statistics.step()
+        found += statistics.close()
+    return [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)], found
+
+
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("recipe", exhaustive([(name,) for name in RECIPES], [("mxfp8",)]))
+def test_kernels_tell_what_the_oracle_does(recipe, monkeypatch):
+    plain, _ = trained(recipe, 0, True, monkeypatch)
+    bits, samples = trained(recipe, 1, True, monkeypatch)
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(plain, bits, strict=True)
+    )
+    _, wanted = trained(recipe, 1, False, monkeypatch)
+    assert len(samples) == len(wanted) == 2
+    for row, other in zip(samples[0].rows, wanted[0].rows, strict=True):  # of the second, weights differ by sums
+        found, exact = row.to_dict(), other.to_dict()
+        assert found.keys() == exact.keys()
+        for part, whole in ((found, exact), (found.get("wgrad", {}), exact.get("wgrad", {}))):
+            for key in part.keys() - {"name", "role", "wgrad"}:
+                assert part[key] == pytest.approx(whole[key], rel=1e-3, abs=1e-6), (row.name, row.role, key)
+
+
+@pytest.mark.parametrize("recipe", exhaustive([("delayed",), ("block",), ("current",)], [("delayed",)]))
+def test_experts_at_once_tell_what_each_does(recipe, monkeypatch):
+    """Those that kernels quantize and multiply together, beside the oracle's, one by one; histories go on as ever."""
+    chosen = qs.recipe.DelayedScaling(amax_history_len=3) if recipe == "delayed" else recipe
+    together = []
+    real = grouped.grouped_linear
+    monkeypatch.setattr(grouped, "grouped_linear", lambda *args: together.append(1) or real(*args))
+
+    def run(every: int, kernels: bool) -> tuple[dict, list]:
+        monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+        torch.manual_seed(0)
+        with qs.quantized_model_init(recipe=chosen):
+            model = qs.GroupedLinear(2, 128, 32, bias=False, params_dtype=torch.bfloat16, device=DEVICE)
+        found = []
+        with qs.Statistics(model, None, every=every, saturation=1) as statistics:
+            for step in range(2):
+                x = torch.randn(8, 128, generator=torch.Generator().manual_seed(step)).bfloat16().to(DEVICE)
+                with qs.autocast(recipe=chosen):
+                    y = model(x.requires_grad_(), [5, 3])
+                y.backward(torch.randn(8, 32, generator=torch.Generator().manual_seed(9)).bfloat16().to(DEVICE))
+                found += statistics.step()
+            found += statistics.close()
+        return model.state_dict(), found
+
+    plain, _ = run(0, True)
+    assert together
+    state, samples = run(1, True)
+    _, wanted = run(1, False)
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.view(torch.uint8), state[name].view(torch.uint8)), name
+    for sample, other in zip(samples, wanted, strict=True):
+        for row, exact in zip(sample.rows, other.rows, strict=True):
+            assert (row.name, row.role, row.amax) == (exact.name, exact.role, exact.amax)
+            assert row.error.underflowed == exact.error.underflowed and row.error.scale == exact.error.scale
+            assert (row.error.sqnr_db or 0.0) == pytest.approx(exact.error.sqnr_db or 0.0, rel=1e-5)
+            assert (row.wgrad is None) == (exact.wgrad is None)

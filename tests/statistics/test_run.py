@@ -1,0 +1,108 @@
+"""What a run does with statistics and alarms, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import FusedAdam
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.progress import Progress
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.statistics import RunStatistics
+from tests.statistics.models import loss_of, perceptron
+
+SETTINGS = TrainSettings(statistics_every=4)
+
+
+class Run:
+    """A model, trained by hand; in some steps its second layer gives NaN."""
+
+    def __init__(self, folder, settings=SETTINGS, bad=()):
+        self.model = perceptron()
+        self.optimizer = FusedAdam(self.model.parameters(), lr=1e-3)
+        self.run, self.bad, self.now, self.passes = RunDir(folder), bad, 0, 0
+        self.model[1].register_forward_hook(lambda *a: a[2] * (math.nan if self.now in self.bad else 1.0))
+        progress = Progress(settings, shown=True)
+        self.statistics = RunStatistics(settings, self.model, self.optimizer, self.run, progress, 0)
+
+    def forward_and_backward(self):
+        self.passes += 1
+        loss = loss_of(self.model, self.now)
+        loss.backward()
+        return loss
+
+    def train(self, steps):
+        for self.now in range(1, steps + 1):
+            loss = self.forward_and_backward().item()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.statistics.stepped(loss, self.forward_and_backward)
+        self.statistics.close()
+
+    @property
+    def lines(self):
+        return [json.loads(line) for line in self.run.statistics.read_text().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def test_a_skipped_step_is_run_once_more_and_named(folder, capsys):
+    """Steps 3, 4 and 8 are bad: 3 is the first of two, 4 is sampled; the passes that look for it change nothing."""
+    run = Run(folder, bad=(3, 4, 8))
+    run.train(9)
+    assert run.passes == 9 + 2 and run.optimizer.skipped_steps == 3
+    told = [(line["step"], bool(line["rows"]), [alarm["kind"] for alarm in line["alarms"]]) for line in run.lines]
+    assert told == [
+        (3, False, ["nan", "loss spike"]),
+        (4, True, ["loss spike", "nan"]),
+        (8, True, ["nan", "loss spike", "nan"]),
+    ]
+    alarm = run.lines[0]["alarms"][0]
+    assert alarm["name"] == "1"
+    assert alarm["text"] == "step 3 was skipped: the output of 1 is, the first in forward order, infinite or NaN"
+    assert run.lines[1]["alarms"][1]["name"] == "2.weight", "the first operand that has it, of a sampled step"
+    assert (
+        capsys.readouterr().out.replace("\n  ", " ").count("ALARM (nan): step 3 was skipped: the output of 1 is,") == 1
+    )
+    other = Run(folder.parent / "other", settings=replace(SETTINGS, statistics_every=0))
+    assert not (folder.parent / "other").exists(), "nothing is written where there is nothing to say"
+    other.statistics.close()
+
+
+def test_alarms_change_no_bit(folder):
+    """Beside a training without statistics that skips the same steps."""
+    run = Run(folder, bad=(2, 3))
+    run.train(5)
+    plain = Run(folder, settings=replace(SETTINGS, statistics_every=0), bad=(2, 3))
+    for plain.now in range(1, 6):
+        plain.forward_and_backward()
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+    for (name, value), other in zip(run.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.view(torch.uint8), other.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"statistics_every": -1}, "statistics_every = -1"),
+        ({"alarm_loss_spike": -1.0}, r"alarm_loss_spike = -1\.0"),
+        ({"alarm_loss_spike": math.nan}, "alarm_loss_spike = nan"),
+        ({"alarm_saturation": 0.0}, r"alarm_saturation = 0\.0"),
+        ({"alarm_saturation": 2.0}, r"alarm_saturation = 2\.0"),
+    ],
+)
+def test_bad_settings_are_refused(given, says):
+    with pytest.raises(ConfigurationError, match=says):
+        replace(SETTINGS, **given).check()

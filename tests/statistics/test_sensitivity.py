@@ -1,0 +1,97 @@
+"""Which operand loses most: against GEMMs computed here; and which layers are named."""
+
+import pytest
+import torch
+from torch import nn
+
+import quantshard as qs
+from quantshard import numerics
+from quantshard.errors import ConfigurationError
+from quantshard.formats import Copy
+from quantshard.recipe import Gemm, TensorRole, resolve
+from quantshard.statistics.sensitivity import GemmError, gemm_errors, layer_errors, scores_of, suggest
+from quantshard.tensor import observation
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    layers = [qs.Linear(64, 96, bias=False, params_dtype=torch.float32, device="cpu")]
+    layers += [qs.Linear(96, 32, bias=False, params_dtype=torch.float32, device="cpu")]
+    return nn.Sequential(*layers)
+
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def run(model):
+    loss = model(X).square().sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "current", "delayed"])
+def test_errors_are_those_of_the_gemms(name):
+    """Of the last layer: y = x w^T, dy = 2 y, and its own products of operands that the oracle quantizes."""
+    model, recipe = model_of(), resolve(name)
+    found = gemm_errors(model, ["0", "1"], recipe, lambda: run(model))
+    assert len(found) == 12 and [each.error for each in found] == sorted((each.error for each in found), reverse=True)
+    errors = {(each.gemm, each.operand): each.error for each in found if each.weight == "1.weight"}
+    x, w = model[0](X).detach(), model[1].weight.detach()
+    dy = 2 * (x @ w.t())
+    ways = {
+        (Gemm.FPROP, TensorRole.INPUT): (x, w),
+        (Gemm.DGRAD, TensorRole.GRAD_OUTPUT): (dy, w.t()),
+        (Gemm.WGRAD, TensorRole.INPUT): (x.t(), dy.t()),
+        (Gemm.FPROP, TensorRole.WEIGHT): (w, x),
+    }
+    for (gemm, role), (a, b) in ways.items():
+        cell = recipe.weight if role is TensorRole.WEIGHT else recipe.table[role, gemm]
+        if cell.scaling.stochastic_rounding or cell.scaling.random_hadamard:
+            assert 0.01 < errors[gemm.value, role.value] < 0.3
+            continue
+        a = a.contiguous()
+        parts = numerics.quantize(a, cell.format, cell.scaling)
+        q = numerics.dequantize(cell.format.copies[Copy.ROWWISE], parts, tuple(a.shape))
+        exact = (a.double() @ b.double().t()).norm()
+        expected = float(((q.double() - a.double()) @ b.double().t()).norm() / exact)
+        assert errors[gemm.value, role.value] == pytest.approx(expected, rel=1e-3), (gemm, role)
+    assert observation.active is None
+
+
+def test_layers_alone():
+    """One layer's error in the whole gradient; a layer far larger has the larger one."""
+    model = model_of()
+    found = layer_errors(model, ["0", "1"], resolve("current"), lambda: run(model))
+    assert {each.layer for each in found} == {"0", "1"}
+    assert all(0.001 < each.gradient < 0.2 for each in found)
+    assert found[0].gradient >= found[1].gradient and model[0].weight.grad is None
+
+
+def test_a_pass_without_layers_is_refused():
+    model = model_of()
+    with pytest.raises(ConfigurationError, match="called no layer"):
+        gemm_errors(model, ["0"], resolve("mxfp8"), lambda: None)
+
+
+def test_what_is_suggested():
+    scores = {"layers.0.a": 9.0, "layers.0.b": 4.0, "layers.1.a": 4.0, "layers.1.b": 1.0}
+    assert suggest(scores, 0.5, "mxfp8").toml == 'recipe = {"layers.0.a" = "bf16", "*" = "mxfp8"}'
+    both = suggest(scores, 0.7, "nvfp4")
+    assert both.toml == 'recipe = {"layers.0.*" = "bf16", "*" = "nvfp4"}'
+    assert (both.chosen, both.layers) == (2, 4) and both.removed == pytest.approx(13 / 18)
+    assert suggest(scores, 0.9, "mxfp8").patterns == ("layers.0.*", "layers.1.a")
+    assert suggest(dict.fromkeys(scores, 0.0), 0.5, "mxfp8").toml == 'recipe = {"*" = "mxfp8"}'
+    with pytest.raises(ConfigurationError, match="share of the error"):
+        suggest(scores, 1.0, "mxfp8")
+
+
+def test_the_suggestion_is_what_convert_takes():
+    """Its patterns match as they are meant."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])}).bfloat16()
+    qs.convert(model, {"layers.0": "bf16", "*": "mxfp8"})
+    assert type(model["layers"][0]) is nn.Linear and type(model["layers"][1]) is not nn.Linear
+
+
+def test_scores_add_squares():
+    found = [GemmError("a", "a.w", "fprop", "input", 3.0), GemmError("a", "a.w", "dgrad", "weight", 4.0)]
+    assert scores_of(found) == {"a": 25.0}
