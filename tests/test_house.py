@@ -37,7 +37,7 @@ FLOORS = (
     "gemm",
     "distributed",
     "modules optimizers checkpoints observe",
-    "layouts doctor terminal conversion",
+    "layouts doctor terminal conversion planning",
     "transformer_engine",
     "__init__",
     "trainer compat integrations",
