@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantshard.planning.timeline import MemoryTimeline
 
@@ -28,9 +29,23 @@ _OUT_DTYPE = 9
 
 
 class GpuTimeline(MemoryTimeline):
-    """A timeline of operations that run as on a GPU."""
+    """A timeline of operations that run as on a GPU.
+
+    Where a model asks whether all elements of something hold (that no token is padding, that a row is one sequence),
+    they do: the sequences of a training step are whole.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._holding = WeakTensorKeyDictionary()
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function is _aten._local_scalar_dense.default and args[0] in self._holding:
+            return True
+        if function is _aten.all.default:
+            found = super().operation(function, args, kwargs)
+            self._holding[found] = True
+            return found
         if function is _aten._scaled_mm_v2.default:
             return super().operation(_scaled_product, args, kwargs)
         if function is _aten._scaled_dot_product_flash_attention_backward.default:
