@@ -306,7 +306,7 @@ def _totals_table(totals: Totals) -> Table:
 
 def _memory_table(memory: StepMemory) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(Text(f"most memory of a step, {memory.step}"), justify="left")
+    table.add_column("most memory of a step", justify="left")
     for phase in memory.phases:
         table.add_column(phase.phase, justify="right")
     for kind in KINDS:
@@ -318,7 +318,7 @@ def _memory_table(memory: StepMemory) -> Table:
 
 def _peak_text(memory: StepMemory) -> str:
     fits = f"; {memory.fits}" if memory.fits else ""
-    return f"peak {human_bytes(memory.peak)}, in {memory.highest.phase}{fits}"
+    return f"peak {human_bytes(memory.peak)} of a step of {memory.step}, in {memory.highest.phase}{fits}"
 
 
 def _merged(told: Iterable[tuple[str, str]]) -> list[str]:

@@ -88,7 +88,8 @@ class TrainingStep:
     def __str__(self) -> str:
         parts = f"{self.micro_batches} micro-batches of " if self.micro_batches > 1 else ""
         again = ", layers recomputed" if self.checkpoint_activations else ""
-        return f"{parts}{self.batch} x {self.seq_length} tokens{again}"
+        where = ".".join(map(str, self.capability))
+        return f"{parts}{self.batch} x {self.seq_length} tokens{again} on compute capability {where}"
 
 
 @dataclass(frozen=True)
@@ -232,22 +233,22 @@ class _Recording:
         self._passes.append(moments)
         with autocasting():
             loss = forward()
-        moments.forward_end = self.timeline.now
+        moments.forward_end = self.timeline.tick()
         loss.backward(torch.ones_like(loss))
         if passes is not None:
             passes.finish()
-        moments.backward_end = self.timeline.now
+        del loss
+        moments.backward_end = self.timeline.tick()
 
     def phases(self) -> list[PhaseMemory]:
         """Forward and backward at their highest, of all passes, and what is left in the end."""
         forwards = [self.timeline.highest(each.begin, each.forward_end) for each in self._passes]
         backwards = [self.timeline.highest(each.forward_end, each.backward_end) for each in self._passes]
-        left = self.timeline.now + 1  # what ended with the last operation is gone
         found = [max(map(self._at, moments), key=lambda bytes_: bytes_.total()) for moments in (forwards, backwards)]
         names = ("forward", "backward", "optimizer step")
         return [
             PhaseMemory(name, {kind: bytes_[kind] for kind in KINDS})
-            for name, bytes_ in zip(names, [*found, self._at(left)], strict=True)
+            for name, bytes_ in zip(names, [*found, self._at(self.timeline.now)], strict=True)
         ]
 
     def _at(self, moment: int) -> Counter[str]:

@@ -82,6 +82,11 @@ class MemoryTimeline:
             self._add(tensor)
         return out
 
+    def tick(self) -> int:
+        """A moment without an operation, at which what ended since the last one is gone."""
+        self.now += 1
+        return self.now
+
     def reserve(self, size: int) -> None:
         """Bytes that are taken and given back within one operation, the next one to be recorded."""
         moment = self.now + 1
@@ -108,6 +113,10 @@ class MemoryTimeline:
             self._live.pop(key, None)
 
         self._live[key] = weakref.ref(storage, end), allocation  # lives as long as the memory, whoever holds that
+
+    def held(self, moment: int) -> int:
+        """Bytes that are taken at a moment."""
+        return sum(each.bytes for each in self.allocations if each.lives(moment))
 
     def highest(self, begin: int, end: int) -> int:
         """The moment from `begin` to `end`, which counts too, at which most bytes are taken; the first of several."""
