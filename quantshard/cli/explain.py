@@ -13,7 +13,7 @@ from torch import nn
 from quantshard import limits, observe, planning, recipe
 from quantshard.cli import models
 from quantshard.cli.models import ModelSource
-from quantshard.cli.planned_step import planned_step
+from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
 from quantshard.terminal.screen import Screen, say_whole
@@ -70,7 +70,8 @@ def plan(
     mesh: Annotated[
         str | None,
         typer.Option(
-            metavar="AXES", help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run"
+            metavar="AXES",
+            help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run",
         ),
     ] = None,
     world_size: Annotated[
@@ -81,7 +82,8 @@ def plan(
     exp_avg_dtype: Annotated[str | None, typer.Option(help="Adam's first moment: float32 or fp8")] = None,
     exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: float32 or fp8")] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="sequences of a micro-batch on a rank. Default: that of a run")
+        int | None,
+        typer.Option(min=1, metavar="N", help="sequences of a micro-batch on a rank. Default: that of a run"),
     ] = None,
     seq_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="tokens of a sequence. Default: that of a run")
@@ -89,6 +91,9 @@ def plan(
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="each layer is recomputed in backward")
     ] = False,
+    compute_capability: Annotated[
+        str, typer.Option(metavar="X.Y", help="of the GPU, which says what products are emulated")
+    ] = "9.0",
     memory: Annotated[
         float | None, typer.Option(min=0, metavar="GIB", help="of a GPU: tells the largest batch that fits in it")
     ] = None,
@@ -105,7 +110,8 @@ def plan(
     axes, given = _axes(found, mesh, world_size)
     refused = _refused(found, axes)
     cuts = _cuts(found.model, axes[TP]) if TP in axes else None
-    step, missing = planned_step(found, axes, batch, seq_length, checkpoint_activations, memory is not None)
+    asked = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
+    step, missing = planned_step(found, axes, asked)
     settings = found.settings
     report = planning.plan(
         found.model,
@@ -121,7 +127,7 @@ def plan(
     )
     axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
-    _show(found, (*found.told, where, *refused, *missing), report, wide, json_)
+    _show(found, (*found.told, *missing, where, *refused), report, wide, json_)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:

@@ -64,7 +64,7 @@ def gpu_attention() -> Iterator[None]:
 
     A `TorchFunctionMode` would do, but PyTorch turns those off in backward, where layers are recomputed.
     """
-    F.scaled_dot_product_attention = _attention
+    F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantshard.observe.step_memory import PhaseMemory, StepMemory
 from quantshard.observe.table import Row, Totals, human_bytes
@@ -30,7 +30,7 @@ class ParameterShare:
     whether it is gathered again in backward."""
 
     layer: nn.Module | None
-    param: nn.Parameter
+    param: Tensor
     row: Row
     again: bool
 
@@ -73,7 +73,7 @@ def step_memory(
 
     def found(step: TrainingStep) -> StepMemory:
         phases = rehearse(model, layers, step, sharding)
-        added = [Counter(held), Counter(held), Counter(held, temporary=norm)]
+        added = [Counter(held), Counter(held), Counter({**held, "temporary": norm})]
         together = [
             PhaseMemory(each.phase, {kind: size + more[kind] for kind, size in each.bytes.items()})
             for each, more in zip(phases, added, strict=True)
@@ -83,7 +83,9 @@ def step_memory(
     memory = found(step)
     if limit is None:
         return memory
-    return replace(memory, fits=_fitting(step, memory.peak, limit, lambda batch: found(replace(step, batch=batch)).peak))
+    return replace(
+        memory, fits=_fitting(step, memory.peak, limit, lambda batch: found(replace(step, batch=batch)).peak)
+    )
 
 
 def _sharding(layers: Sequence[nn.Module], shares: Sequence[ParameterShare], ranks: int, replicas: int) -> StepSharding:
@@ -95,8 +97,8 @@ def _sharding(layers: Sequence[nn.Module], shares: Sequence[ParameterShare], ran
 
 
 def _fitting(step: TrainingStep, peak: int, limit: int, peak_of: Callable[[int], int]) -> str:
-    """The largest batch whose peak leaves the reserve, in words. Peaks grow with the batch, nearly in proportion to what
-    they have beyond a constant."""
+    """The largest batch whose peak leaves the reserve, in words. Peaks grow with the batch, nearly by as
+    much for each sequence."""
     allowed = int(limit * (1 - RESERVE))
     fits, fails = {0: 0}, dict[int, int]()
     (fits if peak <= allowed else fails)[step.batch] = peak

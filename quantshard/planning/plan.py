@@ -81,7 +81,10 @@ def plan(
     if not isinstance(layers, Iterable):
         raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
     place, layers = _MeshRank.of(mesh, rank), list(layers)
-    cut_by_tp, inner = dict(tensor_parallel or {}), {id(module): layer for layer in layers for module in layer.modules()}
+    cut_by_tp, inner = (
+        dict(tensor_parallel or {}),
+        {id(module): layer for layer in layers for module in layer.modules()},
+    )
     moments = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
     _check_arguments(model, place, cut_by_tp, moments)
     _check_step(step, place, memory)
@@ -197,8 +200,8 @@ def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None)
         raise ConfigurationError(f"plan(step={step!r}): give a quantshard.TrainingStep")
     if place.mesh.get(TP, 1) > 1:
         raise ConfigurationError(
-            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {place.mesh[TP]}); leave the "
-            "step out, or plan the mesh without that axis"
+            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {place.mesh[TP]}); "
+            "leave the step out, or plan the mesh without that axis"
         )
 
 

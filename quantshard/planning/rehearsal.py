@@ -88,8 +88,8 @@ class TrainingStep:
     def __str__(self) -> str:
         parts = f"{self.micro_batches} micro-batches of " if self.micro_batches > 1 else ""
         again = ", layers recomputed" if self.checkpoint_activations else ""
-        where = ".".join(map(str, self.capability))
-        return f"{parts}{self.batch} x {self.seq_length} tokens{again} on compute capability {where}"
+        gpu = "compute capability {}.{}".format(*self.capability)
+        return f"{parts}{self.batch} x {self.seq_length} tokens{again} on {gpu}"
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,7 @@ class _Recording:
         if twins.layers:
             twins.layers[-1].register_forward_hook(self._behind_layers)
 
-    def run(
-        self, forward: Callable[[], Tensor], autocasting: Callable[[], Any], passes: ShardedPasses | None
-    ) -> None:
+    def run(self, forward: Callable[[], Tensor], autocasting: Callable[[], Any], passes: ShardedPasses | None) -> None:
         """One forward and backward."""
         moments = _PassMoments(self.timeline.now)
         self._passes.append(moments)

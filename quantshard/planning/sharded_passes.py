@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,9 +41,7 @@ class UnitSizes:
 
     def with_parameter(self, gathered: int, weights: int, gradients: int) -> UnitSizes:
         """These sizes and those of one more parameter."""
-        return UnitSizes(
-            self.gathered + gathered, self.weights + weights, self.gradients + gradients, self.reshards
-        )
+        return UnitSizes(self.gathered + gathered, self.weights + weights, self.gradients + gradients, self.reshards)
 
 
 @dataclass
@@ -110,7 +109,7 @@ class ShardedPasses:
         self._last_buffer: Tensor | None = None
         self._reducing: list[Tensor] = []
         if prefetches:
-            for unit, following in zip(units, units[1:], strict=False):
+            for unit, following in pairwise(units):
                 unit.follows = following
         for unit in self.units:
             unit.module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)

@@ -23,9 +23,9 @@ def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]
     if (error := missing(_mode)) is not None:
         raise error
 
-    class AnsweringMode(_mode):  # type: ignore[misc]
+    class OperationMode(_mode):  # type: ignore[misc, valid-type]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return answer(function, args, kwargs or {})
 
-    found: AbstractContextManager[Any] = AnsweringMode()
+    found: AbstractContextManager[Any] = OperationMode()
     return found

@@ -100,7 +100,7 @@ def test_one_process_by_hand() -> None:
         assert phase.bytes["gathered weights"] == 0
     kept, tokens = 3 * 2 * MIB, 16 * 1024
     assert tokens <= forward.bytes["activations"] - kept <= 2 * tokens
-    assert forward.bytes["head and loss"] == 2 * MIB  # what the softmax keeps of logits
+    assert forward.bytes["head and loss"] == pytest.approx(2 * MIB, abs=1024)  # what the softmax keeps of logits
     assert forward.bytes["temporary"] == 2 * MIB  # the logits, which are the last layer's result
     assert optimizer.bytes["gradients"] == 4 * 2 * MIB
     assert set(forward.bytes) == set(KINDS)
@@ -123,9 +123,7 @@ def test_fsdp_by_hand() -> None:
 
 def test_activations_of_recomputed_layers_are_their_inputs() -> None:
     settings = SMALL.resolved()
-    phases = {
-        again: planned(Case(settings, 1, recomputed=again), BLACKWELL) for again in (False, True)
-    }
+    phases = {again: planned(Case(settings, 1, recomputed=again), BLACKWELL) for again in (False, True)}
     assert phases[True]["backward"] < 0.75 * phases[False]["backward"]
     assert phases[True]["optimizer step"] == pytest.approx(phases[False]["optimizer step"], abs=4096)
 
@@ -169,9 +167,7 @@ def test_a_model_is_left_as_it_was() -> None:
 
 def test_emulated_products_take_their_operands_in_high_precision() -> None:
     """MXFP8 is native from compute capability 10.0 on."""
-    hopper, blackwell = (
-        planned(case(1, "mxfp8"), capability)["backward"] for capability in (HOPPER, BLACKWELL)
-    )
+    hopper, blackwell = (planned(case(1, "mxfp8"), capability)["backward"] for capability in (HOPPER, BLACKWELL))
     assert hopper > 1.02 * blackwell
 
 
@@ -218,7 +214,7 @@ def test_refusals(mesh: dict[str, int], options: dict[str, Any], said: str) -> N
 
 
 def test_a_model_that_asks_for_values_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="Asking does not run without values.*leave the step out"):
+    with pytest.raises(ConfigurationError, match=r"Asking does not run without values.*leave the step out"):
         memory_of(Asking(64), {})
     assert "meta" not in kernel_dispatch.KERNEL_DEVICES
 
