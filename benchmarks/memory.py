@@ -166,7 +166,7 @@ _EIGHT, _ONE = BLOCKS
 MEASURED = [
     *(Measured(_EIGHT, arm, "2026-11-24", gib) for arm, gib in (
         ("delayed", 8.91), ("delayed, recomputed", 7.88), ("current", 8.91), ("current, recomputed", 7.88),
-        ("block", 8.96), ("block, recomputed", 7.90), ("mxfp8, beside nvfp4", 10.45),
+        ("block", 8.96), ("block, recomputed", 7.90),
     )),
     *(Measured(_ONE, arm, "2026-11-24", 8.58) for arm in ("delayed", "current")),
     *(Measured("llama-1b", arm, "2026-11-24", gib) for arm, gib in (
@@ -184,9 +184,7 @@ def planned(subject: str, arm: str) -> float:
     """The peak of the same step, in GiB."""
     if subject in BLOCKS:
         recipe, _, more = arm.partition(", ")
-        found = _blocks(BLOCKS[subject], recipe, more == "recomputed")
-        beside = _held(BLOCKS[subject], "nvfp4") if more.startswith("beside") else 0
-        return (found + beside) / GIB
+        return _blocks(BLOCKS[subject], recipe, bool(more)) / GIB
     model = convert_models.build(known := convert_models.MODELS[subject], arm, "meta")
     step = qs.TrainingStep(known.batch, known.length)
     fp8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
@@ -211,12 +209,6 @@ def _blocks(shape: Shape, recipe: str, recomputes: bool) -> int:
 def _without_states(memory: StepMemory | None) -> int:
     assert memory is not None
     return max(phase.total - phase.bytes["optimizer states"] for phase in memory.phases)
-
-
-def _held(shape: Shape, recipe: str) -> int:
-    """What a variant of block_step.py holds while another steps: weights, input and gradient of the output."""
-    weights = qs.plan(Ours(shape, recipe, None), {}).totals.bytes
-    return weights + 2 * 2 * shape.batch * shape.tokens * shape.hidden
 
 
 def against() -> Iterator[str]:

@@ -22,7 +22,7 @@ def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]
     if (error := missing(_dispatch)) is not None:
         raise error
 
-    class OperationMode(_dispatch.TorchDispatchMode):  # type: ignore[misc]
+    class OperationMode(_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return answer(function, args, kwargs or {})
 
