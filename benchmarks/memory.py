@@ -1,13 +1,15 @@
 """What a transformer layer keeps for backward, tensor by tensor, and the most memory of a forward and backward.
 
     python benchmarks/memory.py [--recipes delayed,current,block] [--layers 4] [--hidden 256] [--ffn 896] [--heads 8]
-        [--kv-heads 2] [--tokens 1024]
+        [--kv-heads 2] [--tokens 1024] [--capability 9.0]
+    python benchmarks/memory.py --against
 
-Needs no GPU: kernels and scaled products do nothing (`host.without_device`), but memory is asked for as on a GPU that
-has all of these products. (One that is emulated dequantizes its operands besides.) Sizes are bytes for a token, of the
-storages of tensors, without weights, their gradients, and the input of the first layer. Layers are those of
-block_step.py, and taken for large ones (`operands.LARGE`); "recomputed" is with recompute_activation=True. A GPU's
-allocator rounds sizes up.
+Needs no GPU and no memory: modules run on the meta device as on a GPU of the compute capability
+(`quantshard.planning`), which says what products are emulated. Sizes are bytes for a token, of the storages of
+tensors, without weights, their gradients, and the input of the first layer. Layers are those of block_step.py, and
+taken for large ones (`operands.LARGE`); "recomputed" is with recompute_activation=True.
+
+With --against, instead: the peaks that RESULTS.md has of GPUs, beside what `quantshard.plan` says of the same steps.
 """
 
 from __future__ import annotations
@@ -16,26 +18,27 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks import host  # the first: it says that kernels are to be interpreted
-from benchmarks.block_step import Ours, Shape, data
+import quantshard as qs
+from benchmarks import convert_models
+from benchmarks.block_step import GIB, Ours, Shape
+from quantshard.gemm import operands
+from quantshard.gemm.described_gpu import described_gpu
+from quantshard.observe.step_memory import StepMemory
+from quantshard.planning.gpu_operations import GpuTimeline, gpu_attention
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
-import quantshard as qs  # isort: skip
-from quantshard.gemm import operands  # isort: skip
-from quantshard.tensor.quantized_tensor import QuantizedTensor  # isort: skip
-
-SMALL = Shape(layers=4, hidden=256, ffn=896, heads=8, kv_heads=2, batch=1, tokens=1024, device="cpu")
+SMALL = Shape(layers=4, hidden=256, ffn=896, heads=8, kv_heads=2, batch=1, tokens=1024, device="meta")
 RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
 SCALARS = 1024
 """Storages up to so many bytes are not counted: scales, and amaxes, of whole tensors."""
+HOPPER = (9, 0)
 
 
 class Kept(NamedTuple):
@@ -53,65 +56,32 @@ class Peak(NamedTuple):
     most: float
 
 
-class _Piece:
-    def __init__(self, storage: torch.UntypedStorage, born: int) -> None:
-        self.reference, self.bytes, self.born, self.died = StorageWeakRef(storage), storage.nbytes(), born, sys.maxsize
-
-
-class Timeline(TorchDispatchMode):
-    """When which storages of results of operations are made, and are gone; but for those of what is `given`."""
-
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.now, self.pieces, self._live = 0, list[_Piece](), dict[int, _Piece]()
-        self._given = {_address(tensor): tensor for tensor in given}  # held: an address is another's later
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.look()
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, QuantizedTensor):
-                self._add(tensor.untyped_storage())
-        return out
-
-    def look(self) -> None:
-        """Note what is gone by now."""
-        self.now += 1
-        for address in [address for address, piece in self._live.items() if piece.reference.expired()]:
-            self._live.pop(address).died = self.now
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage.nbytes() <= SCALARS:
-            return
-        piece = _Piece(storage, self.now)
-        address = piece.reference.cdata
-        if address not in self._live and address not in self._given:
-            self._live[address] = piece
-            self.pieces.append(piece)
-
-    def held(self, moment: int, without: set[int]) -> int:
-        """Bytes that lived at a moment, but for storages of these addresses that live still."""
-        left = {id(piece) for address, piece in self._live.items() if address in without}
-        return sum(p.bytes for p in self.pieces if p.born <= moment < p.died and id(p) not in left)
+@contextmanager
+def running(timeline: GpuTimeline, recipe: str, capability: tuple[int, int]) -> Iterator[None]:
+    """Within it layers run as on a GPU, by a recipe."""
+    with described_gpu(capability), gpu_attention(), timeline.recorded(), qs.autocast(recipe=recipe):
+        yield
 
 
 @mock.patch.object(operands, "LARGE", 0)
-def kept(recipe: str, recomputes: bool = False, shape: Shape = SMALL) -> list[Kept]:
+def kept(
+    recipe: str, recomputes: bool = False, shape: Shape = SMALL, capability: tuple[int, int] = HOPPER
+) -> list[Kept]:
     """What the second of two layers keeps, in the order in which it is saved, but for scalars and the angles."""
     model, x, _ = _made(recipe, recomputes, dataclasses.replace(shape, layers=2))
     found: dict[int, Kept] = {}
-    held: list[Tensor] = []  # so that no address is another's
+    held: list[Any] = []  # so that no id is another's
 
     def pack(tensor: Tensor) -> Tensor:
         storage = None if isinstance(tensor, QuantizedTensor) else tensor.untyped_storage()
-        if storage is not None and storage.nbytes() > SCALARS and storage.data_ptr() not in found:
+        if storage is not None and storage.nbytes() > SCALARS and id(storage) not in found:
             size = storage.nbytes() / (shape.batch * shape.tokens)
-            found[storage.data_ptr()] = Kept(_saving_step(), tensor.dtype, size)
-            held.append(tensor)
+            found[id(storage)] = Kept(_saving_step(), tensor.dtype, size)
+            held.append(storage)
         return tensor
 
     first, second = model.layers
-    with host.without_device(), qs.autocast(recipe=recipe):
+    with running(GpuTimeline(), recipe, capability):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = first(x, rotary_pos_emb=model.angles)
             before = len(found)
@@ -129,56 +99,140 @@ def _saving_step() -> str:
 
 
 @mock.patch.object(operands, "LARGE", 0)
-def peak(recipe: str, recomputes: bool = False, shape: Shape = SMALL) -> Peak:
+def peak(recipe: str, recomputes: bool = False, shape: Shape = SMALL, capability: tuple[int, int] = HOPPER) -> Peak:
     """Of one step."""
     model, x, dy = _made(recipe, recomputes, shape)
-    with host.without_device(), Timeline([x, dy, *model.state_dict().values(), *model.buffers()]) as timeline:
-        with qs.autocast(recipe=recipe):
-            y = model(x)
-        timeline.look()
-        forward = timeline.now
+    weights = [part for p in model.parameters() for part in _parts(p)]
+    timeline = GpuTimeline([x, dy, *weights, *model.buffers()])
+    with running(timeline, recipe, capability):
+        y = model(x)
+        forward = timeline.tick()
         y.backward(dy)
-    gradients = {_address(p.grad) for p in model.parameters() if p.grad is not None}
+    for param in model.parameters():
+        if param.grad is not None:
+            timeline.label(param.grad, "gradients")
+    timeline.allocations = [each for each in timeline.allocations if each.kind == "" and each.bytes > SCALARS]
     tokens = shape.batch * shape.tokens
-    most = max(timeline.held(moment, gradients) for moment in range(forward, timeline.now + 1))
-    return Peak(timeline.held(forward, gradients) / tokens, most / tokens)
+    highest = timeline.highest(forward, timeline.now)
+    return Peak(timeline.held(forward) / tokens, timeline.held(highest) / tokens)
 
 
-def _address(tensor: Tensor) -> int:
-    found: int = StorageWeakRef(tensor.untyped_storage()).cdata
-    return found
+def _parts(param: Tensor) -> Iterable[Tensor]:
+    return param.quantized_storage.components.values() if isinstance(param, QuantizedTensor) else [param]
 
 
 def _made(recipe: str, recomputes: bool, shape: Shape) -> tuple[Ours, Tensor, Tensor]:
-    torch.manual_seed(0)
-    return Ours(shape, recipe, "flash", recomputes), *data(shape)
+    model = Ours(shape, recipe, None, recomputes)
+    size = (shape.batch, shape.tokens, shape.hidden)
+    x, dy = (torch.empty(size, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    return model, x.requires_grad_(), dy
 
 
-def tables(recipes: list[str], shape: Shape) -> Iterator[str]:
+def tables(recipes: list[str], shape: Shape, capability: tuple[int, int]) -> Iterator[str]:
     """In Markdown."""
     ways = [(recipe, recomputes) for recipe in recipes for recomputes in (False, True)]
     yield "| recipe | kept by a layer: function, dtype, bytes for a token | together |"
     yield "|---|---|---|"
     for recipe, recomputes in ways:
-        found = kept(recipe, recomputes, shape)
+        found = kept(recipe, recomputes, shape, capability)
         told = "; ".join(f"{each.step} {str(each.dtype)[6:]} {each.bytes:g}" for each in found)
         yield f"| {recipe}{', recomputed' * recomputes} | {told} | {sum(each.bytes for each in found):g} |"
     yield ""
     yield f"| recipe | bytes for a token kept by {shape.layers} layers | most in backward |"
     yield "|---|---|---|"
     for recipe, recomputes in ways:
-        found_peak = peak(recipe, recomputes, shape)
+        found_peak = peak(recipe, recomputes, shape, capability)
         yield f"| {recipe}{', recomputed' * recomputes} | {found_peak.kept:g} | {found_peak.most:g} |"
+
+
+# Beside measured peaks -----------------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """A peak in RESULTS.md: of which arm, on which day on an H200, and GiB."""
+
+    subject: str
+    arm: str
+    day: str
+    gib: float
+
+
+BLOCKS = {
+    "4 blocks of Llama-3-8B, 2 x 8192": Shape(device="meta"),
+    "16 layers of Llama-3.2-1B, 4 x 2048": Shape(16, 2048, 8192, 32, 8, 4, 2048, "meta"),
+}
+"""Of block_step.py: forward and backward, without an optimizer."""
+_EIGHT, _ONE = BLOCKS
+MEASURED = [
+    *(Measured(_EIGHT, arm, "2026-11-24", gib) for arm, gib in (
+        ("delayed", 8.91), ("delayed, recomputed", 7.88), ("current", 8.91), ("current, recomputed", 7.88),
+        ("block", 8.96), ("block, recomputed", 7.90),
+    )),
+    *(Measured(_ONE, arm, "2026-11-24", 8.58) for arm in ("delayed", "current")),
+    *(Measured("llama-1b", arm, "2026-11-24", gib) for arm, gib in (
+        ("bf16", 32.1), ("current fused", 28.1), ("block fused", 28.1), ("delayed", 30.8),
+    )),
+    *(Measured("llama-1b", arm, "2026-11-23", gib) for arm, gib in (
+        ("current", 30.8), ("delayed", 30.8), ("block", 30.9),
+    )),
+    *(Measured("qwen3-8b", arm, "2026-11-23", gib) for arm, gib in (("bf16", 62.2), ("current", 56.5))),
+]  # fmt: skip
+"""Of eager steps. Those of Llama-3.2-1B and Qwen3-8B are models of transformers (convert_models.py), with optimizer."""
+
+
+def planned(subject: str, arm: str) -> float:
+    """The peak of the same step, in GiB."""
+    if subject in BLOCKS:
+        recipe, _, more = arm.partition(", ")
+        return _blocks(BLOCKS[subject], recipe, bool(more)) / GIB
+    model = convert_models.build(known := convert_models.MODELS[subject], arm, "meta")
+    step = qs.TrainingStep(known.batch, known.length)
+    fp8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+    report = qs.plan(model, {}, layers=model.model.layers, step=step, **({} if arm == "bf16" else fp8))
+    elements = report.totals.parameters
+    # convert_models.py: AdamW with two states of bfloat16; FusedAdam with masters of 16 bits, where plan has 32
+    states = 4 * elements if arm == "bf16" else report.totals.optimizer_bytes - 2 * elements
+    return (_without_states(report.memory) + states) / GIB
+
+
+def _blocks(shape: Shape, recipe: str, recomputes: bool) -> int:
+    def forward(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = torch.empty(*tokens.shape, shape.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        found: Tensor = model(x)
+        return found
+
+    model = Ours(shape, recipe, None, recomputes)
+    step = qs.TrainingStep(shape.batch, shape.tokens, recipe=recipe, loss=forward)
+    return _without_states(qs.plan(model, {}, layers=model.layers, step=step).memory)
+
+
+def _without_states(memory: StepMemory | None) -> int:
+    assert memory is not None
+    return max(phase.total - phase.bytes["optimizer states"] for phase in memory.phases)
+
+
+def against() -> Iterator[str]:
+    """In Markdown."""
+    yield "| step | arm | measured on | GiB | planned | difference |"
+    yield "|---|---|---|---|---|---|"
+    for subject, arm, day, gib in MEASURED:
+        found = planned(subject, arm)
+        yield f"| {subject} | {arm} | {day} | {gib:.2f} | {found:.2f} | {found / gib - 1:+.1%} |"
 
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--capability", default="9.0", help="compute capability of the GPU")
+    parser.add_argument("--against", action="store_true", help="peaks that were measured beside those planned")
     for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "tokens"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(SMALL, name))
     asked = vars(parser.parse_args(given))
-    recipes = asked.pop("recipes").split(",")
-    for line in tables(recipes, dataclasses.replace(SMALL, **asked)):
+    recipes, capability = asked.pop("recipes").split(","), asked.pop("capability").split(".")
+    compares = asked.pop("against")
+    major, minor = map(int, capability)
+    found = against() if compares else tables(recipes, dataclasses.replace(SMALL, **asked), (major, minor))
+    for line in found:
         print(line, flush=True)
 
 

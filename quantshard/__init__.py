@@ -23,7 +23,8 @@ from quantshard.modules import (
     make_graphed_callables,
     quantized_model_init,
 )
-from quantshard.observe import explain, plan
+from quantshard.observe import explain
+from quantshard.planning import TrainingStep, plan
 from quantshard.private_torch import lookup as _lookup
 from quantshard.statistics import Statistics
 from quantshard.tensor import arithmetic as _arithmetic
@@ -45,6 +46,7 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "Statistics",
+    "TrainingStep",
     "TransformerLayer",
     "__version__",
     "autocast",

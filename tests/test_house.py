@@ -37,7 +37,7 @@ FLOORS = (
     "gemm",
     "distributed",
     "modules optimizers checkpoints observe",
-    "layouts doctor terminal conversion statistics",
+    "layouts doctor terminal conversion statistics planning",
     "transformer_engine report",
     "__init__",
     "trainer compat integrations",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 
 import quantshard as qs
+from benchmarks import memory
+from benchmarks.memory import SMALL
 from quantshard import kernels, private_torch
 from quantshard.gemm import operands
 
-if not kernels.USABLE or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("counted with kernels that are interpreted, as on machines without a GPU", allow_module_level=True)
-
-from benchmarks import memory
-from benchmarks.memory import SMALL
+if not kernels.USABLE:
+    pytest.skip("counted with the kernels, which need Triton", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LLAMA_8B = {"h": 4096, "f": 14336, "k": 1024, "n": 32}
@@ -63,6 +61,17 @@ def test_the_peak_of_a_step(recomputes: bool) -> None:
         scales = 1.04 if recipe == "block" else 1.0
         most = (4 * f + h if recomputes else 2 * f + 4 * f - f) * scales
         assert 0.95 * most < found.most - found.kept <= most + 16, recipe
+
+
+def test_planned_peaks_are_those_measured_on_gpus() -> None:
+    """The table of RESULTS.md; of the models of transformers by `benchmarks/memory.py --against` alone."""
+    text = (Path(__file__).parents[1] / "benchmarks" / "RESULTS.md").read_text()
+    arms = [each for each in memory.MEASURED if each.subject in memory.BLOCKS]
+    assert len(arms) == 8
+    for subject, arm, day, gib in arms:
+        found = memory.planned(subject, arm)
+        assert abs(found / gib - 1) < 0.07, (subject, arm, found)
+        assert f"| {subject} | {arm} | {day} | {gib:.2f} | {found:.2f} | {found / gib - 1:+.1%} |" in text
 
 
 def test_attention_that_is_run_again_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,19 @@ import torch
 import typer
 from torch import nn
 
-from quantshard import limits, observe, recipe
+from quantshard import limits, observe, planning, recipe
 from quantshard.cli import models
 from quantshard.cli.models import ModelSource
+from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
 from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer import huggingface
 from quantshard.trainer.config import MOMENT_DTYPES
 from quantshard.trainer.mesh import TP, MeshSpec
+
+_ALONE = "none"
+"""A mesh without axes."""
 
 _WORLD_SIZE = 8
 """The ranks that are planned for where nothing says how many."""
@@ -65,7 +69,11 @@ def explain(
 def plan(
     source: Annotated[str, SOURCE],
     mesh: Annotated[
-        str | None, typer.Option(metavar="AXES", help="such as dp_shard=64,tp=8. Default: that of a run")
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run",
+        ),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="ranks, all in dp_shard; or those of the mesh")
@@ -74,33 +82,61 @@ def plan(
     recipe_: Annotated[str | None, RECIPE] = None,
     exp_avg_dtype: Annotated[str | None, typer.Option(help="Adam's first moment: float32 or fp8")] = None,
     exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: float32 or fp8")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="sequences of a micro-batch on a rank. Default: that of a run"),
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="tokens of a sequence. Default: that of a run")
+    ] = None,
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="each layer is recomputed in backward")
+    ] = False,
+    compute_capability: Annotated[
+        str, typer.Option(metavar="X.Y", help="of the GPU, which says what products are emulated")
+    ] = "9.0",
+    memory: Annotated[
+        float | None, typer.Option(min=0, metavar="GIB", help="of a GPU: tells the largest batch that fits in it")
+    ] = None,
     wide: Annotated[bool, WIDE] = False,
     json_: Annotated[bool, JSON] = False,
 ) -> None:
     """Show what one rank of a mesh would hold, send and reduce, FusedAdam's states included; nothing is started.
 
     Repeated layers are sharded one by one, as fully_shard is called. With an axis tp the linear layers of attention
-    and MLP are cut by columns and rows.
+    and MLP are cut by columns and rows. With a batch, the peak of a training step: activations, gathered weights and
+    gradients too.
     """
     found = models.find(source, recipe_)
     axes, given = _axes(found, mesh, world_size)
     refused = _refused(found, axes)
     cuts = _cuts(found.model, axes[TP]) if TP in axes else None
-    report = observe.plan(
+    asked = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
+    step, missing = planned_step(found, axes, asked)
+    settings = found.settings
+    report = planning.plan(
         found.model,
         axes,
         layers=huggingface.repeated_layers(found.model),
         rank=rank,
         tensor_parallel=cuts,
+        reshard_after_forward=None if settings is None else settings.reshard_after_forward,
         exp_avg_dtype=_moment("--exp-avg-dtype", exp_avg_dtype, found.moments[0]),
         exp_avg_sq_dtype=_moment("--exp-avg-sq-dtype", exp_avg_sq_dtype, found.moments[1]),
+        step=step,
+        memory=None if memory is None else int(memory * 2**30),
     )
-    where = ",".join(f"{axis}={size}" for axis, size in axes.items())
-    _show(found, (*found.told, f"rank {rank} of mesh {where}{given}", *refused), report, wide, json_)
+    axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
+    where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
+    _show(found, (*found.told, *missing, where, *refused), report, wide, json_)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
-    """The axes of a mesh, and where they are from, if nobody gave them."""
+    """The axes of a mesh, and where they are from, if nobody gave them; none without FSDP2."""
+    if mesh == _ALONE:
+        if world_size not in (None, 1):
+            raise ConfigurationError(f"--mesh {_ALONE} is one process, but --world-size says {world_size}")
+        return {}, ""
     if mesh is None and world_size is not None:
         return {"dp_shard": world_size}, ""
     given = "" if mesh else ", as it was started" if found.mesh else " (--world-size N or --mesh says another)"
@@ -120,6 +156,8 @@ def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
     """
     if found.settings is None:
         return ()
+    if not axes:
+        return ("quantshard train calls fully_shard on one process too, which copies what is not quantized",)
     spec = MeshSpec(**axes)
     settings = replace(found.settings, mesh=str(spec), dp_replicate=1)
     settings.check()

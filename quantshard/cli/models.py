@@ -44,6 +44,11 @@ class ModelSource:
     moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
     settings: TrainSettings | None = None
 
+    @property
+    def is_stored(self) -> bool:
+        """True if its parameters alone are known, as a checkpoint has them."""
+        return isinstance(self.model, StoredModule)
+
 
 class StoredModule(nn.Module):
     """A module of which a checkpoint has the parameters, and nothing else is known."""

@@ -345,7 +345,9 @@ def _emulated(
     precision: torch.dtype,
 ) -> Tensor:
     lasts = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))  # else float32 would be rounded
-    halves = a.device.type == "cuda" and precision.itemsize == 2 and lasts
+    kind = a.device.type
+    on_gpu = kind == "cuda" or (kind == "meta" and scaled_products.META_CAPABILITY is not None)
+    halves = on_gpu and precision.itemsize == 2 and lasts
     dtype = torch.bfloat16 if halves else torch.float32
     if poison is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
         a = a + poison.to(a.dtype)

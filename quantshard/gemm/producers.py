@@ -313,6 +313,11 @@ class OperandPlan(NamedTuple):
     poison: Literal["", "scalar", "scale"]
     draws: bool
 
+    @property
+    def decodes(self) -> bool:
+        """True if there is a direction that is given as values in place of codes, which are more bytes."""
+        return any(way is not None and way.spec.decoded for way in (self.one, self.two))
+
 
 @lru_cache(MOST_PLANS)
 def plan_operand(

@@ -60,9 +60,15 @@ class ScaledProduct:
         return dotted(self.since) + (f" up to {dotted(self.before)}" if self.before < NEVER else " and newer")
 
 
+META_CAPABILITY: Capability | None = None
+"""Of the GPU that the meta device stands for (`described_gpu`); None: for none."""
+
+
 @cache
 def capability_of(device: torch.device) -> Capability | None:
     """The compute capability of an NVIDIA GPU; None of any other device, and of a GPU that this machine lacks."""
+    if device.type == "meta":
+        return META_CAPABILITY
     has_one = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None  # AMD's are "cuda" too
     return torch.cuda.get_device_capability(device) if has_one else None
 

@@ -4,8 +4,8 @@ Each reproduces its oracle in `numerics`, bit for bit where values are quantized
 multiplications into additions, and divide and take roots with correct rounding, for the oracle does.
 
 Only `kernel_dispatch` decides whether a kernel runs. This file imports no Triton; the others do, and are imported only
-where `USABLE`: with a torch that was built for a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which runs
-the kernels on the CPU, slowly, for tests.
+where `USABLE`. On the CPU kernels run under Triton's interpreter alone (TRITON_INTERPRET=1), slowly, for tests. On the
+meta device they compute nothing, as everything there (`gemm.described_gpu`).
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ import torch
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 """True if Triton's interpreter runs the kernels, on tensors of any device."""
 
-USABLE: Final = find_spec("triton") is not None and (torch.version.cuda is not None or INTERPRETED)
-"""True if the kernels can be imported."""
+USABLE: Final = find_spec("triton") is not None and (torch.version.hip is None or INTERPRETED)
+"""True if the kernels can be imported: Triton is there, and a GPU, if this torch was built for one, is not AMD's."""

@@ -54,14 +54,14 @@ class KernelEncoding(NamedTuple):
 def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
     """An encoding as kernels on a device know it. GPUs before compute capability 8.9 have no instruction that casts;
     the interpreter has one, which truncates and is not used."""
-    has_cast = not kernels.INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+    has_cast = not (kernels.INTERPRETED or device.type == "meta") and torch.cuda.get_device_capability(device) >= (8, 9)
     cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
     return KernelEncoding(encoding.max, encoding.mantissa_bits, 1 - encoding.bias, encoding.bits, cast)
 
 
 def takes_pairs(device: torch.device) -> bool:
     """True if `line_amax` runs there: its instruction is of compute capability 8.0."""
-    return kernels.INTERPRETED or torch.cuda.get_device_capability(device) >= (8, 0)
+    return kernels.INTERPRETED or device.type == "meta" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ elements

@@ -77,7 +77,7 @@ _VARIANTS: dict[int, KernelVariants] = {}
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)` on a device.
+    """`kernel[grid](*args, **options)` on a device; nothing on the meta device, whose tensors have no values.
 
     Args:
         kernel: as `triton.jit` made it.
@@ -88,7 +88,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
     """
     index = device.index
     if index is None:  # the CPU, or whatever device is the current one
-        kernel[grid](*args, **options)
+        if device.type != "meta":
+            kernel[grid](*args, **options)
         return
     if index != current_device_index():  # which Triton takes, wherever the tensors are
         with torch.cuda.device(index):

@@ -48,6 +48,9 @@ def through_activation(
 
     `apart`: of a gated activation each in a pass of its own, once it is asked for, if no bias needs a sum: a third of
     the memory less, for reading dh and the gate twice.
+
+    Large gradients that emulated products read as values are written once, and quantized one after the other: in both
+    directions they are twice the bytes of codes, for which there is room once the inputs of the activation are gone.
     """
     assert dh is not None
     gate, up = between
@@ -61,10 +64,11 @@ def through_activation(
     rows = epilogue.matrix(dh)
     if apart and up is not None and not any(each.wanted.sums for each in asked):
         return _one_at_a_time(asked, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
-    if any(each.plan.reads_values for each in asked):
+    is_large = operands.is_large(gate)
+    if any(each.plan.reads_values or (is_large and each.plan.decodes) for each in asked):
         given = [TensorProducer.empty(gate) for _ in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
-        return _quantized(asked, given) if operands.is_large(gate) else iter(operands_together(asked, given))
+        return _quantized(asked, given) if is_large else iter(operands_together(asked, given))
     outputs = [each.outputs() for each in asked]
     targets = _activation_backward(rows, gate, up, activation, outputs)
     taken = [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]

@@ -21,6 +21,7 @@ from rich.text import Text
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
 from quantshard.observe.patterns import counted_name, pattern_groups
+from quantshard.observe.step_memory import KINDS, StepMemory
 
 WEIGHTS = "weights"
 GATHERED = "given to all-gathers, forward and backward"
@@ -133,6 +134,8 @@ class Report:
     """The backends by which attention would run without mask and dropout, each with its modules."""
     more: str = MORE
     """Where the columns are to be had for which there is no room."""
+    memory: StepMemory | None = None
+    """What a training step takes at most, if `plan` was given one."""
 
     @classmethod
     def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
@@ -163,7 +166,8 @@ class Report:
         rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
         told = {name: list(getattr(self, name)) for name in ("attention", "fallbacks", "warnings")}
-        return {"rows": rows, "totals": totals, **told}
+        memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
+        return {"rows": rows, "totals": totals, **memory, **told}
 
     def to_json(self) -> str:
         """The rows and totals as JSON."""
@@ -246,6 +250,8 @@ def folded(name: str, width: int) -> str:
 def _render(report: Report) -> Group:
     parts: list[Any] = [FittedTable(_COLUMNS, [_cells(row) for row in report.rows], _SPARED, report.more)]
     parts.append(_totals_table(report.totals))
+    if report.memory is not None:
+        parts += [_memory_table(report.memory), Text(printable(_peak_text(report.memory)), style="bold")]
     told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
     told += [(row.name, text) for row in report.rows for text in row.notes]
     parts += [Text(printable(text)) for text in (*_merged(told), *report.attention)]
@@ -296,6 +302,23 @@ def _totals_table(totals: Totals) -> Table:
     for what, here, bf16 in lines:
         table.add_row(what, human_bytes(here), human_bytes(bf16), f"{here / bf16:.2f}" if bf16 else "-")
     return table
+
+
+def _memory_table(memory: StepMemory) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("most memory of a step", justify="left")
+    for phase in memory.phases:
+        table.add_column(phase.phase, justify="right")
+    for kind in KINDS:
+        if any(phase.bytes[kind] for phase in memory.phases):
+            table.add_row(kind, *(human_bytes(phase.bytes[kind]) for phase in memory.phases))
+    table.add_row("together", *(human_bytes(phase.total) for phase in memory.phases))
+    return table
+
+
+def _peak_text(memory: StepMemory) -> str:
+    fits = f"; {memory.fits}" if memory.fits else ""
+    return f"peak {human_bytes(memory.peak)} of a step of {memory.step}, in {memory.highest.phase}{fits}"
 
 
 def _merged(told: Iterable[tuple[str, str]]) -> list[str]:

@@ -28,6 +28,7 @@ from quantshard.private_torch.autograd import (
     take_hooks,
     take_saved,
 )
+from quantshard.private_torch.dispatch import answer_operations
 from quantshard.private_torch.fsdp import (
     FsdpGather,
     FsdpPlan,
@@ -90,6 +91,7 @@ __all__ = [
     "all_gather_of_dtensor",
     "all_gather_single",
     "answer_for_dtensors",
+    "answer_operations",
     "at_end_of_backward",
     "axis_groups",
     "cast",

@@ -130,6 +130,33 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     assert "fp8_128x128" in {row["format"] for row in other["rows"]}
 
 
+def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:
+    """Of a run's own batch, or of one that is given; on a checkpoint's word alone it cannot be known."""
+    run = made(tmp_path)
+    found = json_of("plan", run)["memory"]
+    assert found["step"] == "2 x 16 tokens on compute capability 9.0" and "fits" not in found
+    assert found["peak_bytes"] == max(phase["total"] for phase in found["phases"].values())
+    assert found["phases"]["optimizer step"]["temporary"] >= 16 * 257 * 64 // 2  # squares of the head's gradient
+    more = ["--batch", 4, "--seq-length", 8, "--memory", 1, "--checkpoint-activations", "--compute-capability", "10.0"]
+    found = json_of("plan", run, *more)["memory"]
+    assert found["step"] == "4 x 8 tokens, layers recomputed on compute capability 10.0"
+    assert " x 8 tokens fit in 1.0 GiB" in found["fits"]
+    model = sources.find(str(run), None).model
+    by_hand = qs.plan(model, {}, layers=model.layers, step=qs.TrainingStep(4, 8)).memory
+    assert by_hand is not None
+    alone = json_of("plan", run, "--mesh", "none", "--batch", 4, "--seq-length", 8)
+    assert alone["memory"]["phases"]["forward"]["activations"] == by_hand.phases[0].bytes["activations"]
+    assert "one process without FSDP2" in alone["source"]
+    lines = lines_of("plan", run)
+    assert max(map(len, lines)) <= 80 and any("most memory of a step" in line for line in lines)
+    folder = config(tmp_path)
+    assert "memory" not in json_of("plan", folder) and any("give --batch" in line for line in lines_of("plan", folder))
+    table = lines_of("plan", folder, "--batch", 2, "--seq-length", 64)
+    assert any("optimizer states" in line for line in table) and max(map(len, table[2:])) <= 80
+    under_tp = json_of("plan", folder, "--mesh", "dp_shard=2,tp=2")
+    assert "memory" not in under_tp and any("tensor parallelism" in line for line in under_tp["source"])
+
+
 def test_a_checkpoint_is_what_the_live_model_is(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
     model, optimizer, path = checkpoint
     live = {row["name"]: row for row in rows(qs.explain(model, optimizer))}
@@ -194,6 +221,12 @@ def test_names_are_broken_behind_dots() -> None:
         (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, fp8"),
         (["plan", "config.json", "--mesh", "tp=5"], "q_proj.weight (64, 64), dim 0 of 64 over 5 ranks of 'tp'"),
         (["plan", "config.json", "--wdie"], "--wdie"),
+        (["plan", "config.json", "--batch", "2"], "the memory of a step is not counted: give --batch and --seq-length"),
+        (["plan", "config.json", "--memory", "80"], "give --batch and --seq-length"),
+        (["plan", "saved", "--batch", "2", "--seq-length", "8"], "a checkpoint does not say how its model computes"),
+        (["plan", "config.json", "--mesh", "tp=2", "--batch", "1", "--seq-length", "8"], "parallelism, tp=2"),
+        (["plan", "config.json", "--compute-capability", "nine"], "--compute-capability nine: give two numbers"),
+        (["plan", "config.json", "--mesh", "none", "--world-size", "2"], "--mesh none is one process, but"),
         (["explain", "bad.json"], "has no model_type 'lama'; did you mean 'llama'?"),
         (["explain", "other.json"], "transformers cannot build it"),
         (["explain", "large.json"], "num_hidden_layers is 100000000, more than"),

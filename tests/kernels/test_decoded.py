@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import quantshard as qs
 from quantshard import recipe
-from quantshard.gemm import producers, scaled_products
+from quantshard.gemm import operands, producers, scaled_products
 from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, gemm_operands
@@ -95,13 +95,16 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_layers_have_the_same_bits(name: str, fused: bool) -> None:
+def test_layers_have_the_same_bits(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where gradients are large, and quantized one after the other."""
     x, dy = values(48, 64), values(48, 64 if fused else 96, seed=1)
     results = []
-    for yes in (False, True):
+    for yes, large in ((False, operands.LARGE), (True, operands.LARGE), (True, 0)):
+        monkeypatch.setattr(operands, "LARGE", large)
         with emulated(yes):
             results.append(stepped(build(name, fused), x.clone(), dy, name))
-    assert all(torch.equal(found, before) for found, before in zip(*results, strict=True))
+    for same in zip(*results, strict=True):
+        assert all(torch.equal(found, same[0]) for found in same)
 
 
 def test_what_is_decoded_apart(name: str, launches: list[tuple[str, int]]) -> None:

@@ -263,7 +263,7 @@ def test_planning_leaves_the_model_as_it_is():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mesh": {}}, "must have the axis that fully_shard shards over"),
+        ({"mesh": {"tp": 2}}, "must have the axis that fully_shard shards over"),
         ({"mesh": {"a": 2, "b": 2, "c": 2}}, "at most one before it"),
         ({"mesh": {"tp": 2, "dp_shard": 2}}, "'tp' only as the last"),
         ({"mesh": {"dp_shard": 4}, "rank": 4}, "no rank 4 in a mesh of {'dp_shard': 4}, which has 4 ranks"),

@@ -12,7 +12,7 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -362,9 +362,14 @@ def backward_gemms(
     if needed.x:
         held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
         if len(held) > 1:
-            ways = list(ways)
-            poisons = [each.poison for each in ways]
-            read = backend.transposed_together([each.first for each in ways], held, poisons, dx_dtype)
+            first, ways = _seen(iter(ways))
+            if isinstance(first, QuantizedStorage):  # else each goes when it was multiplied, before the next is made
+                ways = list(ways)
+                poisons = [each.poison for each in ways]
+                read = backend.transposed_together([each.first for each in ways], held, poisons, dx_dtype)
+            else:
+                read = [None] * len(held)
+            del first
     each = iter(ways)
     for part, weight in enumerate(weights):
         found, bias_dtype = next(each), bias_dtypes[part]  # not by zip, which holds on to the one before
@@ -395,6 +400,17 @@ def backward_gemms(
         return None, dws, dbs
     dx = _with_leading(summands[0], x_shape, state.split(TensorRole.INPUT))
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
+
+
+def _seen(ways: Iterator[GemmOperands]) -> tuple[Operand, Iterator[GemmOperands]]:
+    """The operand of the first dgrad, and all of them still."""
+    first = next(ways)
+
+    def again(seen: list[GemmOperands]) -> Iterator[GemmOperands]:
+        yield seen.pop()  # itertools.chain would hold on to it
+        yield from ways
+
+    return first.first, again([first])
 
 
 def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:

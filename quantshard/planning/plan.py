@@ -2,14 +2,14 @@
 
 `plan` gives for a model that nobody has cut yet the report that `explain` gives for its live pieces. The two take
 different ways: `plan` cuts rectangles (`sharding.Shard`), `explain` reads what FSDP2 and DTensor made. The tests hold
-them to each other.
+them to each other. Given a `TrainingStep`, it adds what that takes of memory (`planning.peak`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, gemm_of
 from quantshard.observe.table import Report, Row
+from quantshard.planning.peak import ParameterShare, step_memory
+from quantshard.planning.rehearsal import TrainingStep
 from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
 from quantshard.tensor import components
@@ -30,6 +32,9 @@ from quantshard.tensor.storage import QuantizedStorage
 
 TP = "tp"
 """The name of the mesh axis of tensor parallelism."""
+
+_ALONE = "alone"
+"""The axis that stands for none."""
 
 
 def plan(
@@ -42,8 +47,11 @@ def plan(
     reshard_after_forward: bool | None = None,
     exp_avg_dtype: torch.dtype = torch.float32,
     exp_avg_sq_dtype: torch.dtype = torch.float32,
+    step: TrainingStep | None = None,
+    memory: int | None = None,
 ) -> Report:
-    """What each parameter of a model costs on one rank of a mesh: memory, traffic, reductions, and `FusedAdam`'s state.
+    """What each parameter of a model costs on one rank of a mesh: memory, traffic, reductions, and `FusedAdam`'s state;
+    and the peak of a training step.
 
     Rank 0, the default, holds and sends at least as much as any other, of every parameter.
 
@@ -52,7 +60,7 @@ def plan(
             stored, so build it under `quantized_model_init`.
         mesh: axis -> size, outermost first. An axis named "tp" cuts first and stands last. Of the others the last is
             the one that `fully_shard` shards over, and one before it replicates (HSDP): {"dp_replicate": 16,
-            "dp_shard": 64} is 1024 ranks.
+            "dp_shard": 64} is 1024 ranks. Without any axis it is one process that does not call `fully_shard`.
         layers: the modules that `fully_shard` wraps on their own, before it wraps the model.
         rank: which rank of the mesh, counted row by row.
         tensor_parallel: end of a parameter's name -> the dim that "tp" cuts: 0 for column-parallel weights, 1 for
@@ -60,26 +68,39 @@ def plan(
         reshard_after_forward: as for `fully_shard`, for all of its calls: None frees the layers after forward, but not
             what belongs to no layer.
         exp_avg_dtype, exp_avg_sq_dtype: of Adam's moments, as `FusedAdam` takes them.
+        step: of which the report gets `memory`, the most that its phases take. The model runs once for it, without
+            values. Not under tensor parallelism.
+        memory: bytes of the GPU; with it the report says how large a batch fits.
 
     Raises:
-        ConfigurationError: an argument does not fit the others, or the model is sharded already.
+        ConfigurationError: an argument does not fit the others, the model is sharded already, or it cannot run without
+            values.
     """
     if not isinstance(mesh, Mapping) or not all(isinstance(size, int) for size in mesh.values()):
         raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
     if not isinstance(layers, Iterable):
         raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
-    place = _MeshRank.of(mesh, rank)
-    cut_by_tp, inner = dict(tensor_parallel or {}), {id(module) for layer in layers for module in layer.modules()}
+    place, layers = _MeshRank.of(mesh, rank), list(layers)
+    cut_by_tp, inner = (
+        dict(tensor_parallel or {}),
+        {id(module): layer for layer in layers for module in layer.modules()},
+    )
     moments = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
     _check_arguments(model, place, cut_by_tp, moments)
-    rows, optimized = [], 0
+    _check_step(step, place, memory)
+    rows, shares, optimized = [], [], 0
     for name, leaf, module, param in _parameters(model):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
         again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
         row, numel = _row(name, leaf, module, param, place, dim, again, moments)
         rows.append(row)
+        shares.append(ParameterShare(inner.get(id(module)), param, row, again))
         optimized += numel
-    return Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+    if step is None:
+        return report
+    sharding = (place.ranks, place.replicas) if place.is_wrapped else None
+    return replace(report, memory=step_memory(model, layers, report.totals, shares, sharding, step, memory))
 
 
 @dataclass(frozen=True)
@@ -88,9 +109,12 @@ class _MeshRank:
 
     mesh: dict[str, int]
     at: dict[str, int]
+    is_wrapped: bool = True
 
     @classmethod
     def of(cls, mesh: Mapping[str, int], rank: int) -> _MeshRank:
+        if not mesh and rank == 0:
+            return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
         if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
@@ -108,6 +132,16 @@ class _MeshRank:
         return cls(dict(mesh), at)
 
     @property
+    def ranks(self) -> int:
+        """Over which FSDP shards."""
+        return self.mesh[self.shard_axis]
+
+    @property
+    def replicas(self) -> int:
+        """That each hold all of FSDP's shards."""
+        return math.prod(size for axis, size in self.mesh.items() if axis not in (TP, self.shard_axis))
+
+    @property
     def shard_axis(self) -> str:
         """The axis that FSDP shards over."""
         return [axis for axis in self.mesh if axis != TP][-1]
@@ -119,6 +153,8 @@ class _MeshRank:
 
     def placements(self, tp_dim: int | None) -> dict[str, str]:
         """Axis -> what it does to a parameter, of the mesh that FSDP2 gives it."""
+        if not self.is_wrapped:
+            return {}
         strided = tp_dim == 0 and self.mesh[TP] > 1
         told = {axis: REPLICATED for axis in self.mesh if axis != TP}
         told[self.shard_axis] = "StridedShard(0)" if strided else "Shard(0)"
@@ -153,6 +189,20 @@ def _check_arguments(
         if dtype not in STATE_CELLS:
             allowed = ", ".join(map(str, STATE_CELLS))
             raise ConfigurationError(f"plan: {moment}_dtype={dtype}: use one of {allowed} (uint8: FP8)")
+
+
+def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None) -> None:
+    if step is None:
+        if memory is not None:
+            raise ConfigurationError("plan(memory=...): give a step too, whose batch is to fit")
+        return
+    if not isinstance(step, TrainingStep):
+        raise ConfigurationError(f"plan(step={step!r}): give a quantshard.TrainingStep")
+    if place.mesh.get(TP, 1) > 1:
+        raise ConfigurationError(
+            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {place.mesh[TP]}); "
+            "leave the step out, or plan the mesh without that axis"
+        )
 
 
 def _row(
