@@ -74,6 +74,9 @@ def plan(
     recipe_: Annotated[str | None, RECIPE] = None,
     exp_avg_dtype: Annotated[str | None, typer.Option(help="Adam's first moment: float32 or fp8")] = None,
     exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: float32 or fp8")] = None,
+    ema: Annotated[
+        bool | None, typer.Option(help="an average of the weights. Default: as X", show_default=False)
+    ] = None,
     wide: Annotated[bool, WIDE] = False,
     json_: Annotated[bool, JSON] = False,
 ) -> None:
@@ -94,6 +97,7 @@ def plan(
         tensor_parallel=cuts,
         exp_avg_dtype=_moment("--exp-avg-dtype", exp_avg_dtype, found.moments[0]),
         exp_avg_sq_dtype=_moment("--exp-avg-sq-dtype", exp_avg_sq_dtype, found.moments[1]),
+        ema=found.ema if ema is None else ema,
     )
     where = ",".join(f"{axis}={size}" for axis, size in axes.items())
     _show(found, (*found.told, f"rank {rank} of mesh {where}{given}", *refused), report, wide, json_)

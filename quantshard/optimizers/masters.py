@@ -83,7 +83,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
         self._members, self._kept = parameter_registry.ParameterRegistry(self._name), ""
         super().__init__(
-            parameter_registry.checked_params(self._name, params), {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)}
+            parameter_registry.checked_params(self._name, params),
+            {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)},
         )
         if capturable:
             self.register_state_dict_post_hook(make_numbers)  # the first, so that others see what is returned

@@ -49,6 +49,8 @@ class Progress:
                 return
         if "heldout_loss" in entry:
             line += f"  held-out loss {entry['heldout_loss']:.4f}"
+        if "heldout_loss_ema" in entry:
+            line += f"  of the average {entry['heldout_loss_ema']:.4f}"
         every = self.settings.log_every
         if "heldout_loss" in entry or entry["step"] % every == 0:
             self.note(f"step {entry['step']}/{self.settings.steps}  {line}")
