@@ -224,8 +224,8 @@ class _ExportPlan:
         self.report.layout = self.layout
         if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
             raise ConfigurationError(
-                f"{self.source.path} holds no averages of its weights, or its optimizer was not told their names; train "
-                f"with --ema (FusedAdam(ema_decay=...)), or export the values of its {MASTERS!r}"
+                f"{self.source.path} holds no averages of its weights, or its optimizer was not told their names; "
+                f"train with --ema (FusedAdam(ema_decay=...)), or export the values of its {MASTERS!r}"
             )
         heads, found = heads_of(self.config), []
         weights = self._untied()

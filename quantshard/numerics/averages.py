@@ -2,10 +2,10 @@
 
     a = a + share (w - a),   share = (1 - decay) / (1 - decay^step)
 
-This is the average with Adam's correction of the bias, kept so that nothing remains to be divided when it is read: after
-n steps from the first on, w_i has the weight decay^(n - i) (1 - decay) / (1 - decay^n), and the values before the first
-step have none. One that begins at a later step begins with the values of then. A weight that does not change any more
-has, once they are equal, the very same average.
+This is the average with Adam's correction of the bias, kept so that nothing remains to be divided when it is read:
+after n steps from the first on, w_i has the weight decay^(n - i) (1 - decay) / (1 - decay^n), and the values before the
+first step have none. One that begins at a later step begins with the values of then. A weight that does not change any
+more has, once they are equal, the very same average.
 """
 
 from __future__ import annotations

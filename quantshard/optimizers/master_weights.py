@@ -289,8 +289,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages, where
-        there are any, begin with them."""
+        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
+        with them."""
         self._follow()
         self._overflown = None
         for param, master in self._masters.items():

@@ -64,8 +64,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         named = {role for spec in self.states for role in (spec.role, spec.words_of or spec.role)}
         if len({*self._roles, MASTER, AVERAGE, WEIGHT}) < len(self._roles) + 3 or not named <= set(self._roles):
             raise ConfigurationError(
-                f"{self._name}.states = {self.states}: roles must differ, from {MASTER!r}, {AVERAGE!r} and {WEIGHT!r} too, "
-                "and words_of name one of them"
+                f"{self._name}.states = {self.states}: roles must differ, from {MASTER!r}, {AVERAGE!r} and {WEIGHT!r} "
+                "too, and words_of name one of them"
             )
         if unknown := given.keys() - set(self._roles):
             raise ConfigurationError(
@@ -240,8 +240,8 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages, where
-        there are any, begin with them."""
+        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
+        with them."""
         self._follow()
         for param, states in self._states.items():
             if MASTER in states:

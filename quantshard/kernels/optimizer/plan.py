@@ -353,7 +353,8 @@ class AdamLaunchPlan:
         launch_kernel(
             km.corrections_kernel, (self.groups,), self.device,
             torch.stack(steps).to(self.device), torch.stack(rates), decays, corrected, groups, settings,
-            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), ks.SETTINGS.index("share"), num_warps=1, enable_fp_fusion=False,
+            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), ks.SETTINGS.index("share"),
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _run(self, launch: _KernelLaunch) -> None:
