@@ -78,14 +78,14 @@ def plan(
     for name, leaf, module, param in _parameters(model):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
         again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, leaf, module, param, place, dim, again, _StateDtypes(moments, ema))
+        row, numel = _row(name, leaf, module, param, place, dim, again, _OptimizerSpec(moments, ema))
         rows.append(row)
         optimized += numel
     return Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
 
 
 @dataclass(frozen=True)
-class _StateDtypes:
+class _OptimizerSpec:
     """How the optimizer keeps moments, and whether it keeps averages of weights."""
 
     moments: Mapping[str, torch.dtype]
@@ -173,7 +173,7 @@ def _row(
     place: _MeshRank,
     tp_dim: int | None,
     gathered_again: bool,
-    optimizer: _StateDtypes,
+    optimizer: _OptimizerSpec,
 ) -> tuple[Row, int]:
     """The row of one parameter, and how many of its elements the optimizer has here."""
     quantized = components.quantized_local(param)
@@ -241,7 +241,7 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
 
 
 def _optimizer(
-    param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _StateDtypes
+    param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _OptimizerSpec
 ) -> tuple[dict[str, str], int, str]:
     """State -> format, their bytes here, and a note on those that stay float32, as `FusedAdam` allocates them."""
     if not param.requires_grad:

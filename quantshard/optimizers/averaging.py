@@ -46,7 +46,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     """
     _reshard(model)  # after which the model's parameters are those that are sharded
     owner: Any = optimizer
-    kept = [_KeptWeight.of(param, owner) for param in _with_averages(model, optimizer)]
+    kept = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
     try:
         owner._stand_ins = True
         _write_averages(kept, owner)
@@ -62,7 +62,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 @dataclass(frozen=True)
-class _KeptWeight:
+class _WeightCopy:
     """A parameter's local tensors, and copies of what was in them.
 
     `is_known`: no one has given it values that the optimizer does not know of.
@@ -75,7 +75,7 @@ class _KeptWeight:
     is_known: bool
 
     @classmethod
-    def of(cls, param: Tensor, optimizer: Any) -> _KeptWeight:
+    def of(cls, param: Tensor, optimizer: Any) -> _WeightCopy:
         weight, version = make_weight(param), guards.weight_version(param)
         before = [tensor.detach().clone() for tensor in weight.live()]
         values = None if weight.storage is None else weight.storage.high_precision
@@ -114,7 +114,7 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
 
 
 @torch.no_grad()
-def _write_averages(kept: list[_KeptWeight], optimizer: torch.optim.Optimizer) -> None:
+def _write_averages(kept: list[_WeightCopy], optimizer: torch.optim.Optimizer) -> None:
     """Round the averages to the nearest values that the parameters can hold."""
     values = {weight.param: private_torch.local_tensor(optimizer.state[weight.param][AVERAGE]) for weight in kept}
     quantized = [weight.param for weight in kept if weight.weight.storage is not None]

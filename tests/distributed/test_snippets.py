@@ -139,6 +139,21 @@ def test_an_optimizer_of_ones_own() -> None:
     assert not torch.equal(before, model.weight.detach().dequantize())
 
 
+def test_an_average_of_the_weights() -> None:
+    with quantshard.quantized_model_init(recipe="mxfp8"):
+        model = quantshard.Linear(64, 64, params_dtype=torch.bfloat16)
+    seen: list[dict[str, str]] = []
+    names: dict[str, Any] = {"FusedAdam": FusedAdam, "quantshard": quantshard, "model": model, "lr": 1e-2}
+    first, last = snippet_with("docs/optimizers.md", "averaged_weights(model").split("...\n")
+    exec(first, names)
+    for _ in range(2):
+        model(torch.ones(2, 64, dtype=torch.bfloat16, device=default_device())).float().square().sum().backward()
+        names["optimizer"].step()
+    before = bits(model)
+    exec(last, names | {"evaluate": lambda model: seen.append(bits(model))})
+    assert bits(model) == before != seen[0]
+
+
 def test_going_on_with_adamw() -> None:
     """It makes the step that FusedAdam makes, from codes as moments too, but for roundings."""
     with quantshard.quantized_model_init(recipe="mxfp8"):
