@@ -50,7 +50,6 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     try:
         owner._stand_ins = True
         _write_averages(kept, owner)
-        _reshard(model)
         yield
     finally:
         with torch.no_grad():

@@ -43,8 +43,8 @@ def evaluated(model: nn.Sequential, optimizer: Any) -> tuple[dict[str, str], lis
     model.eval()
     outputs = [output(model)]
     with averaged_weights(model, optimizer):
-        outputs.append(output(model))
         inside = bits(model)
+        outputs.append(output(model))  # the last, for a state dict frees what was gathered
     outputs.append(output(model))
     model.train()
     for layer in [*model, model]:

@@ -140,6 +140,16 @@ def test_while_averages_stand_in(kind: str) -> None:
         optimizer.step()
 
 
+def test_initial_values_are_kept() -> None:
+    """Those of `preserve_high_precision_init_val`, which other writes drop."""
+    with quantized_model_init(recipe="mxfp8", preserve_high_precision_init_val=True):
+        layer = Linear(32, 32, params_dtype=torch.bfloat16)
+    before = layer.weight.get_high_precision_init_val()
+    with averaged_weights(layer, FusedAdam(layer.parameters(), ema_decay=DECAY)):
+        pass
+    assert before is not None and layer.weight.get_high_precision_init_val() is before
+
+
 def test_what_cannot_be_averaged() -> None:
     model, optimizer = build("FusedAdam", ema_decay=0.0)
     with (
