@@ -20,6 +20,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, UnsupportedOperationError
 from quantshard.foreign import shown
+from quantshard.numerics.states import AVERAGE
 from quantshard.tensor import components
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
@@ -93,6 +94,8 @@ def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], opti
     alone = f"load the model alone{reseeds}"
     if not any(key.startswith(_OPTIMIZER) for key in stored):
         raise CheckpointError(f"{path} was saved without an optimizer; {alone}")
+    if averages := _averages_difference(stored, wanted):
+        raise CheckpointError(f"{path} has {averages}; or {alone}")
     if found := list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer))):
         raise CheckpointError(
             f"{path} is of another optimizer: {', '.join(found)}; build it with the options that it was saved with, "
@@ -170,6 +173,24 @@ def _check_count(path: Path_, key: str, saved: Any, own: Any) -> None:
             f"{path} is damaged: {key} is {shown(saved)}, where this optimizer has a number; choose another "
             "checkpoint, or load the model alone"
         )
+
+
+def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
+    """What to do where only one side has averages of weights, in words."""
+    theirs, ours = (
+        any(key.startswith(_STATES) and key.endswith(f".{AVERAGE}") for key in keys) for keys in (stored, wanted)
+    )
+    if ours and not theirs:
+        return (
+            f"no averages of weights ({AVERAGE}), which this optimizer keeps; build it without ema_decay, load, and "
+            "then call its begin_average(decay), so that they begin with the masters of now"
+        )
+    if theirs and not ours:
+        return (
+            f"averages of weights ({AVERAGE}), which this optimizer does not keep; build it with the ema_decay that it "
+            "was saved with, load, and then call its drop_average() to go on without them"
+        )
+    return ""
 
 
 def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:

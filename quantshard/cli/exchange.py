@@ -60,7 +60,9 @@ def export(
         typer.Option(metavar="DIR", help="with config.json and tokenizer. Default: that of the run, if it is one's"),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="of one file, such as 5GB")] = "5GB",
-    values: Annotated[str, typer.Option(help="of plain layouts: of the masters, or of the weights")] = "masters",
+    values: Annotated[
+        str, typer.Option(help="of the masters or the weights, in plain layouts; or ema: their averages, in any")
+    ] = "masters",
     lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
     """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""

@@ -82,6 +82,9 @@ def plan(
     recipe_: Annotated[str | None, RECIPE] = None,
     exp_avg_dtype: Annotated[str | None, typer.Option(help="Adam's first moment: float32 or fp8")] = None,
     exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: float32 or fp8")] = None,
+    ema: Annotated[
+        bool | None, typer.Option(help="an average of the weights. Default: as X", show_default=False)
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="sequences of a micro-batch on a rank. Default: that of a run"),
@@ -125,6 +128,7 @@ def plan(
         exp_avg_sq_dtype=_moment("--exp-avg-sq-dtype", exp_avg_sq_dtype, found.moments[1]),
         step=step,
         memory=None if memory is None else int(memory * 2**30),
+        ema=found.ema if ema is None else ema,
     )
     axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"

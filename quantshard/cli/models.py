@@ -16,6 +16,7 @@ from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.layouts.table import cell_of_tag
 from quantshard.layouts.writing import CONFIGURATION
+from quantshard.numerics.states import AVERAGE
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.terminal import inputs
@@ -33,8 +34,8 @@ class ModelSource:
     """A model on the meta device, and what is known of how it is trained.
 
     `told`: what it is, and what of it was left out, in lines. `mesh`: that of its run, "" if none is known.
-    `optimizer`: the states that a checkpoint holds, None where there is none. `moments`: of Adam in its run.
-    `settings`: its run's, None where it is of none.
+    `optimizer`: the states that a checkpoint holds, None where there is none. `moments`: of Adam in its run; `ema`:
+    whether an average of the weights is kept. `settings`: its run's, None where it is of none.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class ModelSource:
     optimizer: torch.optim.Optimizer | None = None
     moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
     settings: TrainSettings | None = None
+    ema: bool = False
 
     @property
     def is_stored(self) -> bool:
@@ -97,7 +99,9 @@ def of_run(path: Path, recipe_name: str | None) -> ModelSource:
     mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
     kind = settings.architecture if settings.is_by_sizes else type(model).__name__
     told = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
-    return ModelSource(model, (told,), mesh, moments=settings.torch_moment_dtypes, settings=settings)
+    return ModelSource(
+        model, (told,), mesh, moments=settings.torch_moment_dtypes, settings=settings, ema=settings.ema > 0
+    )
 
 
 def of_checkpoint(path: str) -> ModelSource:
@@ -120,7 +124,8 @@ def of_checkpoint(path: str) -> ModelSource:
             }
     facts = manifest.read_manifest(path)
     mesh = "" if facts is None else ",".join(f"{axis}={size}" for axis, size in (facts.mesh or {}).items())
-    return ModelSource(model, (f"{path}: a checkpoint, {len(named)} parameters",), mesh, optimizer)
+    told = (f"{path}: a checkpoint, {len(named)} parameters",)
+    return ModelSource(model, told, mesh, optimizer, ema=any(AVERAGE in states[name] for name in held))
 
 
 def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:

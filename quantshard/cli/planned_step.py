@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.planning import TrainingStep
 from quantshard.trainer import model as models
 from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import TP
+from quantshard.trainer.mesh import TP, MeshSpec
 
 _LACKS = "activations, gradients and gathered weights are not in it"
 
@@ -80,13 +81,15 @@ def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> 
             return None, "give --batch and --seq-length"
         again = options.checkpoint_activations
         return TrainingStep(options.batch, options.seq_length, checkpoint_activations=again, capability=capability), ""
+    if settings.experts:
+        return None, "which expert a token goes to, and so what is kept, follows from values"
     batch = options.batch or _own_batch(settings, axes)
     if batch is None:
         return None, f"global_batch = {settings.global_batch} cannot be divided on this mesh; give --batch"
     step = TrainingStep(
         batch,
         options.seq_length or settings.seq_length,
-        micro_batches=settings.micro_batches,
+        micro_batches=settings.parts(MeshSpec(**axes)),
         loss=_loss,
         checkpoint_activations=options.checkpoint_activations,
         forward_prefetch=True,
@@ -99,11 +102,11 @@ def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> 
 
 def _own_batch(settings: TrainSettings, axes: Mapping[str, int]) -> int | None:
     """Sequences of a micro-batch on a rank; None if they do not come out even."""
-    parts = settings.micro_batches
-    for size in axes.values():
-        parts *= size
+    if settings.micro_batch:
+        return settings.micro_batch
+    parts = settings.micro_batches * math.prod(axes.values())
     return None if settings.global_batch % parts else settings.global_batch // parts
 
 
 def _loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return models.loss(model(tokens), targets)
+    return models.loss(models.logits(model, tokens), targets)

@@ -19,7 +19,7 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Role
 from quantshard.layouts.table import cell_of_tag
 from quantshard.numerics import join_bfloat16
-from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
+from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
@@ -69,6 +69,7 @@ class CheckpointModel:
             key.removeprefix(self._prefix): tensors[key] for key in tensors if key.startswith(self._prefix)
         }
         self.weights = self._weights()
+        self._states = self._state_keys()
         self._masters = self._master_keys()
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
@@ -117,7 +118,7 @@ class CheckpointModel:
 
     def _master_keys(self) -> dict[str, str]:
         """Name of a parameter -> the key of its master, where the optimizer has one and was told names."""
-        states = {name: f"{state}{MASTER}" for name, state in self._state_keys().items()}
+        states = {name: f"{state}{MASTER}" for name, state in self._states.items()}
         held = self._stored.keys()
         return {name: key for name, key in states.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
 
@@ -140,7 +141,7 @@ class CheckpointModel:
         Raises:
             CheckpointError: a list of names is damaged.
         """
-        keys = {start: name for name, start in self._state_keys().items()}
+        keys = {start: name for name, start in self._states.items()}
         found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for key, entry in self._stored.items():
             start, _, state = key.rpartition(".")
@@ -159,6 +160,10 @@ class CheckpointModel:
     def has_master(self, name: str) -> bool:
         """Whether the optimizer kept a high-precision master of a weight, and was told the weight's name."""
         return name in self._masters
+
+    def has_average(self, name: str) -> bool:
+        """Whether the optimizer kept an average of a weight, and was told the weight's name."""
+        return self._states.get(name, "") + AVERAGE in self._stored
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -214,6 +219,18 @@ class CheckpointModel:
                 f"{scale.encoding.storage} {list(grid)} are needed"
             )
         return _scaled(stored, found, cell.format).float()
+
+    def average(self, weight: CheckpointWeight) -> Tensor:
+        """The average, float32; see `has_average`.
+
+        Raises:
+            CheckpointError: it is not of the weight's shape.
+        """
+        key = self._states[weight.name] + AVERAGE
+        found = self._expected(key, weight.shape)
+        if not found.is_floating_point():
+            raise CheckpointError(f"{self.path} is damaged: {key} is {found.dtype}, no average")
+        return found.float()
 
     def input_amax(self, name: str) -> float | None:
         """The largest amax that delayed scaling remembers of the input of a weight's layer; None if it knows none."""

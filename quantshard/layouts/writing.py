@@ -38,6 +38,9 @@ _FUSED: Final = re.compile(r"\b(q|k|v|gate|up)_proj\b")
 """What tells apart the names of weights that vLLM fuses: with a * in its place they are equal. (Those of q, k, v and of
 gate, up stay apart: one module is an attention, the other an MLP.)"""
 
+MASTERS, WEIGHTS, AVERAGES = "masters", "weights", "ema"
+"""Of which an export takes values."""
+
 NOTED_AMAX: Final = "quantshard.amax."
 """Prefix of the entries of a header that note weights' amaxes, in hexadecimal digits and so exactly: the second scale
 is rounded, and an import of our own export brings every bit back (`conversion.amax_of`)."""
@@ -54,8 +57,8 @@ class Export:
     """What an export wrote: names (theirs) of the weights by how they went over, bytes, and what there is to say.
 
     `exact`: names of the weights whose codes and scales are as they were. `requantized`: name -> why. `high_precision`:
-    name -> shape of the tensors in their own dtype, or in that of a plain layout. `masters`: of how many tensors the
-    values came from masters.
+    name -> shape of the tensors in their own dtype, or in that of a plain layout. `masters`, `averages`: of how many
+    tensors the values came from masters, or from averages of the weights.
     """
 
     path: Path
@@ -64,6 +67,7 @@ class Export:
     requantized: dict[str, str] = field(default_factory=dict)
     high_precision: dict[str, tuple[int, ...]] = field(default_factory=dict)
     masters: int = 0
+    averages: int = 0
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -76,6 +80,8 @@ class Export:
         found += table.lossy_lines(self.requantized)
         if self.masters:
             found.append(f"values of {self.masters} tensors are those of the optimizer's masters")
+        if self.averages:
+            found.append(f"values of {self.averages} tensors are those of the averages of the weights (EMA)")
         return found + self.notes
 
 
@@ -102,6 +108,8 @@ def export(
             Default: the checkpoint's own directory, if it has one (an import's).
         max_shard_bytes: of one file, where a file holds more than one weight.
         values: where values are written or quantized anew: of the "masters", where there are any, or of the "weights".
+            "ema": of the averages that the optimizer kept, for all tensors that have one; codes and scales are then
+            made of these, to the nearest, in any layout and without `lossy`.
         lossy: quantize anew what does not go over exactly.
 
     Raises:
@@ -109,8 +117,8 @@ def export(
         ConfigurationError: an argument is wrong, a weight has no name there, or does not go over exactly; the message
             has the numbers. Nothing is left in `out`.
     """
-    if values not in ("masters", "weights"):
-        raise ConfigurationError(f"export(values={values!r}): use 'masters' or 'weights'")
+    if values not in (MASTERS, WEIGHTS, AVERAGES):
+        raise ConfigurationError(f"export(values={values!r}): use {MASTERS!r}, {WEIGHTS!r} or {AVERAGES!r}")
     if max_shard_bytes < 1:
         raise ConfigurationError(f"export(max_shard_bytes={max_shard_bytes}): must be 1 or more")
     target = local(out, "an export")
@@ -121,9 +129,7 @@ def export(
         config = checkpoint
     described, chosen = _config(config), names or default_names(source.weights)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
-    plan = _ExportPlan(
-        source, table.find(layout, tags), chosen, described, values == "masters", lossy, Export(target, _NONE)
-    )
+    plan = _ExportPlan(source, table.find(layout, tags), chosen, described, values, lossy, Export(target, _NONE))
     groups = plan.groups()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -209,13 +215,18 @@ class _ExportPlan:
     layout: Layout
     names: Names
     config: dict[str, Any]
-    from_masters: bool
+    values: str
     lossy: bool
     report: Export
     noted: dict[str, str] = field(default_factory=dict)
 
     def groups(self) -> list[TensorBatch]:
         self.report.layout = self.layout
+        if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
+            raise ConfigurationError(
+                f"{self.source.path} holds no averages of its weights, or its optimizer was not told their names; "
+                f"train with --ema (FusedAdam(ema_decay=...)), or export the values of its {MASTERS!r}"
+            )
         heads, found = heads_of(self.config), []
         weights = self._untied()
         lacking = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
@@ -287,12 +298,11 @@ class _ExportPlan:
         dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
         if dtype not in files.DTYPES:
             raise ConfigurationError(f"{weight.name} is {weight.dtype}, which no layout has")
-        masters = self.layout.is_plain and self.from_masters and self.source.has_master(weight.name)
-        self.report.masters += masters
+        read = self._reading(weight, self.layout.is_plain)
         self.report.high_precision[name] = shape
 
         def make() -> dict[str, Tensor]:
-            values = self.source.master(weight) if masters else self.source.values(weight)
+            values = read(weight)
             return {name: (values if rows is None else values[rows]).to(dtype).reshape(shape)}
 
         return TensorBatch({name: (dtype, shape)}, make)
@@ -302,27 +312,40 @@ class _ExportPlan:
     ) -> Callable[[], Mapping[str, Tensor]]:
         shape = (weight.shape[0], weight.shape[1])
         why = self._why_not(weight, rows)
-        if why is None:
+        if self._is_averaged(weight):
+            why = "its values are those of the average"
+        elif why is None:
             fmt = weight.format
             self.report.exact.append(name)
             self._note_amax(weight, name, fmt)
             return lambda: conversion.to_layout(self.layout, fmt, self.source.parts(weight), shape, rows)
-        if not self.lossy:
+        elif not self.lossy:
             raise ConfigurationError(
                 f"{weight.name} [{shape[0]}, {shape[1]}], {weight.tag or 'in high precision'}, does not go into "
                 f"{self.layout.name} exactly: {why}; choose another layout, or allow requantization (--lossy)"
             )
         self.report.requantized[name] = why
-        masters = self.from_masters and self.source.has_master(weight.name)
-        self.report.masters += masters
-        fmt = self.layout.row()
+        read, fmt = self._reading(weight, True), self.layout.row()
 
         def make() -> Mapping[str, Tensor]:
-            values = self.source.master(weight) if masters else self.source.values(weight)
+            values = read(weight)
             values = values.float() if rows is None else values[rows].float()
             return conversion.to_layout(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
 
         return make
+
+    def _is_averaged(self, weight: CheckpointWeight) -> bool:
+        return self.values == AVERAGES and self.source.has_average(weight.name)
+
+    def _reading(self, weight: CheckpointWeight, is_anew: bool) -> Callable[[CheckpointWeight], Tensor]:
+        """How the values of a weight are read; `is_anew`: they are written in another dtype or format than its own."""
+        if self._is_averaged(weight):
+            self.report.averages += 1
+            return self.source.average
+        if is_anew and self.values == MASTERS and self.source.has_master(weight.name):
+            self.report.masters += 1
+            return self.source.master
+        return self.source.values
 
     def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
         """Why a weight does not go over exactly; None if it does. Only scales are read: codes are many."""
@@ -392,7 +415,7 @@ class _ExportPlan:
                 f"{differing} groups of q, k, v or gate, up have different second scales: vLLM fuses these and takes "
                 "the largest without changing the scales of the blocks, which costs accuracy there"
             )
-        if layout.is_plain and not self.report.masters:
+        if layout.is_plain and not self.report.masters and not self.report.averages:
             notes.append("values are those of the weights, dequantized: the checkpoint names no masters, or none asked")
         if layout.second is not None:
             notes.append(

@@ -29,7 +29,7 @@ SMALL_EPS = 2.0**-60
 @dataclass(frozen=True)
 class Hyperparameters:
     """The numbers of one step. `step` counts from 1; `decoupled` chooses AdamW, else weight decay is added to the
-    gradient (L2).
+    gradient (L2); `ema_decay` is of the average of the weights, where one is kept (`numerics.averages`).
 
     `step` (int64) and `lr` (float32) may be scalar tensors, and then no value is read back from their device.
     """
@@ -42,6 +42,7 @@ class Hyperparameters:
     weight_decay: float
     decoupled: bool
     bias_correction: bool
+    ema_decay: float = 0.0
 
     @cached_property
     def corrections(self) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,12 @@ from typing import Final, NamedTuple
 MASTER: Final = "master_param"
 """The role of the values that a step reads and updates where the parameter is coarser, and their key in state dicts."""
 
+AVERAGE: Final = "ema_param"
+"""The role of the exponential moving average of the values that are trained, float32, and its key in state dicts."""
+
+EMA_DECAY: Final = "ema_decay"
+"""The entry of an optimizer's groups that says how slowly the average follows."""
+
 WEIGHT: Final = "param"
 """The role of the parameter itself, which is no state."""
 

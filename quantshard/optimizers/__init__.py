@@ -1,9 +1,17 @@
 """Optimizers for models with quantized weights."""
 
 from quantshard.numerics.states import StateSpec
+from quantshard.optimizers.averaging import averaged_weights
 from quantshard.optimizers.clipping import clip_grad_norm_
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.fused_adam import FusedAdam
 from quantshard.optimizers.master_weights import MasterWeights
 
-__all__ = ["ElementwiseOptimizer", "FusedAdam", "MasterWeights", "StateSpec", "clip_grad_norm_"]
+__all__ = [
+    "ElementwiseOptimizer",
+    "FusedAdam",
+    "MasterWeights",
+    "StateSpec",
+    "averaged_weights",
+    "clip_grad_norm_",
+]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.numerics.states import MASTER
-from quantshard.optimizers import guards, parameter_registry
+from quantshard.numerics.states import EMA_DECAY, MASTER
+from quantshard.optimizers import guards, options, parameter_registry
 from quantshard.optimizers.capturable import wrong_rates
 from quantshard.optimizers.masters import MasterOptimizer
 from quantshard.optimizers.state import OptimizerState
@@ -60,6 +60,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
         store_param_remainders: bfloat16 parameters keep, instead of a float32 master, the 16 bits that they lack of it.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
+        ema_decay: keep an average of the weights; see `FusedAdam`.
 
     Raises:
         ConfigurationError: an argument does not fit; the message says which.
@@ -189,7 +190,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _told(self, number: int, group: dict[str, Any]) -> GroupSettings:
         where = f"{self._name}: group {number} has been given numbers that make no step: group"
         self.check_group(where, group, reads_rate=not self._capturable)
-        return GroupSettings(number, group["step"] + 1, self.settings(group))
+        decay = group.get(EMA_DECAY, 0.0)
+        options.check_decay(where, decay)
+        return GroupSettings(number, group["step"] + 1, self.settings(group), float(decay))
 
     def _take_over(self, param: Tensor, master: OptimizerState) -> None:
         """Take the values that others gave a parameter over into its master."""

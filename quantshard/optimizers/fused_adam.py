@@ -13,6 +13,7 @@ from torch import Tensor
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES, Hyperparameters, adam
+from quantshard.numerics.states import EMA_DECAY
 from quantshard.optimizers import guards, options
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.kernel_step import KernelStep
@@ -65,6 +66,11 @@ class FusedAdam(ElementwiseOptimizer):
             bits, so they keep a float32 master.
         set_grad_none: deprecated; what `zero_grad` does if it is not told. Use `zero_grad(set_to_none=...)`.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
+        ema_decay: keep an exponential moving average of the trained values of each parameter (EMA), float32, as the
+            state `ema_param`: a step that is not skipped leaves this share of it, as 0.999, and adds the new values of
+            the master (of a parameter without one, its new values before they are rounded), corrected for the bias
+            (`numerics.averages`). 0, the default, keeps none. `averaged_weights` evaluates with it; `begin_average` and
+            `drop_average` change it later, and `group["ema_decay"]` may be set between steps.
 
     Raises:
         ConfigurationError: an argument does not fit; the message says which.
@@ -93,6 +99,7 @@ class FusedAdam(ElementwiseOptimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
         max_skipped_in_a_row: int = 10,
+        ema_decay: float = 0.0,
     ) -> None:
         if amsgrad:
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
@@ -116,6 +123,7 @@ class FusedAdam(ElementwiseOptimizer):
             use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
+            ema_decay=ema_decay,
         )
         self._kernels = KernelStep()
 
@@ -140,6 +148,7 @@ class FusedAdam(ElementwiseOptimizer):
             weight_decay=float(group["weight_decay"]),
             decoupled=group["adam_w_mode"],
             bias_correction=group["bias_correction"],
+            ema_decay=float(group.get(EMA_DECAY, 0.0)),
         )
 
     def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:

@@ -80,6 +80,19 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
     return largest_over_ranks(seed, params)
 
 
+def check_own_weights(optimizer: str, are_averages: bool) -> None:
+    """Refuse to read or write states while the averages of weights stand in for them.
+
+    Raises:
+        ConfigurationError: they do.
+    """
+    if are_averages:
+        raise ConfigurationError(
+            f"{optimizer}: inside averaged_weights(...) the model has the averages of its weights, and the optimizer "
+            "neither steps nor is read, saved or loaded; do that after the with block"
+        )
+
+
 def weight_version(param: Tensor) -> int:
     """How often a parameter was given new values; of one that is not quantized, not through `.data`."""
     quantized = components.quantized_local(param)

@@ -129,7 +129,7 @@ class KernelStep:
     def update(self, skip: Tensor) -> list[ParameterStep]:
         """Make the step where `skip`, a bool scalar, is false; a collective call where ranks share blocks.
 
-        Returns what is left to be finished: it is measured.
+        Returns what is left to be finished: it is measured, or has an average and no gradient.
         """
         for planned in self._planned:
             planned.plan.update(skip.to(planned.plan.device))
@@ -144,7 +144,8 @@ class KernelStep:
         reduction.reduce()
         for planned in self._planned:
             planned.plan.finish()
-        return [self._work[place] for place in sorted(self._left)]
+        moved = {place for place, item in enumerate(self._work) if item.grad is None and item.average is not None}
+        return [self._work[place] for place in sorted(self._left | moved)]
 
     def finished(self, is_made: bool) -> None:
         """Let go of the work, whose gradients else would live until the next step; if it was made, count that, with the

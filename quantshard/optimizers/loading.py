@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers import guards
 from quantshard.tensor import components
 
@@ -153,17 +153,20 @@ def _described(value: Any) -> str:
 
 def state_options(roles: Sequence[str], live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
     """What an optimizer with states of these roles must be constructed with; with the saved one's where they differ."""
-    pairs = [(_option(live, role), _option(loaded, role)) for role in (*roles, MASTER)]
+    pairs = [(_option(live, role), _option(loaded, role)) for role in (*roles, MASTER, AVERAGE)]
     options = [theirs for ours, theirs in pairs if ours != theirs and loaded]
-    *names, last = ["master_weights", *(f"{role}_dtype" for role in roles)]
-    said = f"{', '.join(names)} and {last}" if names else last
-    return f"the {said} that it was saved with" + (f" ({', '.join(options)})" if options else "")
+    names = ["master_weights", *(f"{role}_dtype" for role in roles)]
+    return f"the {', '.join(names)} and {EMA_DECAY} that it was saved with" + (
+        f" ({', '.join(options)})" if options else ""
+    )
 
 
 def _option(states: Mapping[str, Tensor], role: str) -> str:
     """The option that a state tells of."""
     if role + REMAINDER_SUFFIX in states:
         return "store_param_remainders=True"
+    if role == AVERAGE:
+        return f"{EMA_DECAY} above 0" if role in states else f"{EMA_DECAY}=0"
     dtype = states[role].dtype if role in states else None
     if role == MASTER:
         return "master_weights=False" if dtype is None else f"master_weight_dtype={dtype}"

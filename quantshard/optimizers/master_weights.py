@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.numerics.states import MASTER
+from quantshard.numerics import averages
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import guards, loading, options, parameter_registry, rounding
 from quantshard.optimizers.state import PLAIN_DTYPES
 from quantshard.tensor import components, requantize
@@ -26,6 +27,8 @@ from quantshard.tensor import components, requantize
 UPDATES = "updates"
 OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
 """What a group holds besides the inner optimizer's entries."""
+EMA_STEPS = "ema_steps"
+"""The entry that counts the steps of averages, where they are kept, beside `EMA_DECAY`."""
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -53,6 +56,8 @@ class MasterWeights(torch.optim.Optimizer):
         params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
             are trained are quantized, float64, float32, bfloat16 or float16.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
+        ema_decay: keep an average of the masters, and of parameters without one, as the state `ema_param`, in their
+            dtype; see `FusedAdam`.
         settings: those of `optimizer_class`, e.g. lr and weight_decay; `fused=True` and `foreach=True` are fine.
 
     Raises:
@@ -61,15 +66,13 @@ class MasterWeights(torch.optim.Optimizer):
         RankMismatchError: ranks have different random keys for one weight.
     """
 
-    group_entries = tuple(OWN_ENTRIES)
-    """As of `FusedAdam`: entries that `defaults` does not name and a checkpoint must have."""
-
     def __init__(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
         params: Iterable[Any],
         *,
         max_skipped_in_a_row: int = 10,
+        ema_decay: float = 0.0,
         **settings: Any,
     ) -> None:
         if not callable(optimizer_class):
@@ -77,6 +80,9 @@ class MasterWeights(torch.optim.Optimizer):
                 f"MasterWeights({type(optimizer_class).__name__} object): give the class, which is built over the "
                 f"masters, and its options: MasterWeights(torch.optim.{type(optimizer_class).__name__}, params, lr=...)"
             )
+        options.check_decay("MasterWeights", ema_decay)
+        self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
+        self._stand_ins = False
         self._members, self._is_assigned = parameter_registry.ParameterRegistry("MasterWeights"), False
         super().__init__(
             parameter_registry.checked_params("MasterWeights", params), {}
@@ -84,6 +90,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._make = lambda groups: optimizer_class(groups, **settings)
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._masters: dict[Tensor, Tensor] = {}
+        self._averages: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._overflown: Tensor | None = None  # of each master, what the last update made wrong
@@ -116,6 +123,11 @@ class MasterWeights(torch.optim.Optimizer):
             self._check_parameters()
 
     @property
+    def group_entries(self) -> tuple[str, ...]:
+        """As of `FusedAdam`: entries that `defaults` does not name and a checkpoint must have."""
+        return tuple(self._own_entries)
+
+    @property
     def skipped_steps(self) -> int:
         """Steps skipped so far because a gradient was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
@@ -134,12 +146,13 @@ class MasterWeights(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Make masters and states for parameters that others have put in the places of those that this optimizer knew;
         see `parameter_registry`. Called before anything that reads or writes a state."""
+        guards.check_own_weights("MasterWeights", self._stand_ins)
         swaps = self._members.replaced(self.param_groups, self._names, self._kept)
         if not swaps:
             return
         for swap in swaps:
             self._inner.state.pop(self._masters.pop(swap.old, swap.old), None)
-            for mapping in (self._versions, self.state):
+            for mapping in (self._versions, self._averages, self.state):
                 mapping.pop(swap.old, None)
             self._names[swap.new] = self._names.pop(swap.old)
         for swap in swaps:
@@ -156,6 +169,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Give a group's parameters names and masters."""
+        options.check_group_decay("MasterWeights", group, self._is_averaging)
         self._members.add(group["params"])
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
@@ -169,7 +183,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _complete(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Make a group that the inner optimizer filled in one of the model's parameters, with their blank states."""
-        group.update({"params": params, **OWN_ENTRIES})
+        decay = group.get(EMA_DECAY)
+        group.update({"params": params, **self._own_entries, **({EMA_DECAY: decay} if decay is not None else {})})
         for param in params:
             if param in self._masters:
                 self._inner.state.pop(self._masters[param], None)  # made again before the first update
@@ -196,7 +211,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
         """A new inner optimizer for one tensor, with a group's settings."""
-        settings = {k: v for k, v in group.items() if k not in (*components.PARAMETER_ENTRIES, *OWN_ENTRIES)}
+        settings = {k: v for k, v in group.items() if k not in (*components.PARAMETER_ENTRIES, *self._own_entries)}
         return self._make([{**settings, "params": [tensor]}])
 
     def _blank_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -222,16 +237,67 @@ class MasterWeights(torch.optim.Optimizer):
         if self._masters[param] is not param:
             state[MASTER] = self._masters[param].detach()
         state[UPDATES] = updates
+        if self._is_averaging:
+            if param not in self._averages:
+                self._averages[param] = self._masters[param].detach().clone()
+            state[AVERAGE] = self._averages[param]
         return state
+
+    # Averages --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_averaging(self) -> bool:
+        return EMA_DECAY in self._own_entries
+
+    @torch.no_grad()
+    def begin_average(self, decay: float) -> None:
+        """Keep averages from here on, which begin with the present masters; see `FusedAdam.begin_average`.
+
+        Raises:
+            ConfigurationError: there are some already, or the decay is none.
+        """
+        self._follow()
+        options.check_decay("MasterWeights.begin_average", decay)
+        if self._is_averaging or not decay:
+            raise ConfigurationError(
+                f"MasterWeights.begin_average({decay}): "
+                + ("averages are kept already; set group['ema_decay']" if decay else "a decay of 0 keeps no average")
+            )
+        self._own_entries |= _average_entries(decay)
+        for group in self.param_groups:
+            group.update(_average_entries(decay))
+        for param, state in ((param, self.state[param]) for param in self._masters):
+            self._with_own(param, state, state[UPDATES])
+
+    def drop_average(self) -> None:
+        """Keep no averages from here on, and free their memory."""
+        self._follow()
+        for entries in (self._own_entries, *self.param_groups, *(self.state[param] for param in self._masters)):
+            for name in (EMA_DECAY, EMA_STEPS, AVERAGE):
+                entries.pop(name, None)
+        self._averages.clear()
+
+    def _move_averages(self) -> None:
+        """After a step that was made: of all parameters, those too that had no gradient."""
+        for group in self.param_groups if self._is_averaging else ():
+            group[EMA_STEPS] += 1
+            share = averages.share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
+            for param in group["params"]:
+                if param in self._masters:
+                    average = private_torch.local_tensor(self._averages[param])
+                    average.copy_(averages.moved(average, private_torch.local_tensor(self._masters[param]), share))
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
+        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
+        with them."""
         self._follow()
         self._overflown = None
         for param, master in self._masters.items():
             if master is not param:
                 private_torch.local_tensor(master).copy_(guards.initial_master(param))
+            if self._is_averaging:
+                private_torch.local_tensor(self._averages[param]).copy_(private_torch.local_tensor(master))
             self._versions[param] = guards.weight_version(param)
 
     @loading.with_hooks
@@ -275,7 +341,9 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            options.check_any(f"MasterWeights: group {number} has been given numbers that make no step: group", group)
+            where = f"MasterWeights: group {number} has been given numbers that make no step: group"
+            options.check_any(where, group)
+            options.check_decay(where, group.get(EMA_DECAY, 0.0))
         self._check_ours()
         reduction = FlatMax()
         gradients = ((self._names[param], param, param.grad) for param in self._masters)
@@ -289,6 +357,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._inner.step()
         self._overflown = self._found_overflown()
         self._write_weights()
+        self._move_averages()
         return loss
 
     def _found_overflown(self) -> Tensor | None:
@@ -384,3 +453,8 @@ class MasterWeights(torch.optim.Optimizer):
                 private_torch.local_tensor(param).copy_(values[param])
         for param in self._updated(self._masters):
             self._versions[param] = guards.weight_version(param)
+
+
+def _average_entries(decay: float) -> dict[str, Any]:
+    """What a group holds of averages."""
+    return {EMA_DECAY: float(decay), EMA_STEPS: 0}

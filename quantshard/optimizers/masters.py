@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, WEIGHT, StateSpec
 from quantshard.optimizers import guards, loading, options, parameter_registry
 from quantshard.optimizers.capturable import COUNTERS, BadStepRecord, make_numbers, make_tensors
 from quantshard.optimizers.state import (
@@ -21,6 +21,7 @@ from quantshard.optimizers.state import (
     OptimizerState,
     assign,
     check_dtype,
+    make_average,
     make_master,
     make_state,
     make_weight,
@@ -54,16 +55,17 @@ class MasterOptimizer(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         max_skipped_in_a_row: int = 10,
+        ema_decay: float = 0.0,
     ) -> None:
         self._name, given = type(self).__name__, dict(state_dtypes or {})
         if "lr" not in defaults:
             raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
         self._roles = [spec.role for spec in self.states]
         named = {role for spec in self.states for role in (spec.role, spec.words_of or spec.role)}
-        if len({*self._roles, MASTER, WEIGHT}) < len(self._roles) + 2 or not named <= set(self._roles):
+        if len({*self._roles, MASTER, AVERAGE, WEIGHT}) < len(self._roles) + 3 or not named <= set(self._roles):
             raise ConfigurationError(
-                f"{self._name}.states = {self.states}: roles must differ, from {MASTER!r} and {WEIGHT!r} too, and "
-                "words_of name one of them"
+                f"{self._name}.states = {self.states}: roles must differ, from {MASTER!r}, {AVERAGE!r} and {WEIGHT!r} "
+                "too, and words_of name one of them"
             )
         if unknown := given.keys() - set(self._roles):
             raise ConfigurationError(
@@ -77,9 +79,12 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._check_remainders()
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
         self._max_skipped_in_a_row = max_skipped_in_a_row
+        options.check_decay(self._name, ema_decay)
+        averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
         self._members, self._kept = parameter_registry.ParameterRegistry(self._name), ""
         super().__init__(
-            parameter_registry.checked_params(self._name, params), {**defaults, **dict.fromkeys(COUNTERS, 0)}
+            parameter_registry.checked_params(self._name, params),
+            {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)},
         )
         if capturable:
             self.register_state_dict_post_hook(make_numbers)  # the first, so that others see what is returned
@@ -89,6 +94,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
         self._remembered = BadStepRecord()
+        self._stand_ins = False
         for group in self.param_groups:
             self._adopt(group)
         self._check_parameters()
@@ -149,6 +155,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Make states for parameters that others have put in the places of those that this optimizer knew; see
         `parameter_registry`. Called before anything that reads or writes a state."""
+        guards.check_own_weights(self._name, self._stand_ins)
         swaps = self._members.replaced(self.param_groups, self._names, lambda: self._kept)
         if not swaps:
             return
@@ -167,6 +174,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._check_parameters()
 
     def _adopt(self, group: dict[str, Any]) -> None:
+        options.check_group_decay(self._name, group, EMA_DECAY in self.defaults)
         self._members.add(group["params"])
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
@@ -221,6 +229,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             assign(master, guards.initial_master(param))
             states[MASTER] = master
         self._states[param], self._weights[param] = states, make_weight(param)
+        if EMA_DECAY in self.defaults:
+            states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
         self._versions[param] = guards.weight_version(param)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
@@ -230,12 +240,45 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Seed all masters anew from the parameters, after new weights were loaded into the model alone."""
+        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
+        with them."""
         self._follow()
         for param, states in self._states.items():
             if MASTER in states:
                 assign(states[MASTER], guards.initial_master(param))
+            if AVERAGE in states:
+                assign(states[AVERAGE], states.get(MASTER, self._weights[param]).read())
             self._versions[param] = guards.weight_version(param)
+
+    @torch.no_grad()
+    def begin_average(self, decay: float) -> None:
+        """Keep an average of the weights from here on (`ema_decay`), which begins with the present masters, or with the
+        parameters that have none; as after a checkpoint was loaded that has no averages.
+
+        Raises:
+            ConfigurationError: there is one already, or the decay is none.
+        """
+        self._follow()
+        options.check_decay(f"{self._name}.begin_average", decay)
+        if EMA_DECAY in self.defaults or not decay:
+            raise ConfigurationError(
+                f"{self._name}.begin_average({decay}): "
+                + ("averages are kept already; set group['ema_decay']" if decay else "a decay of 0 keeps no average")
+            )
+        for entries in (self.defaults, *self.param_groups):
+            entries[EMA_DECAY] = float(decay)
+        for param, states in self._states.items():
+            states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
+            self.state[param] |= states[AVERAGE].tensors(AVERAGE)
+
+    def drop_average(self) -> None:
+        """Keep no average of the weights from here on, and free its memory."""
+        self._follow()
+        for entries in (self.defaults, *self.param_groups):
+            entries.pop(EMA_DECAY, None)
+        for param, states in self._states.items():
+            states.pop(AVERAGE, None)
+            self.state[param].pop(AVERAGE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterOptimizer:
         raise UnsupportedOperationError(
@@ -293,7 +336,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         if state_name not in held:
             raise ConfigurationError(
                 f"{self._names[param]} has no state {state_name!r}, but {sorted(held) or 'none, being frozen'}; a "
-                "master has a parameter that is coarser than master_weight_dtype, unless master_weights=False"
+                "master has a parameter that is coarser than master_weight_dtype, unless master_weights=False, and "
+                f"{AVERAGE!r} one of an optimizer with ema_decay"
             )
         return held[state_name]
 

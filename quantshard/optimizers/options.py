@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import largest_ratio
+from quantshard.numerics.states import EMA_DECAY
 from quantshard.optimizers.guards import LARGEST_RATE
 
 LARGEST_DECAY = 1e9
@@ -67,6 +68,36 @@ def betas(where: str, given: Any) -> tuple[float, float]:
                 "bias correction divides by zero"
             )
     return beta1, beta2
+
+
+def check_decay(where: str, decay: Any) -> None:
+    """Check the decay of an average of weights.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        number = float(decay)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{where}({EMA_DECAY}={decay!r}): it must be a number") from error
+    if not 0 <= number < 1 - 2.0**-25:  # what rounds to 1 in float32
+        raise ConfigurationError(
+            f"{where}({EMA_DECAY}={number}): it must be 0 or more and, in float32, less than 1: each step leaves this "
+            "share of the average as it is; 0.999 is usual"
+        )
+
+
+def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bool) -> None:
+    """Check that a group asks for no average that the optimizer does not keep.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    if group.get(EMA_DECAY) and not is_averaging:
+        raise ConfigurationError(
+            f"{optimizer}: a group has {EMA_DECAY} = {group[EMA_DECAY]}, and the optimizer keeps no averages; give "
+            f"{optimizer}({EMA_DECAY}=...), which a group may then set to another"
+        )
 
 
 def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:

@@ -338,6 +338,13 @@ def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> Optimize
     return make_state(param, dtype)
 
 
+def make_average(param: Tensor, source: OptimizerState) -> OptimizerState:
+    """The average of a parameter, float32, which begins with the values of `source`: its master, or it itself."""
+    average = FloatState(param, torch.float32)
+    average.write(source.read(), None)
+    return average
+
+
 def assign(state: OptimizerState, values: Tensor) -> None:
     """Give a state local values, float32, rounded to nearest; a collective call where it shares blocks with ranks."""
     reduction = FlatMax()

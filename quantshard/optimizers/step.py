@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
+from quantshard.numerics import averages
+from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
 from quantshard.optimizers.rounding import StateDraw
 from quantshard.optimizers.state import OptimizerState
 from quantshard.tensor.requantize import Requantization
@@ -52,12 +53,20 @@ class UpdateFormula:
         return {role: (streams[drawn_by.get(role, role)], role in drawn_by) for role in streams}
 
 
-class GroupSettings(NamedTuple):
-    """What a step is given of a group: its number, the step (from 1), and what `update` is told of it."""
+@dataclass(frozen=True)
+class GroupSettings:
+    """What a step is given of a group: its number, the step (from 1), what `update` is told of it, and the decay of
+    averages of its weights, where there are any."""
 
     number: int
     step: int | Tensor
     settings: Any
+    ema_decay: float = 0.0
+
+    @cached_property
+    def share(self) -> float | Tensor:
+        """Of the new values in these averages."""
+        return averages.share(self.ema_decay, self.step)
 
 
 class ParameterStep:
@@ -88,6 +97,11 @@ class ParameterStep:
             self.targets[WEIGHT] = weight
         self.begun: dict[str, Requantization | None] = {}
 
+    @property
+    def average(self) -> OptimizerState | None:
+        """The average of the parameter, if one is kept."""
+        return self.targets.get(AVERAGE)
+
     def measure(self, reduction: FlatMax) -> None:
         """Register the amaxes of blocks that other ranks share."""
         if any(state.shares_blocks for state in self.targets.values()):
@@ -113,7 +127,10 @@ class ParameterStep:
                 f"{self.formula.optimizer}.update returned the states {sorted(updated)}; `states` declares "
                 f"{sorted(states)}"
             )
-        return {role: updated.get(role, master) for role in self.targets}
+        new = {role: updated.get(role, master) for role in self.targets}
+        if self.average is not None:
+            new[AVERAGE] = averages.moved(self.average.read(), master, self.group.share)
+        return new
 
     def _begin(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
         self.begun = {role: state.begin(values[role], reduction) for role, state in self.targets.items()}
@@ -121,6 +138,7 @@ class ParameterStep:
     def finish(self, skip: Tensor | None = None) -> None:
         """Write states and parameter. With `skip`, a boolean scalar, everything stays as it is where it is true."""
         if self.grad is None:
+            self._move_average(skip)
             return
         live = [tensor for state in self.targets.values() for tensor in state.live()]
         before = [] if skip is None else [tensor.clone() for tensor in live]
@@ -133,3 +151,11 @@ class ParameterStep:
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
                 tensor.copy_(torch.where(skip, old, tensor))
+
+    def _move_average(self, skip: Tensor | None) -> None:
+        """Without a gradient the weight stays, and its average comes nearer."""
+        if self.average is None:
+            return
+        before = self.average.read()
+        after = averages.moved(before, self.source.read(), self.group.share)
+        self.average.write(after if skip is None else torch.where(skip, before, after), None)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
-from quantshard.numerics.states import MASTER
+from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, gemm_of
@@ -47,6 +47,7 @@ def plan(
     reshard_after_forward: bool | None = None,
     exp_avg_dtype: torch.dtype = torch.float32,
     exp_avg_sq_dtype: torch.dtype = torch.float32,
+    ema: bool = False,
     step: TrainingStep | None = None,
     memory: int | None = None,
 ) -> Report:
@@ -68,6 +69,7 @@ def plan(
         reshard_after_forward: as for `fully_shard`, for all of its calls: None frees the layers after forward, but not
             what belongs to no layer.
         exp_avg_dtype, exp_avg_sq_dtype: of Adam's moments, as `FusedAdam` takes them.
+        ema: whether it keeps an average of the weights (`ema_decay`).
         step: of which the report gets `memory`, the most that its phases take. The model runs once for it, without
             values. Not under tensor parallelism.
         memory: bytes of the GPU; with it the report says how large a batch fits.
@@ -92,7 +94,7 @@ def plan(
     for name, leaf, module, param in _parameters(model):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
         again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, leaf, module, param, place, dim, again, moments)
+        row, numel = _row(name, leaf, module, param, place, dim, again, _OptimizerSpec(moments, ema))
         rows.append(row)
         shares.append(ParameterShare(inner.get(id(module)), param, row, again))
         optimized += numel
@@ -101,6 +103,14 @@ def plan(
         return report
     sharding = (place.ranks, place.replicas) if place.is_wrapped else None
     return replace(report, memory=step_memory(model, layers, report.totals, shares, sharding, step, memory))
+
+
+@dataclass(frozen=True)
+class _OptimizerSpec:
+    """How the optimizer keeps moments, and whether it keeps averages of weights."""
+
+    moments: Mapping[str, torch.dtype]
+    ema: bool
 
 
 @dataclass(frozen=True)
@@ -213,7 +223,7 @@ def _row(
     place: _MeshRank,
     tp_dim: int | None,
     gathered_again: bool,
-    moments: Mapping[str, torch.dtype],
+    optimizer: _OptimizerSpec,
 ) -> tuple[Row, int]:
     """The row of one parameter, and how many of its elements the optimizer has here."""
     quantized = components.quantized_local(param)
@@ -235,7 +245,7 @@ def _row(
     if place.mesh[place.shard_axis] > 1:
         bf16_forward = held * BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
-    states, state_bytes, note = _optimizer(param, storage, shard, moments)
+    states, state_bytes, note = _optimizer(param, storage, shard, optimizer)
     gemm = gemm_of(leaf, module, param, storage)
     row = Row(
         name=name,
@@ -281,15 +291,18 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
 
 
 def _optimizer(
-    param: Tensor, storage: QuantizedStorage | None, shard: Shard, moments: Mapping[str, torch.dtype]
+    param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _OptimizerSpec
 ) -> tuple[dict[str, str], int, str]:
     """State -> format, their bytes here, and a note on those that stay float32, as `FusedAdam` allocates them."""
     if not param.requires_grad:
         return {}, 0, ""
+    moments = optimizer.moments
     kept = [name for name, dtype in moments.items() if STATE_CELLS[dtype] is not None and param.ndim != 2]
     dtypes = {name: torch.float32 if name in kept else dtype for name, dtype in moments.items()}
     if storage is not None or param.dtype is not torch.float32:
         dtypes[MASTER] = torch.float32
+    if optimizer.ema:
+        dtypes[AVERAGE] = torch.float32
     size = 0
     for dtype in dtypes.values():
         cell = STATE_CELLS[dtype]

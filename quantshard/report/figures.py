@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from quantshard.report.heat_maps import Alarm, StatisticsReader
-from quantshard.report.history import HELDOUT, LOSS, SECONDS, SPEED
+from quantshard.report.history import HELDOUT, HELDOUT_OF_AVERAGE, LOSS, SECONDS, SPEED
 from quantshard.report.metrics import number, step_of
 from quantshard.report.source import CheckpointRow
 
@@ -141,6 +141,8 @@ def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
         line += f"  {_said(entry['skipped_steps'], '.0f')} steps skipped"
     if HELDOUT in entry:
         line += f"  held-out loss {_said(entry[HELDOUT], '.4f')}"
+    if HELDOUT_OF_AVERAGE in entry:
+        line += f"  of the average {_said(entry[HELDOUT_OF_AVERAGE], '.4f')}"
     return f"step {step_of(entry) or 0}{'' if planned is None else f'/{planned}'}  {line}"
 
 

@@ -23,6 +23,7 @@ LOSS, HELDOUT, SPEED, MEMORY, SECONDS, TOKENS = (
 
 
 @dataclass(frozen=True)
+HELDOUT_OF_AVERAGE = "heldout_loss_ema"
 class RunHistory:
     """What a run has written so far.
 

@@ -147,6 +147,9 @@ class TrainSettings:
     z_loss: float = _setting(
         0.0, "Training", "weight of the squared logarithm of the softmax's denominator, as 1e-4", 0, 1e6
     )
+    ema: float = _setting(
+        0.0, "Training", "decay of an average of the weights (EMA), as 0.999; evaluated too; 0: none", 0, 1, less=True
+    )
     clip: float = _setting(1.0, "Training", "highest norm of the gradient; 0: no clipping", 0, 1e12)
     seed: int = _setting(0, "Training", "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import checkpoints
 from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.errors import CheckpointError
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, averaged_weights
 from quantshard.tensor import components
 from quantshard.trainer import flops, initialization
 from quantshard.trainer import model as models
@@ -172,6 +172,13 @@ class Trainer:
         models.reshard(self.model)
         return self._sum(total * self.share.counts)[0] / len(windows)
 
+    def evaluate_average(self) -> float | None:
+        """`evaluate` with the average of the weights; None if none is kept."""
+        if not self.settings.ema:
+            return None
+        with averaged_weights(self.model, self.optimizer):
+            return self.evaluate()
+
     # The run ---------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -243,8 +250,10 @@ class Trainer:
                 seconds = time.perf_counter() - began
                 profile.step()
                 last = stop or step == settings.steps
-                heldout = self.evaluate() if _due(step, settings.eval_every) or step == settings.steps else None
-                self.record(step, loss, norm, seconds, heldout)
+                evaluates = _due(step, settings.eval_every) or step == settings.steps
+                heldout = self.evaluate() if evaluates else None
+                heldout_ema = self.evaluate_average() if evaluates else None
+                self.record(step, loss, norm, seconds, heldout, heldout_ema)
                 if last or _due(step, settings.save_every):
                     statistics.settle()
                     self.save(step)
@@ -263,7 +272,9 @@ class Trainer:
         more = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
         self.progress.note(f"done: {saved} steps{more}, saved in {self.run.checkpoint(saved)}")
 
-    def record(self, step: int, loss: float, norm: float, seconds: float, heldout: float | None) -> None:
+    def record(
+        self, step: int, loss: float, norm: float, seconds: float, heldout: float | None, heldout_ema: float | None
+    ) -> None:
         """Write the line of a step, and show it."""
         if self.place.rank:
             return
@@ -271,6 +282,8 @@ class Trainer:
         entry: dict[str, Any] = {"step": step, "loss": loss}
         if heldout is not None:
             entry["heldout_loss"] = heldout
+        if heldout_ema is not None:
+            entry["heldout_loss_ema"] = heldout_ema
         entry |= {
             "lr": learning_rate(settings, step),
             "grad_norm": norm,
@@ -337,6 +350,7 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> FusedAdam:
         master_weights=True,
         exp_avg_dtype=exp_avg_dtype,
         exp_avg_sq_dtype=exp_avg_sq_dtype,
+        ema_decay=settings.ema,
     )
     for _, param in named:  # the masters have them now
         weight = components.quantized_local(param)

@@ -1,4 +1,5 @@
-"""An average of the weights (EMA) as docs/optimizers.md keeps it, and what is said of other ways on sharded weights.
+"""An average of the weights (EMA) in a second model, as docs/optimizers.md keeps it, and what is said of other ways on
+sharded weights.
 
 Each test names its rank count.
 """
@@ -33,7 +34,7 @@ def values(param: Tensor) -> Tensor:
 
 def averaged(case: Case) -> tuple[dict[str, str], float]:
     """Bits of the average after some steps, and how far it is from one in float32, by the distance from the model."""
-    section = DOC.read_text(encoding="utf-8").split("## An average of the weights")[1]
+    section = DOC.read_text(encoding="utf-8").split("### As a second model")[1]
     found = re.search(r"```python\n(.*?)```", section, flags=re.S)
     model = build(case)
     names: dict[str, Any] = {"torch": torch, "model": model, "build": lambda: build(Case(**{**vars(case), "seed": 8}))}

@@ -64,7 +64,7 @@ def test_every_page_with_code_has_a_test() -> None:
     assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
     for page, file in RUN_BY.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 6, 1, 1]
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 7, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -137,6 +137,21 @@ def test_an_optimizer_of_ones_own() -> None:
     model(torch.ones(3, 150, dtype=torch.bfloat16, device=default_device())).float().square().mean().backward()
     names["optimizer"].step()
     assert not torch.equal(before, model.weight.detach().dequantize())
+
+
+def test_an_average_of_the_weights() -> None:
+    with quantshard.quantized_model_init(recipe="mxfp8"):
+        model = quantshard.Linear(64, 64, params_dtype=torch.bfloat16)
+    seen: list[dict[str, str]] = []
+    names: dict[str, Any] = {"FusedAdam": FusedAdam, "quantshard": quantshard, "model": model, "lr": 1e-2}
+    first, last = snippet_with("docs/optimizers.md", "averaged_weights(model").split("...\n")
+    exec(first, names)
+    for _ in range(2):
+        model(torch.ones(2, 64, dtype=torch.bfloat16, device=default_device())).float().square().sum().backward()
+        names["optimizer"].step()
+    before = bits(model)
+    exec(last, names | {"evaluate": lambda model: seen.append(bits(model))})
+    assert bits(model) == before != seen[0]
 
 
 def test_going_on_with_adamw() -> None:

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quantshard import checkpoints, numerics
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.formats import ALL, E8M0, FP32
+from quantshard.formats import ALL, E8M0, FP32, Copy
 from quantshard.layouts import LAYOUTS, LLAMA, Layout, export, names
 from quantshard.layouts.table import EXACT, LOSSY, UNDEFINED, verdict
 from quantshard.tensor import components
@@ -164,6 +165,33 @@ def test_masters_are_those_of_the_optimizer(tmp_path, kind):
             assert (master - value).abs().max() <= value.abs().max() / 16
         rounded += int((master != value).sum())
     assert rounded > 100_000
+
+
+def test_averages(saved, tmp_path):
+    """In plain layouts bit for bit, also of what is not quantized; in others their nearest quantization."""
+    model, checkpoint = models.build("mxfp8"), tmp_path / "averaged"
+    optimizer = models.trained(model, ema_decay=0.9)
+    for param in model.parameters():
+        optimizer.state[param]["ema_param"] *= 0.7  # after one step it would be the master
+    checkpoints.save(checkpoint, model, optimizer)
+    done = export(checkpoint, "plain-fp32", tmp_path / "plain", config=models.CONFIG, values="ema")
+    assert done.averages == 21 and not done.masters and "averages of the weights" in done.lines()[1]
+    plain = read(tmp_path / "plain")
+    for ours, param in model.named_parameters():
+        (theirs,) = LLAMA.theirs(ours, len(param), None)
+        assert torch.equal(plain[theirs], optimizer.state[param]["ema_param"])
+    done = export(checkpoint, "hf-fp8-block", tmp_path / "out", config=models.CONFIG, values="ema")
+    assert len(done.requantized) == 14 and not done.exact and done.averages == 21
+    fmt, tensors = LAYOUTS["hf-fp8-block"].row(), read(tmp_path / "out")
+    for name in done.requantized:
+        found = decoded(LAYOUTS["hf-fp8-block"], tensors, name.removesuffix("weight"))
+        copy = fmt.copies[Copy.ROWWISE]
+        wanted = numerics.dequantize(copy, numerics.quantize(plain[name], fmt), tuple(plain[name].shape))
+        assert torch.equal(found.float(), wanted)
+    with pytest.raises(ConfigurationError, match=r"holds no averages of its weights.*--ema"):
+        export(saved("mxfp8")[1], "plain-fp32", tmp_path / "none", config=models.CONFIG, values="ema")
+    with pytest.raises(ConfigurationError, match="use 'masters', 'weights' or 'ema'"):
+        export(checkpoint, "plain-fp32", tmp_path / "none", values="emma")
 
 
 def test_lossy_only_if_asked_and_from_masters(saved, tmp_path):

@@ -176,18 +176,19 @@ def test_plan_is_what_explain_reads_from_the_sharded_model(recipe, mesh):
     2,
     recipe=["nvfp4", "bf16"],
     moments=[(torch.float32, torch.float32), (torch.uint8, torch.float32), (torch.uint8, torch.uint8)],
+    ema=[False, True],
 )
-def test_optimizer_state_is_what_fused_adam_allocates(recipe, moments):
+def test_optimizer_state_is_what_fused_adam_allocates(recipe, moments, ema):
     mesh = {"dp_replicate": 2, "dp_shard": 4}
     dtypes = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moments, strict=True))
     for rank in (0, 3, 5):
         model = Model(recipe, "cpu")
         model.norm.requires_grad_(False)
-        planned = qs.plan(model, mesh, layers=model.layers(), rank=rank, **dtypes)
+        planned = qs.plan(model, mesh, layers=model.layers(), rank=rank, ema=ema, **dtypes)
         with fake_rank(mesh, rank) as devices:
             wrap(model, devices, model.layers())
             trained = [param for param in model.parameters() if param.requires_grad]
-            found = qs.explain(model, qs.optimizers.FusedAdam(trained, **dtypes))
+            found = qs.explain(model, qs.optimizers.FusedAdam(trained, ema_decay=0.9 * ema, **dtypes))
         assert planned == found
 
 

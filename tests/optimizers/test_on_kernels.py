@@ -166,6 +166,25 @@ def test_counts_on_the_device(masters: str) -> None:
     check("delayed", masters, "bf16", capturable=True)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "masters", "moments", "capturable"),
+    [
+        (
+            "delayed",
+            "fp32",
+            "fp8",
+            False,
+        ),  # its scales are agreed before anything is written, and then all is once more
+        ("mxfp8", "remainder", "fp32", True),
+        pytest.param("nvfp4", "none", "bf16", False, marks=pytest.mark.exhaustive),
+        pytest.param("block", "fp32", "fp32", False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_averages_of_the_weights(recipe: str, masters: str, moments: str, capturable: bool) -> None:
+    """A skipped step leaves them, and one without a gradient moves them."""
+    check(recipe, masters, moments, ema_decay=0.9, capturable=capturable)
+
+
 def test_histories_change() -> None:
     """A guard against an empty comparison above."""
     before, _ = build("delayed")

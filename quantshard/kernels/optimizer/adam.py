@@ -3,8 +3,8 @@
     m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
     w = w - lr (m c1 / (sqrt(v c2) + eps) + wd w),   c = 1 / (1 - b^step)
 
-with the operations of `numerics.adam.adam`, in its order, and its bound on m where it has one. The tables that it
-works from: `states`.
+with the operations of `numerics.adam.adam`, in its order, and its bound on m where it has one; then, where an average
+of the weights is kept, that of `numerics.averages.moved`. The tables that it works from: `states`.
 
 A program takes a tile of whole scale blocks by the global block grid, so the new weight is quantized in the same pass.
 Where a scale derives from more than the tile (of a whole tensor or row, or of a block that ranks share), a pass
@@ -20,6 +20,7 @@ import triton.language as tl
 from quantshard.kernels import language as ql
 from quantshard.kernels.optimizer.states import (
     ABSENT,
+    AVERAGE,
     COLUMNS,
     COLUMNWISE,
     EXP_AVG,
@@ -129,6 +130,7 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
     M: tl.constexpr = H.exp_avg
     V: tl.constexpr = H.exp_avg_sq
     W: tl.constexpr = H.master
+    A: tl.constexpr = H.average
     C: tl.constexpr = H.weight
     grad_address = tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS + 1)
     grad = load_plain(grad_address, tile, GRAD, H)
@@ -157,6 +159,10 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
         W,
         H,
     )
+    if A.kind != ABSENT:
+        average = read_state(entry, AVERAGE, tile, area, A, H)
+        share = tl.load(settings + tl.load(entry + 1) * SETTINGS_COLUMNS + 11)
+        write_state(average + (master - average) * share, entry, AVERAGE, tile, area, 0, A, H)
     return master
 
 

@@ -224,22 +224,28 @@ def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECE
 
 @triton.jit
 def corrections_kernel(
-    steps, rates, betas, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
-    CORRECTION: tl.constexpr,
+    steps, rates, decays, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
+    CORRECTION: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Of each group: its step, lr and 1 / (1 - beta**step), as `Hyperparameters.corrections`, into a step's table.
+    """Of each group: its step, lr, 1 / (1 - beta**step), as `Hyperparameters.corrections`, and `averages.share`, into a
+    step's table.
 
-    `steps`: int64 [groups]. `rates`: float32 [groups]. `betas`: float64 [groups, 2]. `corrected`: int64 [groups].
+    `steps`: int64 [groups]. `rates`: float32 [groups]. `decays`: float64 [groups, 3], the betas and that of averages.
+    `corrected`: int64 [groups].
     """
     group = tl.program_id(0)
     step = tl.load(steps + group)
     tl.store(groups + group * GROUP + 1, step)
     tl.store(settings + group * SETTINGS, tl.load(rates + group))
-    for which in tl.static_range(2):
-        base = tl.load(betas + group * 2 + which)
+    for which in tl.static_range(3):
+        decay = tl.load(decays + group * 3 + which)
+        base = decay
         power = base * 0.0 + 1.0
         for bit in tl.static_range(32):
             power = tl.where(((step >> bit) & 1) != 0, power * base, power)
             base = base * base
-        correction = tl.where(tl.load(corrected + group) != 0, (1.0 / (1.0 - power)).to(tl.float32), 1.0)
-        tl.store(settings + group * SETTINGS + CORRECTION + which, correction)
+        if which == 2:
+            tl.store(settings + group * SETTINGS + SHARE, ((1.0 - decay) / (1.0 - power)).to(tl.float32))
+        else:
+            correction = tl.where(tl.load(corrected + group) != 0, (1.0 / (1.0 - power)).to(tl.float32), 1.0)
+            tl.store(settings + group * SETTINGS + CORRECTION + which, correction)

@@ -20,7 +20,7 @@ from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer.stored import AdamParameter, PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import adam
-from quantshard.numerics.states import WEIGHT, StateKind
+from quantshard.numerics.states import AVERAGE, WEIGHT, StateKind
 
 COLS, HEIGHT, LINE = 128, 128, 2048  # of the tiles of a program; of a vector's tile
 
@@ -115,6 +115,7 @@ def adam_kernel_config(
         state(master),
         rowwise,
         weight(Copy.COLUMNWISE) if isinstance(p.weight, ScaledTensor) else ks.StateConfig(StateKind.ABSENT.value),
+        state(p.stored.get(AVERAGE)),
     )  # fmt: skip
 
 

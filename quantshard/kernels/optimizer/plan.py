@@ -34,8 +34,9 @@ from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer.parameters import AdamPasses, adam_kernel_config, is_aligned, passes_of
 from quantshard.kernels.optimizer.stored import AdamParameter, ScaledTensor, StoredTensor
 from quantshard.kernels.tables import device_table
+from quantshard.numerics import averages
 from quantshard.numerics.adam import ROLES, Hyperparameters
-from quantshard.numerics.states import WEIGHT
+from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
 """Dtypes of gradients; others are cast to float32."""
@@ -126,7 +127,7 @@ class AdamLaunchPlan:
         self._histories = self._history_tables()
         numels = [p.rectangle.shape[0] * p.rectangle.shape[1] for p in self.parameters]
         self._reading = km.TensorReader(numels, len(ks.GRADIENT), device)
-        count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 3)
+        count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 4)
         count += -(groups * len(ks.SETTINGS) // -2)
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
         self._sent: list[int] | None = None
@@ -196,7 +197,8 @@ class AdamLaunchPlan:
         ]  # fmt: skip
         for role in ROLES:
             row += self._slot(number, role, p.stored.get(role), Copy.ROWWISE)
-        return row + self._slot(number, WEIGHT, p.weight, Copy.COLUMNWISE)
+        row += self._slot(number, WEIGHT, p.weight, Copy.COLUMNWISE)
+        return row + self._slot(number, AVERAGE, p.stored.get(AVERAGE), Copy.ROWWISE)
 
     def _slot(self, number: int, role: str, thing: StoredTensor | None, which: Copy) -> list[int]:
         """Addresses of `ks.SLOT`."""
@@ -335,8 +337,9 @@ class AdamLaunchPlan:
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The table of a step: gradients, groups, betas, whether the bias is corrected, settings."""
-        sizes = (len(self.parameters) * len(ks.GRADIENT), self.groups * len(ks.GROUP), self.groups * 2, self.groups)
+        """The table of a step: gradients, groups, decays (both betas, then that of averages), whether the bias is
+        corrected, settings."""
+        sizes = (len(self.parameters) * len(ks.GRADIENT), self.groups * len(ks.GROUP), self.groups * 3, self.groups)
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
@@ -345,12 +348,13 @@ class AdamLaunchPlan:
         steps = [h.step for h in hyperparameters if isinstance(h.step, Tensor)]
         if not steps:
             return
-        _, groups, betas, corrected, settings = self._parts
+        _, groups, decays, corrected, settings = self._parts
         rates = [torch.as_tensor(h.lr, dtype=torch.float32, device=self.device) for h in hyperparameters]
         launch_kernel(
             km.corrections_kernel, (self.groups,), self.device,
-            torch.stack(steps).to(self.device), torch.stack(rates), betas, corrected, groups, settings,
-            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), num_warps=1, enable_fp_fusion=False,
+            torch.stack(steps).to(self.device), torch.stack(rates), decays, corrected, groups, settings,
+            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), ks.SETTINGS.index("share"),
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _run(self, launch: _KernelLaunch) -> None:
@@ -429,20 +433,21 @@ def launch_options(how: ks.AdamKernelConfig) -> dict[str, Any]:
 def _settings(hyperparameters: Sequence[Hyperparameters], seed: int | None) -> list[int]:
     """What stands of the groups in the table of a step; what lies on the device is filled in there."""
     groups: list[int] = []
-    betas: list[float] = []
+    decays: list[float] = []
     corrected: list[int] = []
     floats: list[float] = []
     for h in hyperparameters:
         on_device = isinstance(h.step, Tensor)
         groups += [seed or 0, 0 if on_device else int(h.step)]
         beta1, beta2 = (struct.unpack("f", struct.pack("f", beta))[0] for beta in (h.beta1, h.beta2))
-        betas += [beta1, beta2]
+        decays += [beta1, beta2, h.ema_decay]
         corrected.append(int(h.bias_correction))
         corrections = (0.0, 0.0) if on_device else tuple(float(c) for c in h.corrections)
         l2, decay = (0.0, h.weight_decay) if h.decoupled else (h.weight_decay, 0.0)
         lr = 0.0 if on_device else float(h.lr)
-        floats += [lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections, h.eps, l2, decay, h.largest_ratio]
+        share = 0.0 if on_device else float(averages.share(h.ema_decay, h.step))
+        floats += [lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections, h.eps, l2, decay, h.largest_ratio, share]
     floats += [0.0] * (len(floats) % 2)
-    as_int64 = struct.unpack(f"<{len(betas)}q", struct.pack(f"<{len(betas)}d", *betas))
+    as_int64 = struct.unpack(f"<{len(decays)}q", struct.pack(f"<{len(decays)}d", *decays))
     pairs = struct.unpack(f"<{len(floats) // 2}q", struct.pack(f"<{len(floats)}f", *floats))
     return [*groups, *as_int64, *corrected, *pairs]

@@ -72,15 +72,17 @@ class AdamKernelConfig(NamedTuple):
     master: StateConfig
     weight: StateConfig
     columnwise: StateConfig
+    average: StateConfig
 
 
-# The table of tensors: int64, one row for each, ENTRY columns and then SLOT for each of the five things stored.
+# The table of tensors: int64, one row for each, ENTRY columns and then SLOT for each of the six things stored.
 ENTRY: Final = ("parameter", "group", "rows", "cols", "row_origin", "col_origin", "width", "across", "first", "stream",
                 "key", "key_stream", "redo")  # fmt: skip
 SLOT: Final = ("codes", "scale", "stride", "second", "measured", "given", "new_second")
 EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = (tl.constexpr(slot) for slot in range(len(ROLES)))
 COLUMNWISE: Final = tl.constexpr(len(ROLES))
-COLUMNS: Final = tl.constexpr(len(ENTRY) + 5 * len(SLOT))
+AVERAGE: Final = tl.constexpr(len(ROLES) + 1)
+COLUMNS: Final = tl.constexpr(len(ENTRY) + 6 * len(SLOT))
 _ENTRIES: Final = tl.constexpr(len(ENTRY))
 _SLOTS: Final = tl.constexpr(len(SLOT))
 
@@ -89,7 +91,7 @@ _SLOTS: Final = tl.constexpr(len(SLOT))
 GRADIENT: Final = ("dtype", "address", "draw")
 GROUP: Final = ("seed", "step")
 SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
-                   "ratio")  # fmt: skip
+                   "ratio", "share")  # fmt: skip
 GRADIENT_COLUMNS: Final = tl.constexpr(len(GRADIENT))
 GROUP_COLUMNS: Final = tl.constexpr(len(GROUP))
 SETTINGS_COLUMNS: Final = tl.constexpr(len(SETTINGS))

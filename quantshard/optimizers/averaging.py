@@ -1,0 +1,134 @@
+"""Evaluating with the averages of weights: for a while they stand in a model in the places of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from quantshard import private_torch
+from quantshard.errors import ConfigurationError
+from quantshard.numerics.states import AVERAGE
+from quantshard.optimizers import guards
+from quantshard.optimizers.state import OptimizerState, make_weight
+from quantshard.tensor import components, requantize
+from quantshard.tensor.storage import AMAX_HISTORY
+
+
+@contextmanager
+def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Give a model the averages of its weights, and put the weights back at the end, also after an exception.
+
+        with averaged_weights(model, optimizer):
+            evaluate(model)
+
+    Quantized weights become the nearest quantization of their float32 averages, with the bits of one process on any
+    number of ranks; others are rounded to nearest into their dtype. Afterwards codes, scales, amax histories and plain
+    values are what they were, bit for bit, and a step finds nothing changed. What FSDP2 has gathered is freed at both
+    ends. Parameters without an average (frozen ones) and buffers stay as they are. Inside, the model may be evaluated
+    and its state dict be taken; the optimizer neither steps nor is read, saved or loaded.
+
+    A collective call at its beginning where parameters are sharded, with one reduction of amaxes for all of them. A
+    rank holds a copy of its parts of the weights meanwhile.
+
+    Args:
+        model: it has all parameters that the optimizer keeps averages of.
+        optimizer: a FusedAdam, ElementwiseOptimizer or MasterWeights with `ema_decay`.
+
+    Raises:
+        ConfigurationError: the optimizer keeps no averages, or of another model; averages already stand in; or one is
+            infinite or NaN, and nothing was changed.
+    """
+    _reshard(model)  # after which the model's parameters are those that are sharded
+    owner: Any = optimizer
+    kept = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
+    try:
+        owner._stand_ins = True
+        _write_averages(kept, owner)
+        yield
+    finally:
+        with torch.no_grad():
+            for weight in kept:
+                weight.put_back()
+        _reshard(model)
+        owner._stand_ins = False
+        owner._versions |= {weight.param: guards.weight_version(weight.param) for weight in kept if weight.is_known}
+
+
+@dataclass(frozen=True)
+class _WeightCopy:
+    """A parameter's local tensors, and copies of what was in them.
+
+    `is_known`: no one has given it values that the optimizer does not know of.
+    """
+
+    param: Tensor
+    weight: OptimizerState
+    before: list[Tensor]
+    high_precision: Tensor | None
+    is_known: bool
+
+    @classmethod
+    def of(cls, param: Tensor, optimizer: Any) -> _WeightCopy:
+        weight, version = make_weight(param), guards.weight_version(param)
+        before = [tensor.detach().clone() for tensor in weight.live()]
+        values = None if weight.storage is None else weight.storage.high_precision
+        return cls(param, weight, before, values, optimizer._versions.get(param, version) == version)
+
+    def put_back(self) -> None:
+        for tensor, old in zip(self.weight.live(), self.before, strict=True):
+            tensor.detach().copy_(old)
+        if self.weight.storage is not None:
+            self.weight.written(drawn=False)
+            self.weight.storage.high_precision = self.high_precision
+
+
+def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that have an average, checked to be the model's.
+
+    Raises:
+        ConfigurationError: there are none, or the model lacks one.
+    """
+    guards.check_own_weights(type(optimizer).__name__, getattr(optimizer, "_stand_ins", False))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [param for param in params if AVERAGE in optimizer.state.get(param, {})]
+    if not found:
+        raise ConfigurationError(
+            f"averaged_weights: this {type(optimizer).__name__} keeps no averages of weights; build a FusedAdam or "
+            "MasterWeights with ema_decay=0.999, or call its begin_average(0.999)"
+        )
+    own = {id(param) for param in model.parameters()}
+    if lacking := [param for param in found if id(param) not in own]:
+        raise ConfigurationError(
+            f"averaged_weights: {len(lacking)} of the {len(found)} parameters that this {type(optimizer).__name__} "
+            f"averages are not the model's (the first of shape {tuple(lacking[0].shape)}); give the whole model that "
+            "the optimizer was built over"
+        )
+    return found
+
+
+@torch.no_grad()
+def _write_averages(kept: list[_WeightCopy], optimizer: torch.optim.Optimizer) -> None:
+    """Round the averages to the nearest values that the parameters can hold."""
+    values = {weight.param: private_torch.local_tensor(optimizer.state[weight.param][AVERAGE]) for weight in kept}
+    quantized = [weight.param for weight in kept if weight.weight.storage is not None]
+    for param in quantized:
+        history = components.storage_of(param).state.get(AMAX_HISTORY)
+        if history is not None:
+            history.zero_()  # so that the scale is that of the average itself, and not of past weights
+    requantize.requantize_([(param, values[param]) for param in quantized])
+    for weight in kept:
+        if weight.weight.storage is None:
+            weight.weight.write(values[weight.param], None)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered, so that the next forward gathers the weights of its time."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

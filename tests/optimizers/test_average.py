@@ -1,0 +1,220 @@
+"""The average of the weights that an optimizer keeps (`ema_decay`), and a model that is evaluated with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quantshard import Linear, checkpoints, quantized_model_init
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.optimizers import FusedAdam, MasterWeights, averaged_weights
+from tests.distributed.models import RECIPES, bits, set_gradients
+from tests.optimizers.test_lion import SETTINGS, Lion
+from tests.tensor.test_tensor import contents, differing, same
+
+DECAY, STEPS = 0.9, 6
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "FusedAdam": lambda params, **ema: FusedAdam(params, lr=1e-2, **ema),
+    "remainders": lambda params, **ema: FusedAdam(params, lr=1e-2, store_param_remainders=True, **ema),
+    "capturable": lambda params, **ema: FusedAdam(params, lr=1e-2, capturable=True, **ema),
+    "Lion": lambda params, **ema: Lion(params, SETTINGS, **ema),
+    "MasterWeights": lambda params, **ema: MasterWeights(torch.optim.SGD, params, lr=1e-2, **ema),
+}
+every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+def build(kind: str, recipe: str = "mxfp8", seed: int = 5, **options: Any) -> tuple[nn.Sequential, Any]:
+    """A quantized weight, BF16 biases, a float32 vector; averaged unless the options say otherwise."""
+    torch.manual_seed(seed)
+    with quantized_model_init(recipe=RECIPES[recipe]):
+        model = nn.Sequential(Linear(70, 50, params_dtype=torch.bfloat16), Linear(50, 9, params_dtype=torch.bfloat16))
+    model.append(nn.LayerNorm(9))
+    return model, OPTIMIZERS[kind](model.named_parameters(), **{"ema_decay": DECAY, **options})
+
+
+def trained_values(optimizer: Any, param: Tensor) -> Tensor:
+    """What is averaged: the master, or the parameter that has none."""
+    read = getattr(optimizer, "get_unscaled_state", None)
+    if read is None:
+        return optimizer.state[param].get("master_param", param).detach().clone()
+    has_master = any(key.startswith("master") for key in optimizer.state[param])
+    return (read(param, "master_param") if has_master else param).detach().clone()
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    set_gradients(model, number)
+    optimizer.step()
+
+
+@every_optimizer
+def test_it_is_the_average_in_float64(kind: str) -> None:
+    """Of the values after each step that was made, none of the first values; skipped steps change nothing, and a weight
+    without a gradient is averaged as it is."""
+    model, optimizer = build(kind)
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for number in range(STEPS):
+        set_gradients(model, number)
+        model[2].bias.grad = None
+        if number == 2:
+            model[0].bias.grad[3] = float("nan")
+        if number in (1, 4):
+            model[1].weight.grad = None
+        before = bits(model, optimizer)
+        optimizer.step()
+        if number == 2:
+            assert bits(model, optimizer) == before
+            continue
+        for name, param in model.named_parameters():
+            found[name].append(trained_values(optimizer, param).double())
+    for name, param in model.named_parameters():
+        average, values = optimizer.state[param]["ema_param"], torch.stack(found[name])
+        count = len(values)
+        weights = torch.tensor([DECAY ** (count - i) for i in range(1, count + 1)], dtype=torch.float64)
+        exact = torch.einsum("s,s...->...", weights / weights.sum(), values)
+        # a step rounds a difference of at most 2 M, its product with the share, which is rounded too, and the sum
+        bound = count * 2.0**-24 * values.abs().max() * 8
+        assert average.dtype is torch.float32 and (average - exact).abs().max() <= bound, name
+    unmoved = model[2].bias
+    assert torch.equal(optimizer.state[unmoved]["ema_param"], unmoved) and optimizer.skipped_steps == 1
+
+
+def test_without_masters_the_new_values_are_averaged_before_they_are_rounded() -> None:
+    """A step from a known weight, by hand."""
+    model, optimizer = build("FusedAdam", master_weights=False)
+    weight = model[0].weight
+    before, grad = weight.dequantize(dtype=torch.float32), torch.ones(50, 70, dtype=torch.bfloat16)
+    weight.grad = grad
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["ema_param"], before - 1e-2, rtol=0, atol=1e-6)
+    assert not torch.equal(optimizer.state[weight]["ema_param"], weight.dequantize(dtype=torch.float32))
+
+
+@every_optimizer
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_evaluating_leaves_every_bit(recipe: str, kind: str) -> None:
+    """Inside are the nearest values of the averages; afterwards, and after an exception, all is as it was, and the
+    next steps are those of a training that was never evaluated."""
+    (model, optimizer), (twin, undisturbed) = build(kind, recipe), build(kind, recipe)
+    for number in range(3):
+        step(model, optimizer, number)
+        step(twin, undisturbed, number)
+    before, nearest = bits(model, optimizer), model[0].weight.detach().clone()
+    if "amax_history" in nearest.quantized_storage.state:
+        nearest.quantized_storage.state["amax_history"].zero_()
+    nearest.quantize_(optimizer.state[model[0].weight]["ema_param"])
+    with pytest.raises(ZeroDivisionError), averaged_weights(model, optimizer):
+        assert differing(contents(model[0].weight), contents(nearest)) == []
+        assert same(model[1].bias.data, optimizer.state[model[1].bias]["ema_param"].bfloat16())
+        assert same(model[2].weight.data, optimizer.state[model[2].weight]["ema_param"])
+        _ = 1 / 0
+    assert bits(model, optimizer) == before
+    step(model, optimizer, 3)
+    step(twin, undisturbed, 3)
+    assert bits(model, optimizer) == bits(twin, undisturbed) != before
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights"])
+def test_while_averages_stand_in(kind: str) -> None:
+    """Nothing can mistake them for weights; and a weight that others changed before is told of all the same."""
+    model, optimizer = build(kind)
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    with averaged_weights(model, optimizer):
+        inside = bits(model)
+        for wrong in (optimizer.step, optimizer.state_dict, optimizer.reseed_masters, optimizer.drop_average):
+            with pytest.raises(ConfigurationError, match="after the with block"):
+                wrong()
+        with pytest.raises(ConfigurationError, match="after the with block"), averaged_weights(model, optimizer):
+            pass
+    assert inside != bits(model)
+    step(model, optimizer, 2)
+    model[0].weight.data.quantize_(torch.ones(50, 70))
+    with averaged_weights(model, optimizer):
+        pass
+    with pytest.raises(ConfigurationError, match="was given new values"):
+        optimizer.step()
+
+
+def test_initial_values_are_kept() -> None:
+    """Those of `preserve_high_precision_init_val`, which other writes drop."""
+    with quantized_model_init(recipe="mxfp8", preserve_high_precision_init_val=True):
+        layer = Linear(32, 32, params_dtype=torch.bfloat16)
+    before = layer.weight.get_high_precision_init_val()
+    with averaged_weights(layer, FusedAdam(layer.parameters(), ema_decay=DECAY)):
+        pass
+    assert before is not None and layer.weight.get_high_precision_init_val() is before
+
+
+def test_what_cannot_be_averaged() -> None:
+    model, optimizer = build("FusedAdam", ema_decay=0.0)
+    with (
+        pytest.raises(ConfigurationError, match=r"keeps no averages .* begin_average"),
+        averaged_weights(model, optimizer),
+    ):
+        pass
+    model, optimizer = build("FusedAdam")
+    with pytest.raises(ConfigurationError, match=r"6 of the 6 parameters .* not the model's"):
+        with averaged_weights(build("FusedAdam")[0], optimizer):
+            pass
+    before = bits(model)
+    optimizer.state[model[0].weight]["ema_param"][1, 2] = torch.inf
+    with pytest.raises(ConfigurationError, match=r"infinite or NaN, the first, inf, at \[1, 2\]"):
+        with averaged_weights(model, optimizer):
+            pass
+    assert bits(model) == before
+    for decay in (1.0, -0.1, float("nan"), "fast"):
+        for kind in ("FusedAdam", "MasterWeights"):
+            with pytest.raises(ConfigurationError, match="ema_decay="):
+                build(kind, ema_decay=decay)
+    for kind in ("FusedAdam", "MasterWeights"):
+        with pytest.raises(ConfigurationError, match="keeps no averages"):
+            OPTIMIZERS[kind]([{"params": [nn.Parameter(torch.ones(2))], "ema_decay": 0.5}])
+    optimizer.param_groups[0]["ema_decay"] = 2.0
+    with pytest.raises(ConfigurationError, match=r"group 0 .* group\(ema_decay=2.0\)"):
+        step(model, optimizer, 0)
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights"])
+def test_begun_and_dropped(kind: str, tmp_path: Any) -> None:
+    """A checkpoint of either kind is refused by the other, with what to do about it, which then works."""
+    (plain, without), (model, optimizer) = (build(kind, ema_decay=decay) for decay in (0.0, DECAY))
+    for number in range(2):
+        step(plain, without, number)
+        step(model, optimizer, number)
+    checkpoints.save(tmp_path / "without", plain, without)
+    checkpoints.save(tmp_path / "with", model, optimizer)
+    before = bits(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"has no averages of weights .* begin_average\(decay\)"):
+        checkpoints.load(tmp_path / "without", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"averages of weights \(ema_param\), .* drop_average\(\)"):
+        checkpoints.load(tmp_path / "with", plain, without)
+    assert bits(model, optimizer) == before
+    for own, other in ((optimizer, without), (without, optimizer)):
+        with pytest.raises(CheckpointError, match="construct it with"):
+            own.load_state_dict(copy.deepcopy(other.state_dict()))
+    with pytest.raises(ConfigurationError, match="kept already"):
+        optimizer.begin_average(DECAY)
+    checkpoints.load(tmp_path / "without", plain, without)
+    without.begin_average(DECAY)
+    assert all(same(without.state[p]["ema_param"], trained_values(without, p).float()) for p in plain.parameters())
+    step(plain, without, 2)
+    checkpoints.load(tmp_path / "with", model, optimizer)
+    assert bits(model, optimizer) == before
+    optimizer.drop_average()
+    step(model, optimizer, 2)
+    assert bits(model) == bits(plain) and "ema_decay" not in optimizer.param_groups[0]
+    without.drop_average()
+    assert bits(model, optimizer) == bits(plain, without)
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights"])
+def test_reseeded_with_the_masters(kind: str) -> None:
+    model, optimizer = build(kind)
+    step(model, optimizer, 0)
+    optimizer.reseed_masters()
+    assert all(same(optimizer.state[p]["ema_param"], trained_values(optimizer, p)) for p in model.parameters())
