@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from quantshard.cli import convert, demo, diff, doctor, exchange, explain, inspect, train, verify
+from quantshard.cli import convert, demo, diff, doctor, exchange, explain, inspect, status, train, verify
 from quantshard.errors import QuantshardError
 from quantshard.terminal.screen import complain, prepare_output, say
 from quantshard.trainer import launch
 from quantshard.version import __version__
 
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
-    *(module.register for module in (train, demo, explain, diff, inspect, verify, exchange, convert, doctor)),
+    *(module.register for module in (train, status, demo, explain, diff, inspect, verify, exchange, convert, doctor)),
 )
 """What adds commands to the command line."""
 
