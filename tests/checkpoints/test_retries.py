@@ -12,7 +12,15 @@ import pytest
 from fsspec.config import conf
 
 from quantshard.checkpoints.disk import retries
-from quantshard.checkpoints.disk.retries import RetriedReader, RetryPolicy, RetryWarning, passes, policy, tried
+from quantshard.checkpoints.disk.retries import (
+    RetriedReader,
+    RetryPolicy,
+    RetryWarning,
+    SpentError,
+    passes,
+    policy,
+    tried,
+)
 from quantshard.checkpoints.disk.store import locate, told
 from quantshard.errors import ConfigurationError
 
@@ -108,15 +116,17 @@ def test_tried_until_it_passes_or_too_often(monkeypatch):
     told_of = [str(warning.message) for warning in caught]
     assert len(told_of) == 2 and told_of[0].startswith("s3://bucket/file: slow; attempt 2 of 4 in ")
     assert 0.5 <= waits[0] <= 1 and 1 <= waits[1] <= 2
-    with pytest.warns(RetryWarning), pytest.raises(TimeoutError, match=r"slow \(tried 4 times in 0 s\).*bucket/file"):
+    with pytest.warns(RetryWarning), pytest.raises(SpentError, match=r"slow \(tried 4 times in 0 s\).*bucket/file"):
         tried(failing(*[OSError(errno.ETIMEDOUT, "slow")] * 9), of_place, rules)
     assert 1.5 <= waits[-1] <= 3 and len(waits) == 5
-    with pytest.raises(OSError, match="slow: 's3://bucket/file'"):  # no time for another
+    with pytest.raises(OSError, match=r"slow \(tried 1 times in 0 s\): 's3://bucket/file'"):  # no time for another
         tried(failing(TimeoutError("slow")), of_place, RetryPolicy(seconds=0))
     with pytest.raises(PermissionError, match=r"403: 's3://bucket/file'"):
         tried(failing(PermissionError("403")), of_place, rules)
     with pytest.warns(RetryWarning):
         assert tried(failing(TimeoutError("slow"), FileNotFoundError()), of_place, rules, gone=True) is True
+    with pytest.warns(RetryWarning), pytest.raises(FileNotFoundError):
+        tried(failing(TimeoutError("slow"), FileNotFoundError()), of_place, rules)
     with pytest.raises(FileNotFoundError):
         tried(failing(FileNotFoundError()), of_place, rules, gone=True)
 

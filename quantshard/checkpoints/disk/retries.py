@@ -48,6 +48,10 @@ _DEPTH = 12
 _random = random.SystemRandom()  # ranks have one seed, and a run's generators are saved with it
 
 
+class SpentError(OSError):
+    """It was tried often enough: who has called tries nothing again."""
+
+
 class RetryWarning(UserWarning):
     """Something behind a URL failed and is tried again."""
 
@@ -93,7 +97,8 @@ def tried(
     finds nothing any more, since the one before had removed it; None to raise.
 
     Raises:
-        OSError: what `told` makes of the last error, which says how often it was tried.
+        OSError: what `told` makes of an error that does not pass.
+        SpentError: of the last of those that do; it says how often it was tried.
     """
     began, attempt = time.monotonic(), 1
     while True:
@@ -103,10 +108,14 @@ def tried(
             if attempt > 1 and gone is not None and isinstance(error, FileNotFoundError):
                 return gone
             said, spent = told(error), time.monotonic() - began
+            if not passes(error):
+                if said is error:
+                    raise
+                raise said from error
             wait = min(rules.longest, rules.first * 2 ** (attempt - 1)) * _random.uniform(0.5, 1)
-            if not passes(error) or attempt >= rules.attempts or spent + wait > rules.seconds:
-                often = f" (tried {attempt} times in {spent:.0f} s)" if attempt > 1 else ""
-                raise OSError(said.errno, f"{said.strerror}{often}", said.filename) from error
+            if attempt >= rules.attempts or spent + wait > rules.seconds:
+                often = f"{said.strerror} (tried {attempt} times in {spent:.0f} s)"
+                raise SpentError(said.errno, often, said.filename) from error
             _warn(said, attempt, wait, rules)
         time.sleep(wait)
         attempt += 1
@@ -126,6 +135,8 @@ def passes(error: BaseException) -> bool:
     if isinstance(error, _FINAL):
         return False
     chain = list(_chain(error))
+    if any(isinstance(each, SpentError) for each in chain):
+        return False
     statuses = [status for each in chain if (status := _status(each)) is not None]
     if statuses:
         return statuses[0] >= _SERVER or statuses[0] in _BUSY_CLIENT
