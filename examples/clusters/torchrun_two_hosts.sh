@@ -20,6 +20,9 @@ MEETING="${MEETING:-last_call_timeout=30}"   # of torchrun's --rdzv-conf: for ho
 PYTHON="${PYTHON:-python}"
 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="$GRACE"   # PyTorch 2.11 knows it not, and gives 30 s
+# A meeting after the first has a new address of the first process. By default an agent that was there keeps the old one,
+# and one that joins waits in vain for the new (seen with PyTorch 2.13).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 "$PYTHON" -m torch.distributed.run \
     --nnodes "$NODES" --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS" \

@@ -1,5 +1,5 @@
-"""The scripts of examples/clusters as they stand: two hosts are two agents of torchrun on this machine, SLURM's commands
-are stand-ins on PATH, and Kubernetes' files are compared with what the scripts take.
+"""The scripts of examples/clusters as they stand: two hosts are two agents of torchrun on this machine, the commands of
+SLURM are stand-ins on PATH, and Kubernetes' files are compared with what the scripts take.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.distributed
 
 SCRIPTS = ROOT / "examples" / "clusters"
 TORCHRUN, SBATCH = SCRIPTS / "torchrun_two_hosts.sh", SCRIPTS / "slurm.sbatch"
-STEPS = 120
+STEPS = 250
 NOT_DONE = 75
 
 SRUN = """#!/usr/bin/env bash
@@ -58,7 +58,9 @@ def flags(text, *more):  # noqa: F811
 
 
 def started(script, arguments, **variables):
-    env = environment(**{name: str(value) for name, value in variables.items()}, PYTHON=sys.executable, PROCESSES="1")
+    env = environment(
+        **{name: str(value) for name, value in variables.items()}, PYTHON=sys.executable, PROCESSES="1", COLUMNS="10000"
+    )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(["bash", str(script), *arguments], env=env, text=True, **pipes)
 
@@ -77,19 +79,15 @@ def free_port():
         return found.getsockname()[1]
 
 
-def alike(run, text, tmp_path, done):  # noqa: F811
-    """The losses of a run on two processes up to a step, and on one from there on."""
-    whole = tmp_path / "whole"
-    result = quantshard(
-        "train", "--run", whole, "--nproc-per-node", 2, *flags(text), "--steps", done, "--decay-steps", STEPS
-    )
-    assert result.returncode == 0, result.stderr
-    if done < STEPS:
-        result = quantshard("resume", whole, "--nproc-per-node", 1, "--steps", STEPS)
+def alike(run, text, tmp_path, *parts):  # noqa: F811
+    """Whether the losses of a run are those of some processes up to a step, then of others, and so on, to the bit."""
+    whole, given = tmp_path / "whole", ["--decay-steps", STEPS]
+    for number, (processes, step) in enumerate(parts):
+        began = ["resume", whole] if number else ["train", "--run", whole, *flags(text), *given]
+        result = quantshard(*began, "--nproc-per-node", processes, "--steps", step)
         assert result.returncode == 0, result.stderr
-    return [{k: v for k, v in r.items() if k != "heldout_loss"} for r in losses(run)] == [
-        {k: v for k, v in r.items() if k != "heldout_loss"} for r in losses(whole)
-    ]
+    found, expected = ([{k: v for k, v in r.items() if k != "heldout_loss"} for r in losses(r)] for r in (run, whole))
+    return found == expected
 
 
 def descendants(pid):
@@ -127,7 +125,7 @@ def test_slurm_puts_the_job_back_until_it_is_done(text, tmp_path):  # noqa: F811
     code, out = ended(job(1))
     assert code == 0 and requeued.read_text() == "7\n", out  # not again
     assert f"resumed after step {stopped}" in out and f"{run}: done, {STEPS} of {STEPS} steps are saved" in out
-    assert alike(run, text, tmp_path, STEPS)
+    assert alike(run, text, tmp_path, (2, STEPS))
     failed = subprocess.run(
         ["bash", SBATCH, *flags(text, "--lr", "0.5")],
         env=environment(RUN=str(tmp_path / "run"), PYTHON=sys.executable, PATH=f"{commands}{os.pathsep}{os.environ['PATH']}",
@@ -138,26 +136,36 @@ def test_slurm_puts_the_job_back_until_it_is_done(text, tmp_path):  # noqa: F811
     assert "--auto-resume goes on with it, but lr = 0.5 is given" in failed.stderr and requeued.read_text() == "7\n"
 
 
+def started_on(run):
+    """Processes of each start."""
+    return [json.loads(line)["processes"] for line in (run / "starts.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.exhaustive
-def test_a_host_that_is_lost(text, tmp_path):  # noqa: F811
-    """Of two agents one is killed with SIGKILL: the other goes on alone, from the last checkpoint."""
-    run, port = tmp_path / "run", free_port()
-    given = {"HEAD": "localhost", "PORT": port, "RUN": run, "NODES": "1:2"}
-    meeting = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
-    first = started(TORCHRUN, flags(text), **given, MEETING=meeting)
-    time.sleep(1)  # so that the rendezvous is the first one's
-    second = started(TORCHRUN, flags(text), **given, MEETING=meeting)
-    wait_for_steps(run, 12, first)
-    agent, *workers = descendants(second.pid)
+def test_hosts_that_come_and_go(text, tmp_path):  # noqa: F811
+    """One agent begins, another joins it, and is killed with SIGKILL: the first goes on, from the last checkpoint."""
+    run = tmp_path / "run"
+    meeting = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    given = {"HEAD": "localhost", "PORT": free_port(), "RUN": run, "NODES": "1:2", "MEETING": meeting}
+    first = started(TORCHRUN, flags(text), **given)
+    wait_for_steps(run, 3, first)
+    second = started(TORCHRUN, flags(text), **given)
+    deadline = time.monotonic() + SECONDS
+    while started_on(run) != [1, 2] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    joined = len((run / "metrics.jsonl").read_text().splitlines())
+    wait_for_steps(run, joined + 7, first)
+    _, agent, *workers = descendants(second.pid)
     os.kill(agent, signal.SIGKILL)
     code, out = ended(second)
-    assert code != 0 and ends(workers), out  # no process is left behind
+    assert code not in (0, NOT_DONE) and ends(workers), out  # no process is left behind
     code, out = ended(first)
     assert code == 0 and f"{run}: done, {STEPS} of {STEPS} steps are saved" in out, out
-    assert "on 2 x cpu (dp_shard=2)" in out and "on 1 x cpu (dp_shard=1)" in out
-    resumed = int(re.search(r"resumed after step (\d+)", out)[1])
-    assert resumed % 5 == 0 and 0 < resumed < STEPS
-    assert alike(run, text, tmp_path, resumed)
+    assert [f"on {n} x cpu (dp_shard={n})" in out for n in (1, 2)] == [True, True] and started_on(run) == [1, 2, 1]
+    met, left = (int(step) for step in re.findall(r"resumed after step (\d+)", out))
+    assert 3 <= met < left < STEPS and left % 5 == 0
+    assert f"stopped at step {met}, resume with" in out  # nothing was lost when the second came
+    assert alike(run, text, tmp_path, (1, met), (2, left), (1, STEPS))
 
 
 @pytest.mark.exhaustive
@@ -173,7 +181,7 @@ def test_a_host_that_is_stopped_stops_both(text, tmp_path):  # noqa: F811
     assert [code for code, _ in told] == [NOT_DONE] * 2, told
     told = [ended(host) for host in [started(TORCHRUN, flags(text), **given) for _ in range(2)]]
     assert [code for code, _ in told] == [0, 0], told
-    assert alike(run, text, tmp_path, STEPS)
+    assert alike(run, text, tmp_path, (2, STEPS))
 
 
 # What can be seen without starting anything
