@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from fsspec.config import conf
@@ -74,7 +74,7 @@ def policy() -> RetryPolicy:
         ConfigurationError: a key is unknown, or a value is no number in its range.
     """
     given: dict[str, Any] = dict(conf.get(SECTION, {}))
-    known = {field.name: type(field.default) for field in fields(RetryPolicy)}
+    known: dict[str, type[int] | type[float]] = {name: type(value) for name, value in asdict(RetryPolicy()).items()}
     where = f"fsspec's configuration of {SECTION} (FSSPEC_{SECTION.upper()}_...)"
     for name, value in given.items():
         if name not in known:
