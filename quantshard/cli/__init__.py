@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from quantshard.cli import (
     explain,
     inspect,
     report,
+    status,
     tokenize,
     train,
     verify,
@@ -28,25 +29,11 @@ from quantshard.terminal.screen import complain, prepare_output, say
 from quantshard.trainer import launch
 from quantshard.version import __version__
 
-REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
-    *(
-        module.register
-        for module in (
-            train,
-            tokenize,
-            report,
-            demo,
-            debug,
-            explain,
-            diff,
-            inspect,
-            verify,
-            exchange,
-            convert,
-            doctor,
-        )
-    ),
+_MODULES: tuple[Any, ...] = (
+    *(train, status, tokenize, report, demo, debug),
+    *(explain, diff, inspect, verify, exchange, convert, doctor),
 )
+REGISTER: tuple[Callable[[typer.Typer], None], ...] = tuple(module.register for module in _MODULES)
 """What adds commands to the command line."""
 
 __all__ = ["app", "main"]

@@ -310,7 +310,7 @@ class DemoRun:
             self.say(f"    done in {time.monotonic() - began:.0f} s")
         return last_step(run)
 
-    def diff(self, a: Path, b: Path) -> bool:
+    def diff(self, a: Path | str, b: Path | str) -> bool:
         """`quantshard diff`: True if the checkpoints are equal."""
         self.say(f"  $ quantshard diff {a} {b}")
         result = subprocess.run(_command(["diff", str(a), str(b)]), env=_environment(), capture_output=True, text=True)
@@ -444,7 +444,7 @@ def last_step(run: RunDir) -> int:
     return int(found[-1]["step"]) if found else 0
 
 
-def load_and_save(run: RunDir, saved: Path, again: Path) -> int:
+def load_and_save(run: RunDir, saved: Path | str, again: Path) -> int:
     """Load a checkpoint into a model that this process holds alone, and save it; returns the number of parameters.
 
     The model is born of another seed, so that nothing but the checkpoint can make the bits equal.

@@ -66,6 +66,9 @@ def train(
         int | None, typer.Option(min=1, metavar="N", help="processes. Default: mesh, or one for each GPU, or 1")
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="go on with DIR if it is there", show_default=False)
+    ] = False,
     help_all: Annotated[
         bool,
         typer.Option("--help-all", is_eager=True, callback=_show_all, help="show every setting", show_default=False),
@@ -84,17 +87,23 @@ def train(
     flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
     if config is not None:
         inputs.existing(config, "a TOML file of settings")
-    given = given_values(flags, None)  # a file may be that of another run, and says all
-    settings = merge(flags, config, model_choice.implied(given_values(flags, config)))
+    values = given_values(flags, config)
+    settings = merge(flags, config, model_choice.implied(values))
     settings.check()
-    check_used(given, settings)
-    settings = settings.resolved()
+    check_used(given_values(flags, None), settings)  # a file may be that of another run, and says all
+    settings, given = settings.resolved(), tuple(values)
+    order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
     if launch.is_worker():
-        worker.main(run, WorkerJob(resume=False, launched=False, new=asdict(settings)))
+        worker.main(run, replace(order, new=asdict(settings), given=given))
     processes = nproc_per_node or worker.of_mesh(settings) or launch.default_processes()
     launch.check_processes(processes)
-    worker.create_run(RunDir(run), settings, processes)
-    _launch(processes, run, WorkerJob(resume=False, launched=True))
+    folder = RunDir(run)
+    if auto_resume and folder.is_begun():
+        changed = worker.changes(folder, settings, given, processes)
+        _go_on(folder, replace(order, resume=True, overrides=changed), processes)
+        return
+    worker.create_run(folder, settings, processes)
+    _launch(processes, folder, replace(order, restart=False))
 
 
 def resume(
@@ -127,6 +136,9 @@ def resume(
     lossy: Annotated[
         bool, typer.Option("--lossy", help="with --recipe: made of the codes where there are no masters")
     ] = False,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are now: a folder or a URL")
+    ] = None,
     copy_to: Annotated[
         str, typer.Option(metavar="CKPT", help="save what was loaded there too, from this mesh: diff finds it equal")
     ] = "",
@@ -143,23 +155,34 @@ def resume(
             given[name] = [str(Path(path).absolute()) for path in paths]
     if tokenizer:
         given["tokenizer"] = str(Path(tokenizer).absolute())
+    if checkpoints is not None:
+        given["checkpoints"] = checkpoints
     overrides = {name: value for name, value in given.items() if value is not None}
     order = WorkerJob(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
     if launch.is_worker():
         worker.main(run, order)
+    _go_on(folder, order, nproc_per_node)
+
+
+def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
+    """Resume a run that is there, when nothing stands against it."""
     folder.check_ours()
     settings, launched, corpus = folder.read_config()
-    processes = nproc_per_node or worker.of_mesh(worker.changed(settings, overrides)) or int(launched["processes"])
+    named = worker.of_mesh(worker.changed(settings, order.overrides))
+    processes = processes or named or int(launched["processes"])
     launch.check_processes(processes)
-    settings = worker.changed(settings, overrides, processes)
+    settings = worker.changed(settings, order.overrides, processes)
     settings.check_ranks(processes)
     worker.check_logs(settings)
-    folder.last_complete()
-    worker.check_copy(copy_to)
+    folder.follow(settings)
+    folder.check_place("checkpoints" in order.overrides)
+    if not order.restart:
+        folder.last_complete()
+    worker.check_copy(order.copy_to)
     if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too
         places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}
-        order = replace(order, overrides=overrides | places)
-    _launch(processes, run, order)
+        order = replace(order, overrides=order.overrides | places)
+    _launch(processes, folder, order)
 
 
 def work(run: Path, order: str) -> None:
@@ -167,12 +190,12 @@ def work(run: Path, order: str) -> None:
     worker.main(run, WorkerJob(**json.loads(order)))
 
 
-def _launch(processes: int, run: Path, order: WorkerJob) -> None:
+def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
     try:
-        launch.launch(processes, ["-m", "quantshard", "worker", str(run), json.dumps(asdict(order))])
+        launch.launch(processes, ["-m", "quantshard", "worker", str(folder.path), json.dumps(asdict(order))])
     except launch.LaunchError as error:
-        if error.crashed and RunDir(run).saved_steps()[0]:
-            way_out = f"{error}. Go on from the last checkpoint with: quantshard resume {run}"
+        if error.crashed and folder.saved_steps()[0]:
+            way_out = f"{error}. Go on from the last checkpoint with: quantshard resume {folder.path}"
             raise launch.LaunchError(way_out, crashed=True) from None
         raise
 

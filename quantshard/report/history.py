@@ -16,14 +16,13 @@ from quantshard.report.metrics import MOST_COLUMNS, Column, MetricReader, Metric
 from quantshard.report.records import Record, RecordFile
 from quantshard.report.source import METRICS, STARTS, STATISTICS, CheckpointRow, RunSource
 
-LOSS, HELDOUT, SPEED, MEMORY, SECONDS, TOKENS = (
-    "loss", "heldout_loss", "tokens_per_s", "memory_bytes", "seconds", "tokens",
+LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY, SECONDS, TOKENS = (
+    "loss", "heldout_loss", "heldout_loss_ema", "tokens_per_s", "memory_bytes", "seconds", "tokens",
 )  # fmt: skip
 """Figures of `metrics.jsonl` that a report knows the meaning of; others are drawn as they are."""
 
 
 @dataclass(frozen=True)
-HELDOUT_OF_AVERAGE = "heldout_loss_ema"
 class RunHistory:
     """What a run has written so far.
 

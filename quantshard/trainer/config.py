@@ -165,6 +165,9 @@ class TrainSettings:
     keep_every: int = _setting(
         0, "Running", "keep checkpoints of steps that this divides too, where keep_last is set", 0, _STEPS
     )
+    checkpoints: str = _setting(
+        "", "Running", "where checkpoints go instead of RUN/checkpoints: a folder, or a URL such as s3://bucket/run"
+    )
     async_save: bool = _setting(False, "Running", "save in the background, from a copy of the state in memory")
     eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end", 0, _STEPS)
     log_every: int = _setting(1, "Running", "steps between printed lines", 1, _STEPS)
@@ -266,6 +269,7 @@ class TrainSettings:
             tokenizer=_absolute(self.tokenizer),
             token_cache=_absolute(self.token_cache),
             init_from=_absolute(self.init_from),
+            checkpoints=_absolute(self.checkpoints),
             model=self.model if self.is_by_sizes else _absolute(self.model),
         )
 

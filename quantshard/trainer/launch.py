@@ -76,6 +76,11 @@ def is_worker() -> bool:
     return "RANK" in os.environ
 
 
+def is_of_torchrun() -> bool:
+    """True if the parent of this process is an agent of torchrun."""
+    return is_worker() and "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def default_processes() -> int:
     """Processes on this machine unless the user says otherwise: one for each GPU, or one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 1

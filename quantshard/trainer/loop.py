@@ -83,6 +83,7 @@ class Trainer:
         configuration: Mapping[str, Any] | None = None,
     ) -> None:
         settings.check_ranks(place.ranks)
+        run.follow(settings)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
         self.corpus, self.windows = corpus, Windows(corpus, settings.seq_length, settings.heldout)
         self.axes = settings.axes(place.ranks)

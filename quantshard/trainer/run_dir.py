@@ -8,9 +8,9 @@
                               and which weights were then quantized anew
     samples.jsonl             generated texts, if they were asked for
     statistics.jsonl          one JSON object a step with statistics or an alarm (docs/statistics.md)
-    checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md)
-    statistics.jsonl          one JSON object a sampled step: statistics of tensors, and alarms
     parameters.json           how each parameter is stored, as `explain` found it when the run was started last
+    checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md); or elsewhere, where
+                              the setting `checkpoints` says, in a folder or behind a URL that `of-run.json` marks
     logs/rank-1.log           what a process logged (trainer/logs.py)
     logs/rank-1.txt           the traceback of a process that failed
     profile/rank-0.json       the trace of some steps, if it was asked for
@@ -28,15 +28,17 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import local
-from quantshard.errors import ConfigurationError
-from quantshard.foreign import read_regular
+from quantshard.checkpoints.disk.manifest import MANIFEST
+from quantshard.checkpoints.disk.store import LocalStore, local, locate, why
+from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
+from quantshard.foreign import json_object, read_regular
 from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.terminal import inputs, outputs
@@ -54,6 +56,9 @@ _RECORD_BYTES = 1 << 30
 """The most bytes of a file of records: four million steps."""
 
 _STEP_DIGITS = 6
+_CHECKPOINTS = "checkpoints"
+_OF_RUN, _OF_RUN_BYTES = "of-run.json", 1 << 16
+"""Names the run whose checkpoints lie beside it, where that is not the run's folder."""
 
 
 class RunDir:
@@ -79,7 +84,7 @@ class RunDir:
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.wandb = path / "wandb.json"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints: Path | str = path / _CHECKPOINTS  # until settings that say otherwise are read
 
     # Configuration ---------------------------------------------------------------------------------------------------
 
@@ -91,10 +96,21 @@ class RunDir:
         """
         if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= {self.tokens}):
             return
-        instead = f"go on with it by `quantshard resume {self.path}`"
-        if not self.path.is_dir() or not self.saved_steps()[0]:
+        instead = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
+        if not self.path.is_dir() or not self._has_checkpoint():
             instead = "it holds no checkpoint to go on from, so remove it if you want its place"
         raise ConfigurationError(f"{self.path} exists: {instead}, or name another --run")
+
+    def is_begun(self) -> bool:
+        """Whether there is a run here, with or without a checkpoint."""
+        return os.path.lexists(self.config)
+
+    def _has_checkpoint(self) -> bool:
+        with suppress(QuantshardError):  # what is there is in the way, whatever its settings say
+            if self.is_begun():
+                self.read_config()
+            return bool(self.saved_steps()[0])
+        return False
 
     def create(
         self,
@@ -105,6 +121,8 @@ class RunDir:
     ) -> None:
         """Make the folder of a new run and write its configuration. `model`: that of a model of transformers."""
         self.check_new()
+        self.follow(settings)
+        self._check_place_is_free()
         text = _config(settings, launch, corpus)
         if len(text) > MOST_BYTES:
             raise ConfigurationError(
@@ -114,6 +132,7 @@ class RunDir:
         outputs.make_folder(self.path)
         if model is not None:
             self.write(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n")
+        self._mark_place()
         self.write(self.config, text)  # the last: with it, this is a run
 
     def read_model(self, settings: TrainSettings) -> dict[str, Any] | None:
@@ -125,7 +144,9 @@ class RunDir:
         return None if settings.is_by_sizes else read_layout_json(self.model / CONFIGURATION)
 
     def write_config(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
-        """Write or replace `config.toml`."""
+        """Write or replace `config.toml`, and mark the place of checkpoints as the run's."""
+        self.follow(settings)
+        self._mark_place()
         self.write(self.config, _config(settings, launch, corpus))
 
     def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
@@ -134,7 +155,7 @@ class RunDir:
         Raises:
             ConfigurationError: there is no run here, or its configuration is not one.
         """
-        if not os.path.lexists(self.config):
+        if not self.is_begun():
             hint = "" if os.path.lexists(self.path) else inputs.meant_path(self.path)
             raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml{hint}")
         content, where = read_settings_file(self.config), str(self.config)
@@ -142,6 +163,7 @@ class RunDir:
         settings.check(where)
         data, heldout = (tuple(map(self.here, paths)) for paths in (settings.data, settings.heldout_data))
         settings = replace(settings, data=data, heldout_data=heldout, tokenizer=self.here(settings.tokenizer))
+        self.follow(settings)
         return settings, launch_table(content, where), corpus_table(content, where)
 
     def here(self, path: str) -> str:
@@ -149,6 +171,10 @@ class RunDir:
         _, is_tokens, rest = path.rpartition(f"/{self.tokens.name}/")
         moved = self.tokens.absolute() / rest
         return str(moved) if is_tokens and not os.path.lexists(path) and os.path.lexists(moved) else path
+
+    def holds_tokens(self, path: str) -> bool:
+        """Whether something that was recorded are tokens that were made for this run, in its folder."""
+        return Path(path).is_relative_to(self.tokens.absolute())
 
     def check_ours(self) -> None:
         """See that what is about to be written cannot end up elsewhere, nor anybody else's settings be followed.
@@ -158,8 +184,8 @@ class RunDir:
         """
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts, self.statistics, self.parameters, self.wandb)
-            locks = (ownership.LOCK_FILE, f"{self.checkpoints.name}/{ownership.LOCK_FILE}")
-            folders = (self.logs, self.checkpoints, self.tokens, self.model, self.profile, self.tensorboard)
+            locks = (ownership.LOCK_FILE, f"{_CHECKPOINTS}/{ownership.LOCK_FILE}")
+            folders = (self.logs, self.path / _CHECKPOINTS, self.tokens, self.model, self.profile, self.tensorboard)
             model = f"{self.model.name}/{CONFIGURATION}"
             names = (
                 *(file.name for file in files),
@@ -172,19 +198,83 @@ class RunDir:
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint after a step."""
-        return self.checkpoints / f"step-{step:0{_STEP_DIGITS}d}"
+    def follow(self, settings: TrainSettings) -> None:
+        """From now on look for checkpoints where the settings say."""
+        self.checkpoints = settings.checkpoints or self.path / _CHECKPOINTS
+
+    def checkpoint(self, step: int) -> Path | str:
+        """Folder, or URL, of the checkpoint after a step."""
+        name = f"step-{step:0{_STEP_DIGITS}d}"
+        return self.checkpoints / name if isinstance(self.checkpoints, Path) else f"{self.checkpoints}/{name}"
 
     def saved_steps(self) -> tuple[list[int], list[int]]:
-        """Steps with a complete checkpoint, and steps whose checkpoint was not completed, both ascending."""
-        found = []
-        for path in self.checkpoints.glob("step-*"):
-            digits = path.name.removeprefix("step-")
-            if digits.isascii() and digits.isdecimal():
-                found.append(int(digits))
-        complete = [step for step in sorted(found) if checkpoints.is_complete(self.checkpoint(step))]
-        return complete, [step for step in sorted(found) if step not in complete]
+        """Steps with a complete checkpoint, and steps whose checkpoint was not completed, both ascending.
+
+        Raises:
+            CheckpointError: their place cannot be looked at.
+        """
+        store, place = locate(self.checkpoints)
+        try:
+            names = store.names(place)
+            steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
+            found = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
+            complete = [step for step in found if self._is_complete(step)]
+        except OSError as error:
+            raise CheckpointError(f"{self.checkpoints} cannot be looked at ({why(error)}); see that it can") from error
+        return complete, [step for step in found if step not in complete]
+
+    def _is_complete(self, step: int) -> bool:
+        """As the Manager sees it: where nothing is renamed, the manifest is the last that is written."""
+        store, place = locate(self.checkpoint(step))
+        return checkpoints.is_complete(place) if store.renames else store.is_file(store.join(place, MANIFEST))
+
+    def check_place(self, named: bool) -> None:
+        """See that checkpoints outside of the run's folder are the run's. `named`: the user has named the place now.
+
+        A `config.toml` of somebody else could name a place of other checkpoints, of which old ones are removed.
+
+        Raises:
+            ConfigurationError: the place is not marked as this run's, and was not named.
+        """
+        if isinstance(self.checkpoints, Path) or named or (run := self._marked()) == str(self.path.absolute()):
+            return
+        told = f"says that they are those of {run}" if run else "is not there"
+        raise ConfigurationError(
+            f"{self.checkpoints}, where {self.config} has the checkpoints, is not known as this run's: {_OF_RUN} there "
+            f"{told}; if it is, name it with --checkpoints {self.checkpoints}"
+        )
+
+    def _check_place_is_free(self) -> None:
+        if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
+            raise ConfigurationError(
+                f"{self.checkpoints} holds checkpoints of {self._marked() or 'a run that is not named there'}; name "
+                "another place with --checkpoints"
+            )
+
+    def _marked(self) -> str:
+        """The run that a place outside of the run's folder is marked with; "" for none."""
+        store, place = locate(self.checkpoints)
+        try:
+            return str(json_object(store.read(store.join(place, _OF_RUN), _OF_RUN_BYTES), _OF_RUN)["run"])
+        except (FileNotFoundError, ValueError, KeyError):
+            return ""
+        except OSError as error:
+            raise CheckpointError(f"{self.checkpoints} cannot be read ({why(error)}); see that it can") from error
+
+    def _mark_place(self) -> None:
+        run = str(self.path.absolute())
+        if isinstance(self.checkpoints, Path) or self._marked() == run:
+            return
+        store, place = locate(self.checkpoints)
+        try:
+            if isinstance(store, LocalStore):
+                store.make(place)
+            store.write(store.join(place, _OF_RUN), json.dumps({"run": run}).encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.checkpoints} cannot be written ({why(error)}); see that it can, or name another place with "
+                "--checkpoints"
+            ) from error
 
     def last_complete(self) -> tuple[int, list[int]]:
         """The last step with a complete checkpoint, and the later steps with one that was not completed.
@@ -195,10 +285,14 @@ class RunDir:
         complete, incomplete = self.saved_steps()
         if not complete:
             raise ConfigurationError(
-                f"{self.path} has no complete checkpoint to go on from; start again with `quantshard train --config "
-                f"{self.config} --run ANOTHER`"
+                f"{self.path} has no complete checkpoint to go on from{self._elsewhere}; start again with `quantshard "
+                f"train --config {self.config} --run ANOTHER`"
             )
         return complete[-1], [step for step in incomplete if step > complete[-1]]
+
+    @property
+    def _elsewhere(self) -> str:
+        return "" if isinstance(self.checkpoints, Path) else f" in {self.checkpoints}"
 
     # Records ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import platform
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from os import _exit as end_at_once
@@ -30,7 +30,7 @@ from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
 from quantshard.observe.table import Report
 from quantshard.terminal import screen
-from quantshard.trainer import data, environment, huggingface, initialization, launch, logs, trackers
+from quantshard.trainer import data, environment, huggingface, initialization, launch, logs, restarts, trackers
 from quantshard.trainer.config import TrainSettings, from_mapping
 from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
@@ -42,6 +42,9 @@ _log = logging.getLogger(__name__)
 
 _CHANGES = 20
 """The most changes of the environment that a resume tells."""
+_DATA = ("data", "heldout_data")
+_PREPARED = frozenset((*_DATA, "tokenizer", "end_of_document", "vocabulary"))
+"""Settings that a run records as it found them out."""
 _PATHS = 5
 """The most paths of the data that a message names."""
 
@@ -53,7 +56,8 @@ class WorkerJob:
     `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
     `new`: the settings of a run that rank 0 is to make first. `overrides`: settings that `resume` changes; with "data"
     among them, the data are looked for there, with "recipe" the weights are quantized anew, with `lossy` also those
-    that have no masters. `copy_to`: where to save what was loaded once more; "" for nowhere.
+    that have no masters. `copy_to`: where to save what was loaded once more; "" for nowhere. `restart`: the run may be
+    there or not, with a checkpoint or without; if it is there, of the settings `new` those that were `given` hold.
     """
 
     resume: bool
@@ -62,6 +66,8 @@ class WorkerJob:
     overrides: dict[str, Any] = field(default_factory=dict)
     copy_to: str = ""
     lossy: bool = False
+    restart: bool = False
+    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,8 @@ class RunSetup:
     model if that is one of transformers.
 
     `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
-    processes. `requantize`, `lossy`: whether weights of a checkpoint of another recipe are quantized anew, now or
-    again.
+    processes. `again`: it was there before; `restores`: from a checkpoint. `requantize`, `lossy`: whether weights of a
+    checkpoint of another recipe are quantized anew, now or again.
     """
 
     settings: TrainSettings
@@ -79,6 +85,8 @@ class RunSetup:
     corpus: dict[str, Any]
     incomplete: tuple[int, ...] = ()
     left: str = ""
+    again: bool = False
+    restores: bool = False
     requantize: bool = False
     lossy: bool = False
     configuration: dict[str, Any] | None = None
@@ -158,6 +166,23 @@ def check_logs(settings: TrainSettings) -> None:
     logs.asked_level(settings)
 
 
+def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: int) -> dict[str, Any]:
+    """What `train --auto-resume` changes of a run that is there; see `restarts.overrides`."""
+    before = run.read_config()[0]
+    cache = before.token_cache
+    made = [  # tokens, of texts that the same command names
+        name
+        for name in _DATA
+        if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
+    ]
+    prepared = Preparation(new).settings if _PREPARED.intersection(given) else new
+    kept = [name for name in given if name not in made]
+    found = restarts.overrides(str(run.path), before, prepared, kept, processes)
+    if new.checkpoints and "checkpoints" in given:
+        found["checkpoints"] = new.checkpoints  # named now, though it may be the same
+    return found
+
+
 def check_copy(path: str) -> None:
     """Refuse to save over what exists.
 
@@ -215,7 +240,7 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     stop = StopFlag()
     for number in launch.STOP_SIGNALS:
         signal.signal(number, lambda number, frame: stop.set())
-    if order.launched:
+    if order.launched or launch.is_of_torchrun():
         launch.die_with_parent()
     known = (order.new or asdict(run.read_config()[0])) | order.overrides
     deterministic(known["deterministic"])  # before the GPU is used, and before NCCL is
@@ -231,16 +256,16 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, st
     _log.info("process %d is rank %d of %d, on %s", os.getpid(), place.rank, place.ranks, place.device)
     random.seed(task.settings.seed)
     np.random.seed(task.settings.seed % 2**32)
-    init_from = "" if order.resume else task.settings.init_from
+    init_from = "" if task.restores else task.settings.init_from
     corpus = data.from_table(task.corpus)
     trainer = Trainer(task.settings, corpus, run, place, stop, init_from, task.configuration)
     with trainer.manager:
-        restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if order.resume else None
+        restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if task.restores else None
         done = 0 if restored is None else restored.step
-        if place.rank == 0 and order.resume:  # only now, when nothing can fail any more
+        if place.rank == 0 and task.again:  # only now, when nothing can fail any more
             run.forget_after(done)
         _record_start(run, task, place, trainer, restored)
-        if place.rank == 0 and order.resume:  # the record is there by now: a kill between the two loses nothing
+        if place.rank == 0 and task.again:  # the record is there by now: a kill between the two loses nothing
             run.write_config(task.settings, task.launched, task.corpus)
         table = explain(trainer.model, trainer.optimizer)
         if place.rank == 0:
@@ -300,6 +325,8 @@ def _announce(
     if task.left:
         now = task.settings.axes(place.ranks)
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
+    if task.again and not task.restores:
+        note(f"{run.path} has no complete checkpoint, so it begins again")
     if trainer.begun:
         note(trainer.begun)
     if restored is not None:
@@ -311,7 +338,11 @@ def _announce(
 def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     """On rank 0: make the run if it is new and not yet there, lock it, and read what all need."""
     if order.new is not None:
-        create_run(run, TrainSettings(**from_mapping(order.new, "train")), place.ranks)
+        new = TrainSettings(**from_mapping(order.new, "train"))
+        if order.restart and run.is_begun():
+            order = replace(order, resume=True, overrides=changes(run, new, order.given, place.ranks))
+        else:
+            create_run(run, new, place.ranks)
     check_copy(order.copy_to)
     run.check_ours()
     run.lock()
@@ -322,14 +353,19 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     before, settings = settings, changed(settings, order.overrides, place.ranks)
     settings.check_ranks(place.ranks)
     check_logs(settings)
+    run.follow(settings)
+    run.check_place("checkpoints" in order.overrides)
     started = how_started(settings, place.ranks)
     if not settings.threads and launched["processes"] == place.ranks and "threads" in launched:
         started["threads"] = launched["threads"]  # the order of sums depends on them
-    run.last_complete()  # says what to do if there is none
+    if not order.restart:
+        run.last_complete()  # says what to do if there is none
+    complete, incomplete = run.saved_steps()
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
-    return RunSetup(settings, started, corpus, tuple(run.saved_steps()[1]), left, *_anew(run, order), configuration)
+    there = (tuple(incomplete), left, True, bool(complete))
+    return RunSetup(settings, started, corpus, *there, *_anew(run, order), configuration)
 
 
 def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:

@@ -26,6 +26,7 @@ from quantshard.errors import QuantshardError
 from quantshard.trainer import launch, worker
 from quantshard.trainer.loop import ProcessInfo
 from quantshard.trainer.run_dir import RunDir
+from tests.distributed import shelf  # noqa: F401 (in the ranks too, its URLs are known)
 from tests.distributed.pool import run_ranks
 
 WIDTH = "10000"

@@ -11,12 +11,14 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from fsspec.config import conf
 from typer.testing import CliRunner
 
 from quantshard import checkpoints
 from quantshard.checkpoints import saving
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.ownership import Ownership
+from quantshard.checkpoints.disk.retries import RetryWarning
 from quantshard.checkpoints.disk.store import locate
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
@@ -248,3 +250,101 @@ def test_commands_take_urls(tmp_path: Path) -> None:
     assert said("verify", back).startswith("whole")
     with pytest.raises(CheckpointError, match="exists and is not overwritten"):
         said("import", out, "--out", back)
+
+
+# What passes ----------------------------------------------------------------------------------------------------------
+
+
+class Throttled(Exception):
+    """As a client raises it that has given up."""
+
+    status = 503
+
+
+class Breaks:
+    """A file whose connection is lost once, after some bytes."""
+
+    def __init__(self, file: Any, broken: set[str], name: str) -> None:
+        self.file, self.broken, self.name = file, broken, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> Breaks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def _break(self) -> None:
+        if self.file.tell() and self.name not in self.broken:
+            self.broken.add(self.name)
+            raise ConnectionResetError("the connection is lost")
+
+    def write(self, data: Any) -> int:
+        self._break()
+        return self.file.write(data)
+
+    def read(self, size: int = -1) -> bytes:
+        self._break()
+        return self.file.read(size)
+
+    def readinto(self, buffer: Any) -> int:
+        self._break()
+        return self.file.readinto(buffer)
+
+
+def shaky(case: Case, url: str) -> list[Any]:
+    """Each fifth look and each fourth file is refused for a moment; each file is cut off once, written and read."""
+    run, opened, looked = new_run(case, url), Shelf._open, Shelf.info
+    broken, calls, away, refused = set[str](), {"open": 0, "look": 0}, [False], list[str]()
+
+    def refuse(kind: str, every: int) -> None:
+        calls[kind] += 1
+        if away[0] or calls[kind] % every == 0:
+            refused.append(kind)
+            raise Throttled("please reduce your request rate")
+
+    def opening(shelf: Shelf, path: str, mode: str = "rb", **options: Any) -> Any:
+        refuse("open", 4)
+        return Breaks(opened(shelf, path, mode, **options), broken, f"{mode} {path}")
+
+    def looking(shelf: Shelf, path: Any, **options: Any) -> Any:
+        refuse("look", 5)
+        return looked(shelf, path, **options)
+
+    with (
+        mock.patch.dict(conf, {"quantshard": {"attempts": 5, "first": 0.001}}),
+        mock.patch.multiple(Shelf, _open=opening, info=looking),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        with Manager(url) as manager:
+            run.train(1)
+            manager.save(1, run.model, run.optimizer)
+            back, state = restored(case, manager)
+            told = [str(warning.message) for warning in caught if warning.category is RetryWarning]
+            found = [back.step, back.skipped, state == run.held(), manager.steps()]
+            found += [len(told), len(refused) + len(broken)]
+            found.append({name.split("/")[-1] for name in broken if name.startswith("wb")})
+            refused.clear()
+            dist.barrier()
+            away[0] = dist.get_rank() == 1  # for longer than it is tried
+            found.append(message_of(lambda: manager.save(2, run.model, run.optimizer)))
+            away[0] = False
+            dist.barrier()
+            found += [manager.steps(), len(refused)]
+    return found
+
+
+def test_what_passes_is_tried_again(tmp_path: Path) -> None:
+    """2 ranks: in the middle of a save and of a load; and what does not pass is an error that says how often."""
+    url = url_of(tmp_path, "shaky")
+    ranks = run_ranks(2, shaky, Case("block", (2,), shapes=SHAPES), url)
+    for rank, (*found, said, after, refused) in enumerate(ranks):
+        assert found[:4] == [1, (), True, [1]] and after == [1]
+        assert 3 < found[4] <= found[5]  # each is told once, but those that fsspec's own methods take for an answer
+        assert rank == 0 or 5 <= refused < 10  # not 5 times 5
+        assert f"__{rank}_0.distcp" in found[6]
+        assert "could not be written: on rank 1: please reduce your request rate (tried 5 times in 0 s)" in said
+        assert "other checkpoints are as they were" in said and "\n" not in said

@@ -15,12 +15,12 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import xxhash
@@ -31,11 +31,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.checkpoints.disk import agreement, manifest, transfer
+from quantshard.checkpoints.disk import agreement, manifest, retries, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
-from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, why
+from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, told, why
 from quantshard.errors import CheckpointError
+
+T = TypeVar("T")
 
 _DIGESTS = "quantshard: digests"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(tmp|old)")
@@ -263,7 +265,8 @@ class CommitWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; their digests go to the coordinator with the results."""
         transfer.expect(sum(_tensor_bytes(item) for item in plan.items))
-        results = super().write_data(plan, planner).wait()
+        write = super().write_data
+        results = self._tried(lambda: write(plan, planner).wait())
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(_DIGESTS), 0, self.recorder.digests)])
         return future
@@ -273,7 +276,8 @@ class CommitWriter(FileSystemWriter):
         files: dict[str, FileEntry] = {}
         for of_rank in results:
             files.update(of_rank[-1].storage_data)
-        super().finish(metadata, [of_rank[:-1] for of_rank in results])
+        finish = super().finish
+        self._tried(lambda: finish(metadata, [of_rank[:-1] for of_rank in results]))
         files[METADATA_FILE] = self.recorder.digests[METADATA_FILE]
         self._check(files)
         described = Manifest(
@@ -284,6 +288,14 @@ class CommitWriter(FileSystemWriter):
             **self.facts,
         )
         commit(self.target, described)
+
+    def _tried(self, action: Callable[[], T]) -> T:
+        """A write of whole files, made again behind a URL where it fails for a reason that passes: nothing of it counts
+        before the commit."""
+        store = self.target.store
+        if isinstance(store, LocalStore):
+            return action()
+        return retries.tried(action, lambda error: told(error, self.target.path), store.retry)
 
     def _check(self, files: Mapping[str, FileEntry]) -> None:
         """All that the ranks say they wrote is to be seen from here."""
@@ -355,10 +367,11 @@ class _DigestingFileSystem(FileSystemBase):
                 written = _DigestStream(stream) if mode == "wb" else None
                 yield written or stream
         except Exception as error:  # torch.save makes another of what a stream raises
-            cause = error if isinstance(error, OSError) else None if written is None else written.failure
-            if cause is None:
+            cause = error if written is None or written.failure is None else written.failure
+            if not isinstance(error, OSError) and cause is error:
                 raise
-            raise OSError(cause.errno, why(cause), os.fspath(path)) from error
+            number = getattr(cause, "errno", None) or getattr(error, "errno", None) or errno.EIO
+            raise OSError(number, why(cause), os.fspath(path)) from cause
         if written is not None:
             self.digests[os.path.basename(path)] = written.entry()
 
@@ -399,13 +412,13 @@ class _DigestStream(io.IOBase):
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.digest, self.length = xxhash.xxh3_128(), 0
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def write(self, data: Any) -> int:
         """Write all of it."""
         try:
             self.stream.write(data)
-        except OSError as error:
+        except Exception as error:  # clients have classes of their own
             self.failure = error
             raise
         self.digest.update(data)

@@ -21,6 +21,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import available_protocols
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
+from quantshard.checkpoints.disk import retries
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.foreign import open_regular, regular_content, regular_size
 
@@ -134,7 +135,7 @@ def why(error: BaseException) -> str:
     return words or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _told(error: Exception, path: Path_) -> OSError:
+def told(error: BaseException, path: Path_) -> OSError:
     """A client's error as one of the system's: with a number, words and the path."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return error
@@ -145,23 +146,30 @@ def _told(error: Exception, path: Path_) -> OSError:
 
 def _telling(method: F) -> F:
     """A method of a path whose errors are OSErrors: clients have classes of their own, of credentials and connections.
+    It is called again where the reason may pass (`retries`).
 
     What was listed before is not trusted, for other ranks and other runs write there too.
     """
 
     @functools.wraps(method)
-    def told(self: FsspecStore, path: Path_, *args: Any) -> Any:
-        try:
+    def telling(self: FsspecStore, path: Path_, *args: Any) -> Any:
+        def attempt() -> Any:
             self.fs.invalidate_cache()
             return method(self, path, *args)
-        except Exception as error:
-            raise _told(error, path) from error
 
-    return told  # type: ignore[return-value]
+        gone = True if method.__name__ in _REMOVE else None
+        return retries.tried(attempt, lambda error: told(error, path), self.retry, gone=gone)
+
+    return telling  # type: ignore[return-value]
+
+
+_REMOVE = ("rm_file", "remove")
+"""Methods that have done their work if what they are about is gone at a second attempt."""
 
 
 class FsspecStore(FileSystemBase):
     """A place behind a URL, such as s3://bucket/run or memory://run. What fails there is an OSError with the path.
+    `retry`: how often and for how long it is tried again first.
 
     Raises:
         CheckpointError: fsspec knows no such place, or lacks the package for it.
@@ -170,6 +178,7 @@ class FsspecStore(FileSystemBase):
     renames = False
 
     def __init__(self, url: str) -> None:
+        self.retry = retries.policy()
         try:
             self.fs: Any = url_to_fs(url)[0]
         except Exception as error:  # of the packages behind fsspec
@@ -179,14 +188,24 @@ class FsspecStore(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """A file, open while the context lasts; what the client raises meanwhile is told as an OSError too."""
+        """A file, open while the context lasts; what the client raises meanwhile is told as an OSError too.
+
+        Reading goes on after what passes; what was being written is lost, and `CommitWriter` writes it again.
+        """
         try:
-            with self.fs.open(os.fspath(path), mode) as stream:
+            with self._opened(path, mode) as stream:
                 yield stream
         except QuantshardError:
             raise
         except Exception as error:
-            raise _told(error, path) from error
+            raise told(error, path) from error
+
+    def _opened(self, path: Path_, mode: str) -> Any:
+        if mode != "rb":
+            return self.fs.open(os.fspath(path), mode)
+        return retries.RetriedReader(
+            lambda: self.fs.open(os.fspath(path), mode), lambda error: told(error, path), self.retry
+        )
 
     def concat_path(self, path: Path_, suffix: str) -> str:
         """The path of an entry of a folder."""
@@ -198,8 +217,9 @@ class FsspecStore(FileSystemBase):
 
     @_telling
     def rename(self, path: Path_, new_path: Path_) -> None:
-        """Rename a file; not in one move."""
-        self.fs.mv(os.fspath(path), os.fspath(new_path))
+        """Rename a file; not in one move, so that a second attempt may find it done but for the last part."""
+        if self._kind(path) is not None or self._kind(new_path) is None:
+            self.fs.mv(os.fspath(path), os.fspath(new_path))
 
     @_telling
     def mkdir(self, path: Path_) -> None:

@@ -1,0 +1,41 @@
+"""`quantshard status`: has a run done all of its steps? What a script asks before it starts the run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantshard.terminal.screen import say, say_whole
+from quantshard.trainer.run_dir import RunDir
+
+NOT_DONE = 75
+"""Exit code where steps are left: EX_TEMPFAIL of sysexits.h, which asks for another try."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("status", no_args_is_help=True)(status)
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
+    json_: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Say whether a run has done all of its steps, by its last complete checkpoint.
+
+    Exit code 0: it has; 75: steps are left; 1: there is no run, or nobody can tell.
+    """
+    folder = RunDir(run)
+    settings = folder.read_config()[0]
+    complete = folder.saved_steps()[0]
+    step = complete[-1] if complete else 0
+    done = step >= settings.steps
+    if json_:
+        say_whole(json.dumps({"done": done, "step": step, "steps": settings.steps}))
+    else:
+        say(f"{folder.path}: {'done' if done else 'not done'}, {step} of {settings.steps} steps are saved")
+    if not done:
+        raise typer.Exit(NOT_DONE)
