@@ -1,25 +1,19 @@
 """The benchmark of optimizers, with a small model and two steps: what it trains, keeps, compares and refuses."""
 
 import gc
-import json
-import re
-import warnings
 from collections import Counter
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 
 from benchmarks import convert_models as converted
-from benchmarks import host, power, train_step
+from benchmarks import host, power
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
 from quantshard.kernels import workspace
 from quantshard.trainer.data import collect
-from tests.distributed.pool import run_ranks
 from tests.modules.graphed import rerun
 
 __all__ = ["rerun"]
@@ -149,72 +143,6 @@ def test_garbage_of_others_is_no_call_of_a_step(monkeypatch: pytest.MonkeyPatch)
         assert counted == [host.counts(subject, Counter())["calls"]] * 2
     finally:
         gc.enable()
-
-
-def test_training_steps_are_measured(tmp_path, capsys):
-    rows = tmp_path / "rows.jsonl"
-    asked = "--shapes tiny --batches 2x16 --arms ours-block,ours-block-lean --layers 1 --steps 1".split()
-    train_step.main([*asked, "--device", "cpu", "--jsonl", str(rows), "--picture", str(tmp_path / "arms.svg")])
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [row["arm"] for row in found] == ["ours-block", "ours-block-lean"]
-    assert all(row["tokens/s/GPU"] > 0 and row["collectives"] == 0 and row["sizes"]["layers"] == 1 for row in found)
-    assert "| tiny | 1 | 2x16 | 1 | ours-block-lean |" in capsys.readouterr().out and (tmp_path / "arms.svg").exists()
-    for wrong, told in {
-        "--arms ours-fp7": "--arms: 'ours-fp7' matches none of bf16, torchao-tensorwise",
-        "--arms bf16,": "--arms: '' matches none of bf16",
-        "--shapes llama-70b": "--shapes: 'llama-70b' is none of llama-1b, llama-3b",
-        "--batches 4": "--batches: '4' is not SEQUENCESxTOKENS, as in 4x2048",
-        "--batches 0x16": "--batches: '0x16' is not ",
-    }.items():
-        with pytest.raises(SystemExit, match=re.escape(told)):
-            train_step.main([*asked, *wrong.split()])
-
-
-def counted_collectives() -> dict[str, tuple[int, int]]:
-    """Calls and bytes of collective calls, of 6 float32 of this rank, by name."""
-    x, found = torch.ones(6), {}
-    group, of_two = dist.group.WORLD, [torch.empty(6), torch.empty(6)]
-    for name, call in {
-        "all_gather": lambda: dist.all_gather(of_two, x),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.empty(12), x),
-        "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(6), [x, x]),
-        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.empty(3), x),
-        "all_reduce": lambda: dist.all_reduce(torch.ones(6)),
-        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(6), x),
-        "all_to_all": lambda: dist.all_to_all([torch.empty(3), torch.empty(3)], list(x.split(3))),
-        "broadcast": lambda: dist.broadcast(torch.ones(6), 0),
-        "barrier": lambda: dist.barrier(),
-        "functional all_gather": lambda: functional.all_gather_tensor(x, 0, group) + 0,
-        "functional reduce_scatter": lambda: functional.reduce_scatter_tensor(x, "sum", 0, group) + 0,
-        "functional all_reduce": lambda: functional.all_reduce(x, "sum", group) + 0,
-        "functional all_gather of two": lambda: [
-            y + 0 for y in functional.all_gather_into_tensor_coalesced([x, x], group)
-        ],
-        "functional all_to_all": lambda: functional.all_to_all_single(x, None, None, group) + 0,
-    }.items():
-        with warnings.catch_warnings(), train_step.Collectives() as seen:
-            warnings.simplefilter("ignore")
-            call()
-        found[name] = (seen.calls, seen.bytes)
-    return found
-
-
-@pytest.mark.distributed
-def test_collectives_are_counted_with_their_results():
-    """2 ranks; of 6 float32 each, of whatever operator."""
-    wanted = {
-        "all_gather": (1, 48), "all_gather_into_tensor": (1, 48), "reduce_scatter": (1, 24),
-        "reduce_scatter_tensor": (1, 12), "all_reduce": (1, 24), "all_to_all_single": (1, 24), "all_to_all": (1, 24),
-        "broadcast": (1, 24), "barrier": (0, 0), "functional all_gather": (1, 48),
-        "functional reduce_scatter": (1, 12), "functional all_reduce": (1, 24),
-        "functional all_gather of two": (1, 96), "functional all_to_all": (1, 24),
-    }  # fmt: skip
-    assert run_ranks(2, counted_collectives) == [wanted, wanted]
-
-
-def test_what_of_communication_is_exposed():
-    assert train_step.exposed([(0, 4), (6, 8), (3, 5)], [(1, 2), (4, 7)]) == 1 + 2 + 1
-    assert train_step.exposed([], [(0, 1)]) == 0 and train_step.exposed([(0, 2)], []) == 2
 
 
 def test_readings_of_power_are_read() -> None:
