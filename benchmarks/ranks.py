@@ -22,6 +22,8 @@ IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "quantshard"]
 """Once, by the process that all are forked from."""
 LEFT = 64 * 2**20
 """Bytes on a GPU that may be left of what was measured; with more, the next has processes of its own."""
+ENDING = 10.0
+"""Seconds that idle processes have to end."""
 
 Row = dict[str, Any]
 Measure = Callable[..., Row]
@@ -59,7 +61,7 @@ class Ranks:
                 pipe.send(request)
             self._receive(rows, time.monotonic() + seconds)
         except BaseException:
-            self.stop()
+            self._kill()
             raise
         if any(row.pop("left") > LEFT for row in rows.values()):
             self.stop()
@@ -97,6 +99,14 @@ class Ranks:
             self.ranks.append((ours, process))
 
     def stop(self) -> None:
+        """End all processes, which wait for work."""
+        for pipe, _ in self.ranks:
+            pipe.close()
+        for _, process in self.ranks:
+            process.join(ENDING)
+        self._kill()
+
+    def _kill(self) -> None:
         """End all processes, whatever they do."""
         for pipe, process in self.ranks:
             pipe.close()
@@ -120,8 +130,10 @@ def _serve(rank: int, size: int, device: str, meeting: str, measure: Measure, pi
             try:
                 request = pipe.recv()
             except EOFError:
-                return
+                break
             pipe.send(measure(mesh, *request))
+        if mesh is not None:
+            dist.destroy_process_group()
     except BaseException as error:
         first = str(error).strip().splitlines() or [""]
         pipe.send(f"{type(error).__name__}: {first[0][:300]}")
