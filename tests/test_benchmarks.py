@@ -1,5 +1,6 @@
 """The benchmark of optimizers, with a small model and two steps: what it trains, keeps, compares and refuses."""
 
+import contextlib
 import gc
 from collections import Counter
 from dataclasses import replace
@@ -147,3 +148,18 @@ def test_garbage_of_others_is_no_call_of_a_step(monkeypatch: pytest.MonkeyPatch)
 
 def test_readings_of_power_are_read() -> None:
     assert power.read("412.50, 1755\n698.01, 1410\n702.3, 1") == [(412.5, 1755), (698.01, 1410)]
+
+
+def test_energy_is_that_of_steps_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many steps as all ranks agree on; what nvidia-smi does not say is told."""
+    found = [power.Reading(*each) for each in ((500.0, 1500.0), (700.0, 1400.0), (720.0, 1300.0))]
+    steps, agreed = list[int](), list[int]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(power, "readings", lambda: contextlib.nullcontext(found))
+    monkeypatch.setattr(power, "WARM", 0.02)
+    drawn = power.draw(lambda: steps.append(1), 0.05, 0.01, lambda count: agreed.append(count) or 3)
+    assert agreed == [2, 5] and len(steps) == 6
+    assert drawn.reading == (700.0, 1400.0) and drawn.joules == pytest.approx(0.64 * drawn.milliseconds)
+    found.clear()
+    with pytest.raises(ValueError, match=r"nvidia-smi said nothing in 0\.05 s"):
+        power.draw(lambda: None, 0.05, 0.01)
