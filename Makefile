@@ -34,15 +34,18 @@ test-all: $(STAMP)  ## Run every cell of every test too; takes several times as 
 test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow and not exhaustive" -n 2 $(ARGS)
 
-GPU_TESTS := tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity.py tests/numerics/test_numerics.py \
-  tests/test_compute.py tests/collectives/test_amax.py tests/compat/test_transformer_engine.py \
-  $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py make_graphed.py reduce_overhead.py) \
-  $(addprefix tests/optimizers/test_,changed_parameters.py on_kernels.py capturable.py) \
-  $(addprefix tests/distributed/test_,gpu.py grad_scaler.py graphs.py graphs_fsdp.py identity.py no_sync.py recompute.py \
-  sixteen_bits.py snippets.py tensor_parallel.py torch_autocast.py)
+# What fuses or captures begins, as the least alike with and without a GPU.
+GPU_TESTS := $(addprefix tests/modules/test_,make_graphed.py reduce_overhead.py) \
+  $(addprefix tests/distributed/test_,gpu.py graphs_fsdp.py graphs.py no_sync.py) tests/optimizers/test_capturable.py \
+  tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity.py $(addprefix tests/optimizers/test_,on_kernels.py changed_parameters.py) \
+  $(addprefix tests/distributed/test_,identity.py grad_scaler.py recompute.py sixteen_bits.py tensor_parallel.py torch_autocast.py) \
+  $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py) tests/compat/test_transformer_engine.py \
+  tests/numerics/test_numerics.py tests/test_compute.py tests/collectives/test_amax.py tests/distributed/test_snippets.py
 
-test-gpu: $(STAMP)  ## Run the tests that use GPUs where there are some, on those that are here; two show more than one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -vv -n 4 --dist loadfile -m "not exhaustive" $(GPU_TESTS) $(ARGS)
+# The journal has each failure as it comes, whenever the run is cut off; tests/journal.py says how to read it and to go on.
+test-gpu: $(STAMP)  ## Run the tests that use GPUs, with a journal in build/; ARGS="--minutes 8" stops, ARGS="--left" goes on, ARGS="--failed"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -vv -n 4 --dist loadfile --no-loadscope-reorder -m "not exhaustive" \
+	  --journal build/test-gpu.jsonl $(GPU_TESTS) $(ARGS)
 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)

@@ -13,11 +13,12 @@ import dataclasses
 import datetime
 import fnmatch
 import gc
+import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ class Draw(NamedTuple):
 @contextmanager
 def readings() -> Iterator[list[Reading]]:
     """A list that is filled where the block ends."""
-    device = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    device = f"--id=GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     query = f"--query-gpu={','.join(QUERY)}"
     process = subprocess.Popen(
         ["nvidia-smi", device, query, "--format=csv,noheader,nounits", f"--loop-ms={PERIOD}"],
@@ -70,25 +71,29 @@ def read(text: str) -> list[Reading]:
     return [Reading(*map(float, line.split(","))) for line in text.rpartition("\n")[0].splitlines()]
 
 
-def run(subject: Subject, seconds: float) -> int:
-    """Steps for so long; how many there were."""
-    end, steps = time.perf_counter() + seconds, 0
-    while time.perf_counter() < end:
-        for _ in range(4):
-            subject.step()
-            subject.clear()
-        torch.cuda.synchronize()
-        steps += 4
-    return steps
+def run(step: Callable[[], None], steps: int) -> float:
+    """Seconds of each of some steps."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
 
 
-def draw(subject: Subject, seconds: float) -> Draw:
-    """Of one variant that steps alone."""
-    run(subject, WARM)
+def draw(step: Callable[[], None], seconds: float, each: float, agreed: Callable[[int], int] = int) -> Draw:
+    """Of what steps without pause for some seconds; `each`: how long a step takes, about. `agreed`: makes the number of
+    steps that of all ranks.
+
+    Raises:
+        OSError: nvidia-smi is not there.
+        ValueError: it said nothing.
+    """
+    run(step, agreed(math.ceil(WARM / each)))
+    steps = agreed(math.ceil(seconds / each))
     with readings() as found:
-        start = time.perf_counter()
-        steps = run(subject, seconds)
-        each = (time.perf_counter() - start) / steps
+        each = run(step, steps)
+    if not found:
+        raise ValueError(f"nvidia-smi said nothing in {seconds:g} s")
     power, clock = (statistics.median(values) for values in zip(*found, strict=True))
     return Draw(Reading(power, clock), each * 1e3, statistics.mean(one.power for one in found) * each)
 
@@ -109,10 +114,17 @@ def main(given: list[str] | None = None) -> None:
     for variant in variants(False, False, True):
         if not any(fnmatch.fnmatch(variant.name, pattern) for pattern in options.only.split(",")):
             continue
-        found = draw(Subject(variant, shape, None, "inductor"), options.seconds)
+        subject = Subject(variant, shape, None, "inductor")
+
+        def step(subject: Subject = subject) -> None:
+            subject.step()
+            subject.clear()
+
+        found = draw(step, options.seconds, run(step, 4))
         power, clock = found.reading
         cells = [variant.name, f"{power:.0f}", f"{clock:.0f}", f"{found.milliseconds:.2f}", f"{found.joules:.1f}"]
         print("| " + " | ".join(cells) + " |", flush=True)
+        del subject, step
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -1,15 +1,20 @@
-"""Whole training steps of Llama blocks under FSDP2: forward, backward, optimizer; on as many GPUs as torchrun starts.
+"""Whole training steps of Llama blocks: forward, backward, optimizer; on one GPU, and sharded by FSDP2 on several.
 
-    torchrun --nproc-per-node 2 benchmarks/train_step.py [--shapes llama-1b,llama-8b] [--batches 4x2048,1x8192]
-        [--arms 'bf16,ours-*'] [--layers 8] [--jsonl FILE] [--picture FILE.svg]
+    python benchmarks/train_step.py [--gpus 1,2,4] [--shapes llama-1b,llama-3b,llama-8b] [--batches 4x2048,1x8192]
+        [--arms 'bf16,torchao-*,ours-*-lean'] [--jsonl ROWS] [--minutes 8] [--picture ROWS.png]
 
-Arms run one after the other in one job, since not all fit into memory together, each with the same weights, input and
-gradient of the output; what drifts meanwhile, as clocks do, is in their differences. BF16 and torchao compile each
-layer, as torchtitan does, and step PyTorch's fused AdamW with states of BF16; torchao gathers FP8 where it can. Ours
-run eagerly with `FusedAdam`: "lean" has masters of 16 bits and moments of 8. With one process nothing is sharded.
-Tokens are of one GPU and second, with the host's time and the most memory; MFU is of a BF16 product of 8192 x 8192 x
-8192 that is timed in the same job. Collectives are counted where they are called, with the bytes of their results; what
-of them is exposed is the time in which NCCL's kernels run and no other one.
+Each row is written when it is done, also that of an arm that failed, and is left out by a later call with the same
+file, so that a few minutes of a GPU at a time do; `--again bf16` measures a baseline again, on the GPU of that call.
+The processes are its own, one for each GPU: what fails or hangs ends with them (`ranks.py`).
+
+All arms of a batch have the same weights, input and gradient of the output. BF16 and torchao compile each layer, as
+torchtitan does, and step PyTorch's fused AdamW with states of BF16; torchao gathers FP8 where it can. Ours step
+`FusedAdam` with the states of `training_arms.STATES`, eagerly or in one of the ways there. Times are of a step that the
+device waits for, medians with the fastest and the slowest; "host ms" is until it is launched. MFU is of a BF16 product
+of 8192 x 8192 x 8192 that is timed in the same process. "peak GiB" is what tensors had at most, the most of all ranks;
+"reserved GiB" is with what the allocator keeps, as the memory of CUDA graphs. Collectives are counted where they are
+called, with the bytes of their results; "exposed ms" is the time in which NCCL's kernels run and no other one. W and
+MHz are of one GPU that steps without pause, and J is its energy for a step.
 """
 
 from __future__ import annotations
@@ -21,28 +26,24 @@ import gc
 import json
 import os
 import re
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.device_mesh import DeviceMesh
 
-import quantshard as qs
-from benchmarks.block_step import GIB, Ours, Plain, Shape, data, fill
-from quantshard.optimizers import FusedAdam
+from benchmarks import power, step_profile
+from benchmarks.block_step import GIB, Shape, held
+from benchmarks.ranks import OutOfTime, RankFailure, Ranks
+from benchmarks.training_arms import ARMS, CAPTURED, NAMES, Arm, TrainingArm
 
 SHAPES = {
     "llama-1b": Shape(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8),
@@ -52,108 +53,38 @@ SHAPES = {
 }
 """Blocks of Llama 3.2 1B and 3B, and a quarter of those of Llama 3 8B; "tiny" tries the script."""
 
-LEAN = {"master_weight_dtype": torch.float16, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
-NAMESPACES = ("c10d", "_c10d_functional")
-NO_RESULTS = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan", "send", "isend"}
-"""Operators there that give no other rank's values."""
-WARMUP = 3
+BATCHES = "2x2048,4x2048,8x2048,16x2048,1x8192,2x8192,4x8192"
+SHOWN = (
+    "shape", "layers", "batch", "GPUs", "arm", "ms", "ms min", "ms max", "host ms", "tokens/s/GPU", "MFU", "peak GiB",
+    "reserved GiB", "collectives", "MiB", "NCCL kernels", "exposed ms", "kernels", "busy ms", "W", "MHz", "J",
+)  # fmt: skip
+"""The columns of the table."""
 GEMM = 8192
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """Which model is trained, by which recipe, and with what optimizer states."""
+class Work:
+    """One row to be."""
 
-    family: str
-    recipe: str = ""
-    states: str = ""
-    compiled: bool = False
+    name: str
+    batch: str
+    gpus: int
+    arm: Arm
+    shape: Shape
 
-    @property
-    def name(self) -> str:
-        parts = (self.family, self.recipe, self.states, "compiled" if self.compiled and self.family == "ours" else "")
-        return "-".join(filter(None, parts))
-
-
-RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
-ARMS = [
-    Arm("bf16", compiled=True),
-    *(Arm("torchao", recipe, compiled=True) for recipe in ("tensorwise", "rowwise")),
-    *(Arm("ours", recipe, states) for recipe in RECIPES for states in ("", "lean")),
-    *(Arm("ours", recipe, "lean", compiled=True) for recipe in RECIPES),
-]
+    def row(self) -> Row:
+        sizes = {"shape": self.name, "layers": self.shape.layers, "batch": self.batch, "GPUs": self.gpus}
+        return sizes | {"arm": self.arm.name, "device": self.shape.device}
 
 
-class Collectives(TorchDispatchMode):
-    """Counts what is communicated: calls, and the bytes of their results on this rank.
-
-    Operators of c10d write their results into their first argument, functional ones return theirs.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.bytes = 0, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        if function.namespace in NAMESPACES and function.overloadpacket.__name__ not in NO_RESULTS:
-            results = [args[0]] if function.namespace == "c10d" else [found]
-            self.calls += 1
-            self.bytes += sum(each.nbytes for each in tree_leaves(results) if isinstance(each, torch.Tensor))
-        return found
+def key(row: Row) -> tuple[Any, ...]:
+    """What a row is of."""
+    return tuple(row[name] for name in ("shape", "layers", "batch", "GPUs", "arm", "device"))
 
 
-class TrainingArm:
-    """One arm on one shape, ready to step."""
-
-    def __init__(self, arm: Arm, shape: Shape, mesh: DeviceMesh | None) -> None:
-        self.arm, self.shape, self.mesh = arm, shape, mesh
-        torch.manual_seed(0)  # the random keys of weights and optimizer are the same on all processes
-        self.model: nn.Module = Ours(shape, arm.recipe, None) if arm.family == "ours" else Plain(shape, None)
-        fill(self.model, shape)
-        if arm.family == "torchao":
-            _to_float8(self.model, arm.recipe, shape, gathers=mesh is not None)
-        layers: Any = self.model.layers
-        if arm.compiled:
-            for layer in layers:
-                layer.compile()
-        if mesh is not None:
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-            for module in (*layers, self.model):
-                fully_shard(module, mesh=mesh, mp_policy=policy)
-            for layer, following in pairwise(layers):
-                layer.set_modules_to_forward_prefetch([following])
-        self.optimizer = self._optimizer()
-        self.x, self.dy = data(shape)
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        if self.arm.family != "ours":
-            return torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=self.shape.device == "cuda")
-        states: dict[str, Any] = LEAN if self.arm.states else {}
-        return FusedAdam(self.model.named_parameters(), lr=1e-5, **states)
-
-    def step(self) -> None:
-        """Forward, backward and optimizer."""
-        with qs.autocast(recipe=self.arm.recipe) if self.arm.family == "ours" else nullcontext():
-            y = self.model(self.x)
-        y.backward(self.dy)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.x.grad = None
-        if self.arm.family == "torchao" and self.mesh is not None:
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-            precompute_float8_dynamic_scale_for_fsdp(self.model)
-
-
-def _to_float8(model: nn.Module, recipe: str, shape: Shape, gathers: bool) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    gathers = gathers and recipe == "tensorwise"  # torchao has no others
-    convert_to_float8_training(
-        model, config=replace(config, emulate=shape.device == "cpu", enable_fsdp_float8_all_gather=gathers)
-    )
+# In the processes of the GPUs -----------------------------------------------------------------------------------------
 
 
 def synchronize(shape: Shape) -> None:
@@ -163,37 +94,70 @@ def synchronize(shape: Shape) -> None:
         dist.barrier()
 
 
-def measure(arm: Arm, shape: Shape, mesh: DeviceMesh | None, steps: int, peak_flops: float) -> dict[str, Any]:
-    """The row of an arm: medians of its steps."""
-    trained = TrainingArm(arm, shape, mesh)
-    for _ in range(WARMUP):
-        trained.step()
+def measure(mesh: DeviceMesh | None, arm: Arm, shape: Shape, steps: int, seconds: float) -> Row:
+    """The row of an arm on this rank, and the bytes of it that are left. `seconds`: for how long power is measured."""
+    peak, before = peak_flops(shape.device), held(shape)
+    row = _measured(TrainingArm(arm, shape, mesh), steps, seconds, before, peak)
+    torch._dynamo.reset()
+    gc.collect()
     if shape.device == "cuda":
+        torch.cuda.empty_cache()
+    return row | {"left": held(shape) - before}
+
+
+def _measured(trained: TrainingArm, steps: int, seconds: float, before: int, peak: float) -> Row:
+    shape, cuda = trained.shape, trained.shape.device == "cuda"
+    trained.warm_up()
+    traffic = _traffic(trained) if trained.arm.way == CAPTURED else {}  # a replay calls nothing that could be counted
+    trained.record()
+    trained.run()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times, host = [], []
     for _ in range(steps):
         synchronize(shape)
         start = time.perf_counter()
-        trained.step()
+        trained.run()
         host.append(time.perf_counter() - start)
         synchronize(shape)
         times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / GIB if shape.device == "cuda" else 0.0
-    exposed = _exposed_milliseconds(trained) if shape.device == "cuda" and mesh is not None else 0.0
-    with Collectives() as seen:  # last: under a mode compiled layers run eagerly, and are compiled anew after it
+    middle, tokens = statistics.median(times), shape.batch * shape.tokens
+    row: Row = {"ms": middle * 1e3, "ms min": min(times) * 1e3, "ms max": max(times) * 1e3}
+    row |= {"host ms": statistics.median(host) * 1e3, "tokens/s/GPU": tokens / middle}
+    row |= {"MFU": flops(shape) / middle / peak, "peak TFLOP/s": peak / 1e12}
+    if cuda:
+        row["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / GIB
+        row["reserved GiB"] = torch.cuda.max_memory_reserved() / GIB
+        row |= step_profile.kernels(trained.run)
+        row |= _power(trained, seconds, middle) if seconds else {}
+    return row | (traffic or _traffic(trained))  # last: under a mode compiled layers run eagerly, and are compiled anew
+
+
+def _power(trained: TrainingArm, seconds: float, each: float) -> Row:
+    try:
+        found = power.draw(trained.run, seconds, each, _agreed)
+    except (OSError, ValueError) as error:
+        return {"no power": str(error)}
+    return {"W": found.reading.power, "MHz": found.reading.clock, "J": found.joules}
+
+
+def _traffic(trained: TrainingArm) -> Row:
+    if trained.mesh is None:
+        return {"collectives": 0, "MiB": 0.0}
+    with step_profile.Collectives() as seen:
         trained.step()
-    seconds, tokens = statistics.median(times), shape.batch * shape.tokens
-    return {
-        "arm": arm.name,
-        "ms": seconds * 1e3,
-        "host ms": statistics.median(host) * 1e3,
-        "tokens/s/GPU": tokens / seconds,
-        "MFU": flops(shape) / seconds / peak_flops,
-        "peak GiB": peak,
-        "collectives": seen.calls,
-        "MiB": seen.bytes / 2**20,
-        "exposed ms": exposed,
-    }
+    return {"collectives": seen.calls, "MiB": seen.bytes / 2**20}
+
+
+def _agreed(count: int) -> int:
+    """The first rank's."""
+    if not dist.is_initialized():
+        return count
+    found = torch.tensor(count, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(found, 0)
+    return int(found)
 
 
 def flops(shape: Shape) -> float:
@@ -220,158 +184,200 @@ def peak_flops(device: str) -> float:
     return 20.0 * size**3 / (time.perf_counter() - start)
 
 
-Span = tuple[float, float]
+# In the process that is called ----------------------------------------------------------------------------------------
 
 
-def _exposed_milliseconds(trained: TrainingArm) -> float:
-    """How long NCCL's kernels of one step run while no other kernel does."""
-    from torch.profiler import ProfilerActivity, profile
+def run(works: list[Work], rows: list[Row], asked: argparse.Namespace, until: float) -> None:
+    """Measure one after another, and add their rows as they come, also to the file."""
+    say, missing = partial(print, flush=True), len(works)
+    about = {"torch": torch.__version__, "date": str(datetime.date.today()), "call": round(time.time())}
+    for gpus in dict.fromkeys(work.gpus for work in works):
+        ranks = Ranks(gpus, asked.device, measure)
+        try:
+            for work in (work for work in works if work.gpus == gpus):
+                left, row = until - time.monotonic(), work.row() | about | {"sizes": asdict(work.shape)}
+                told = f"- {work.gpus} x {work.name} {work.batch} {work.arm.name}: "
+                if left <= 0:
+                    continue
+                try:
+                    row |= joined(ranks.ask(min(left, asked.seconds), work.arm, work.shape, asked.steps, asked.power))
+                    say(f"{told}{row['ms']:.1f} ms, host {row['host ms']:.1f}")
+                except RankFailure as error:
+                    row["failed"] = str(error)
+                    say(f"{told}failed, {error}")
+                except OutOfTime:
+                    if left < asked.seconds:
+                        say(f"{told}cut off")
+                        continue
+                    row["failed"] = f"took longer than {asked.seconds:g} s"
+                    say(f"{told}failed, {row['failed']}")
+                missing -= 1
+                rows.append(row)
+                if asked.jsonl is not None:
+                    append(asked.jsonl, row)
+        finally:
+            ranks.stop()
+    if missing:
+        say(f"\n{missing} of {len(works)} are left for another call")
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        trained.step()
-        torch.cuda.synchronize()
-    spans: dict[bool, list[Span]] = {True: [], False: []}
-    for event in seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    return exposed(spans[True], spans[False]) / 1e3
+
+def joined(of_ranks: list[Row]) -> Row:
+    """The first rank's row, with the most memory of all."""
+    most = {name: max(row[name] for row in of_ranks) for name in ("peak GiB", "reserved GiB") if name in of_ranks[0]}
+    return of_ranks[0] | most
 
 
-def exposed(those: list[Span], others: list[Span]) -> float:
-    """How long any of the first spans lasts while none of the others does."""
-    return _length([*those, *others]) - _length(others)
-
-
-def _length(spans: list[Span]) -> float:
-    """How long any of some spans lasts."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """In Markdown; speeds are beside those of BF16 with the same shape and batch."""
-    base = {(row["shape"], row["batch"]): row["tokens/s/GPU"] for row in rows if row["arm"] == "bf16"}
-    columns = list(rows[0]) if rows else []
+def table(rows: list[Row]) -> list[str]:
+    """In Markdown, without columns that no row has; speeds are beside those of BF16 on as many GPUs with the same shape
+    and batch, by choice of the same call."""
+    columns = [name for name in SHOWN if any(name in row for row in rows)]
     lines = ["| " + " | ".join([*columns, "of BF16"]) + " |", "|" + "---|" * (len(columns) + 1)]
     for row in rows:
-        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
-        like = base.get((row["shape"], row["batch"]))
-        lines.append("| " + " | ".join([*cells, f"{row['tokens/s/GPU'] / like:.2f}" if like else ""]) + " |")
+        cells = [_cell(row.get(name, "")) for name in columns]
+        if "failed" in row:
+            cells[columns.index("arm")] += f": {row['failed']}"
+        like = [r for r in rows if r["arm"] == "bf16" and "ms" in r and key(r | {"arm": ""}) == key(row | {"arm": ""})]
+        like = [r for r in like if r["call"] == row["call"]] or like
+        of = f"{row['tokens/s/GPU'] / like[-1]['tokens/s/GPU']:.2f}" if like and "ms" in row else ""
+        lines.append("| " + " | ".join([*cells, of]) + " |")
     return lines
 
 
-def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Tokens a second and memory of the arms, one pair of panels for each shape and batch."""
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Tokens a second and memory of the arms, one pair of panels for each number of GPUs, shape and batch; light bars
+    are what the allocator reserves. The last row of an arm is shown."""
     from matplotlib.figure import Figure  # here, since it takes long to import
 
-    kinds = list(dict.fromkeys((row["shape"], row["batch"]) for row in rows))
-    figure = Figure(figsize=(9, 1 + 0.22 * len(rows)), layout="constrained")
-    panels = figure.subplots(len(kinds), 2, squeeze=False, sharey="row")
-    for (shape, batch), pair in zip(kinds, panels, strict=True):
-        of_kind = [row for row in rows if (row["shape"], row["batch"]) == (shape, batch)][::-1]
-        for panel, column in zip(pair, ("tokens/s/GPU", "peak GiB"), strict=True):
-            panel.barh([row["arm"] for row in of_kind], [row[column] for row in of_kind])
-            panel.set_xlabel(column)
-        pair[0].set_title(f"{shape}, {batch}", loc="left")
-    figure.savefig(path)
+    kinds: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        kinds.setdefault((row["GPUs"], row["shape"], row["batch"]), {})[row["arm"]] = row
+    counts = [len(arms) for arms in kinds.values()]
+    figure = Figure(figsize=(11, sum(0.22 * count + 0.9 for count in counts)), layout="constrained")
+    panels = figure.subplots(len(kinds), 2, squeeze=False, sharey="row", height_ratios=[n + 2 for n in counts])
+    for ((gpus, shape, batch), arms), (speed, memory) in zip(kinds.items(), panels, strict=True):
+        names = list(arms)[::-1]
+        speed.barh(names, [arms[name].get("tokens/s/GPU", 0.0) for name in names])
+        for column, color in (("reserved GiB", "C1"), ("peak GiB", "C0")):
+            alpha = 0.4 if column == "reserved GiB" else 1.0
+            memory.barh(names, [arms[name].get(column, 0.0) for name in names], color=color, alpha=alpha, label=column)
+        for place, name in enumerate(names):
+            if "failed" in arms[name]:
+                speed.text(0, place, f" {arms[name]['failed'][:70]}", va="center", fontsize=7)
+        speed.set_title(f"{gpus} x {shape}, {batch}", loc="left")
+        speed.set_xlabel("tokens/s/GPU")
+        memory.set_xlabel("GiB")
+    panels[0][1].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
 
 
-def is_first() -> bool:
-    """True for the process that prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-@contextmanager
-def process_group(device: str) -> Iterator[DeviceMesh | None]:
-    """The mesh of torchrun's processes, if there are several."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        yield None
-        return
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        yield init_device_mesh(device, (size,))
-    finally:
-        dist.destroy_process_group()
-
-
-def chosen(arms: str) -> list[Arm]:
-    """The arms whose names match one of some patterns.
+def chosen(patterns: str) -> list[Arm]:
+    """The arms whose names match one of some patterns, in the order of the patterns.
 
     Raises:
         SystemExit: a pattern matches none.
     """
-    patterns = arms.split(",")
-    for pattern in patterns:
-        if not any(fnmatch.fnmatch(arm.name, pattern) for arm in ARMS):
-            sys.exit(f"--arms: {pattern!r} matches none of {', '.join(arm.name for arm in ARMS)}")
-    return [arm for arm in ARMS if any(fnmatch.fnmatch(arm.name, pattern) for pattern in patterns)]
+    found: dict[str, Arm] = {}
+    for pattern in patterns.split(","):
+        matching = fnmatch.filter(ARMS, pattern)
+        if not matching:
+            sys.exit(f"--arms: {pattern!r} matches none; arms are {NAMES}")
+        found |= {name: ARMS[name] for name in matching}
+    return list(found.values())
 
 
 def parse(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="llama-1b,llama-8b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--batches", default="4x2048,1x8192", help="of one GPU: sequences x tokens")
-    parser.add_argument("--arms", default="bf16,torchao-*,ours-*-lean", help="names or patterns, by commas")
+    parser.add_argument(
+        "--gpus", default="1", help="numbers of them, by commas; larger ones than there are are left out"
+    )
+    parser.add_argument("--shapes", default="llama-1b,llama-3b,llama-8b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--batches", default=BATCHES, help="of one GPU: sequences x tokens")
+    parser.add_argument("--arms", default="bf16,torchao-tensorwise,torchao-rowwise,ours-*-lean", help=NAMES)
+    parser.add_argument("--again", default="", help="patterns of arms that are measured though they have rows")
+    parser.add_argument("--retry", action="store_true", help="measure again what failed")
     parser.add_argument("--layers", type=int, help="fewer or more than the shape has")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--power", type=float, default=2.0, help="seconds for watts and clocks; 0 for none")
+    parser.add_argument("--seconds", type=float, default=240.0, help="an arm that takes longer has failed")
+    parser.add_argument("--minutes", type=float, default=600.0, help="when to stop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jsonl", type=Path, help="a file that each row is appended to")
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument(
+        "--jsonl", "--json", type=Path, help="a file that each row is appended to, and that is read first"
+    )
+    parser.add_argument("--picture", type=Path, help="of all rows, PNG or SVG")
     return parser.parse_args(given)
 
 
-def shapes(options: argparse.Namespace) -> list[tuple[str, str, Shape]]:
-    """The name of each shape, of each batch, and both together.
+def plan(options: argparse.Namespace) -> list[Work]:
+    """All rows that are asked for.
 
     Raises:
-        SystemExit: there is no shape of a name, or a batch is not two numbers.
+        SystemExit: there is no shape of a name, a batch is not two numbers, or no such arm.
     """
-    found = []
+    arms, found = chosen(options.arms), []
     for name in options.shapes.split(","):
         if name not in SHAPES:
             sys.exit(f"--shapes: {name!r} is none of {', '.join(SHAPES)}")
-        for batch in options.batches.split(","):
-            if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", batch):
-                sys.exit(f"--batches: {batch!r} is not SEQUENCESxTOKENS, as in 4x2048")
-            sequences, tokens = map(int, batch.split("x"))
-            shape = replace(SHAPES[name], batch=sequences, tokens=tokens, device=options.device)
-            found.append((name, batch, shape if options.layers is None else replace(shape, layers=options.layers)))
-    return found
+    for batch in options.batches.split(","):
+        if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", batch):
+            sys.exit(f"--batches: {batch!r} is not SEQUENCESxTOKENS, as in 4x2048")
+    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", options.gpus):
+        sys.exit(f"--gpus: {options.gpus!r} is not numbers with commas, as in 1,2,4")
+    if "RANK" in os.environ:
+        sys.exit("benchmarks/train_step.py starts its own processes: call it without torchrun, with --gpus 2")
+    for gpus in map(int, options.gpus.split(",")):
+        if options.device == "cuda" and gpus > torch.cuda.device_count():
+            print(f"- {gpus} GPUs: left out, there are {torch.cuda.device_count()}")
+            continue
+        for name in options.shapes.split(","):
+            for batch in options.batches.split(","):
+                sequences, tokens = map(int, batch.split("x"))
+                shape = replace(SHAPES[name], batch=sequences, tokens=tokens, device=options.device)
+                shape = shape if options.layers is None else replace(shape, layers=options.layers)
+                found += [Work(name, batch, gpus, arm, shape) for arm in arms]
+    for arm, gpus, why in dict.fromkeys((w.arm.name, w.gpus, w.arm.why_not(w.gpus)) for w in found):
+        if why:
+            print(f"- {gpus} x {arm}: left out, {why}")
+    return [work for work in found if not work.arm.why_not(work.gpus)]
+
+
+def read(file: Path | None) -> list[Row]:
+    """The rows of earlier calls, in a file in which lines may have been cut off."""
+    if file is None or not file.exists():
+        return []
+    rows = []
+    for line in file.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def append(file: Path, row: Row) -> None:
+    cut_off = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
+    with file.open("a") as opened:
+        opened.write("\n" * cut_off + json.dumps(row) + "\n")
 
 
 def main(given: list[str] | None = None) -> None:
     options = parse(given)
-    asked, arms = shapes(options), chosen(options.arms)
-    rows: list[dict[str, Any]] = []
-    say: Callable[[str], None] = partial(print, flush=True) if is_first() else lambda line: None
-    with process_group(options.device) as mesh:
-        peak, ranks = peak_flops(options.device), 1 if mesh is None else mesh.size()
-        where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-        say(f"## {ranks} x {where}, torch {torch.__version__}, {datetime.date.today()}; {peak / 1e12:.0f} TFLOP/s\n")
-        for name, batch, shape in asked:
-            for arm in arms:
-                try:
-                    found = measure(arm, shape, mesh, options.steps, peak)
-                except ImportError as error:
-                    say(f"- {arm.name}: skipped, {error}")
-                    continue
-                rows.append({"shape": name, "layers": shape.layers, "batch": batch, "GPUs": ranks, **found})
-                gc.collect()
-                torch._dynamo.reset()
-                say(f"- {name} {batch} {arm.name}: {found['ms']:.1f} ms, host {found['host ms']:.1f}")
-                if options.jsonl is not None and is_first():
-                    with options.jsonl.open("a") as file:
-                        file.write(json.dumps({**rows[-1], "sizes": asdict(shape)}) + "\n")
-    say("\n" + "\n".join(table(rows)))
-    if options.picture is not None and is_first():
+    until = time.monotonic() + 60 * options.minutes
+    works, rows = plan(options), read(options.jsonl)
+    repeated = {name for pattern in options.again.split(",") for name in fnmatch.filter(ARMS, pattern)}
+    done = {key(row) for row in rows if not (options.retry and "failed" in row) and row["arm"] not in repeated}
+    left = [work for work in works if key(work.row()) not in done]
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"## {where}, torch {torch.__version__}, {datetime.date.today()}; {len(works) - len(left)} rows are there\n")
+    run(left, rows, options, until)
+    asked = {key(work.row()) for work in works}
+    print("\n" + "\n".join(table([row for row in rows if key(row) in asked])))
+    if options.picture is not None:
         picture(rows, options.picture)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes of ranks end with this one
     main()

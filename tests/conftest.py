@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("NCCL_ALGO", "Ring")
 
+pytest_plugins = ("tests.journal",)
+
 settings.register_profile("house", derandomize=True, deadline=None)
 settings.load_profile("house")
 

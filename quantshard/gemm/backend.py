@@ -197,12 +197,13 @@ class OperandReader:
         if self.codes not in storage.components:
             storage = storage.with_copy(self.spec.which)
         if self.is_viewed:
-            codes = storage.view(self.codes, self.native_codes)
-            grid = storage.components[self.scale]
+            codes, grid = storage.view(self.codes, self.native_codes), storage.components[self.scale]
             if poison is not None:
                 grid = self.scales.layout(grid + poison)
-            elif self.turns_scales:
+            elif self.right and self.turns_scales:
                 grid = storage.view(self.scale, self.scales.layout)
+            elif self.turns_scales:  # no weight's: kernels store it as it is read
+                grid = self.scales.layout(grid)
         else:
             codes, grid = self._made(*self._touched(storage), poison)
         return codes, (grid,) if self.amax is None else (grid, self._second(storage.components[self.amax]))

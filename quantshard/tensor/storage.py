@@ -131,12 +131,12 @@ class QuantizedStorage:
 
     def view(self, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:
         """A component seen in another way, or a copy of it; a view is kept for the next who asks."""
-        part = self.components[name]
-        found = self._views.get((name, how))
-        if found is None or found.data_ptr() != part.data_ptr():
+        part, asked = self.components[name], (name, how)
+        found, at = self._views.get(asked), part.data_ptr()
+        if found is None or found.data_ptr() != at:
             found = how(part)
-            if found.data_ptr() == part.data_ptr():
-                self._views[name, how] = found
+            if found.data_ptr() == at:
+                self._views[asked] = found
         return found
 
     def has(self, which: Copy) -> bool:

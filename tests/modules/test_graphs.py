@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import capture
 from quantshard.modules.contexts import context
 from quantshard.modules.graphs import callables
-from quantshard.modules.graphs.module_graph import GradientCopy
+from quantshard.modules.graphs.module_graph import GradientCopy, GraphRecorder
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
@@ -55,6 +56,25 @@ def pair(name: str, recipe: str, **options: Any) -> tuple[Training, Training]:
 
 
 # What replays leave behind -------------------------------------------------------------------------------------------
+
+
+def test_all_captures_warm_up_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch and this package keep for a stream would else grow with each capture."""
+    entered: list[Any] = []
+
+    def stream(given: Any) -> AbstractContextManager[None]:
+        entered.append(given)
+        return nullcontext()
+
+    for name, fake in {
+        "Stream": object, "stream": stream, "device": lambda _: nullcontext(), "synchronize": lambda: None
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for index in (8, 8, 9):  # of GPUs that are not there
+        with GraphRecorder(torch.device("cuda", index), pool=0).warming():
+            pass
+    one, again, other = entered
+    assert one is again and one is not other
 
 
 def test_gradients_that_are_parts_of_one_tensor_are_copied_as_one():

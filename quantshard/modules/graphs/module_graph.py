@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -165,6 +166,13 @@ class GraphOrder:
 # The graphs ----------------------------------------------------------------------------------------------------------
 
 
+@cache
+def _warming_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for all captures: what is kept for a stream, as cuBLAS' workspaces and zeroed scalars, is never given
+    back to others. On the current device, which is `device`."""
+    return torch.cuda.Stream()
+
+
 class GraphRecorder:
     """Records work on one device into CUDA graphs that share memory."""
 
@@ -177,7 +185,7 @@ class GraphRecorder:
         """Where work runs before it is recorded, so that what is made once is made: not on the stream of others."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(_warming_stream(self._device)):
                 yield
             torch.cuda.synchronize()
 
