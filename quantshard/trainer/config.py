@@ -1,35 +1,25 @@
 """The settings of a training run: one frozen dataclass, which is also the flags of `train` and the keys of its TOML.
 
-A setting comes from its flag if it was given, else from `--config FILE`, else from the default below; `resolved` then
-fills in what follows from other settings, and `check_value` refuses what cannot be trained, one line a mistake. The
-result is written to `config.toml` in the run's folder: `--config` of another run can read it, and `resume` does.
+`resolved` fills in what follows from other settings, and `check` refuses what cannot be trained, one line a mistake.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 
-from quantshard import foreign, recipe
+from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.recipes import LayerRecipes
-from quantshard.trainer.schema import SettingType, check_value, read_table, shown_value
+from quantshard.trainer.schema import SettingType, check_value, shown_value
 from quantshard.trainer.sizes import SIZES
-
-MOST_BYTES = 32 << 20
-"""The most bytes of a configuration; that of a run lists its data, about 150 bytes a file."""
-
-TABLES = ("launch", "corpus")
-"""Tables that a run's `config.toml` has beside the settings; `--config` skips them."""
 
 MOMENT_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 """How Adam's moments may be stored, by the words of settings and options."""
@@ -53,7 +43,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WIDTH_MULTIPLE = 32
 
 
-_COUNT, _SIZE, _STEPS = 1 << 20, 1 << 24, 10**9
+COUNT, SIZE, STEPS = 1 << 20, 1 << 24, 10**9
 """The most of what is counted: layers, heads and processes; elements and sequences; steps."""
 
 
@@ -74,17 +64,17 @@ class TrainSettings:
     )
     random_weights: bool = _setting(False, "Model", "begin with random weights though the folder of the model has some")
     architecture: str = _setting("llama", "Model", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)")
-    hidden: int = _setting(256, "Model", "width of the model", 1, _SIZE)
-    layers: int = _setting(4, "Model", "number of transformer layers", 1, _COUNT)
-    heads: int = _setting(4, "Model", "attention heads", 1, _COUNT)
+    hidden: int = _setting(256, "Model", "width of the model", 1, SIZE)
+    layers: int = _setting(4, "Model", "number of transformer layers", 1, COUNT)
+    heads: int = _setting(4, "Model", "attention heads", 1, COUNT)
     kv_heads: int = _setting(
-        0, "Model", "heads of keys and values (grouped-query attention); 0: as many as heads", 0, _COUNT
+        0, "Model", "heads of keys and values (grouped-query attention); 0: as many as heads", 0, COUNT
     )
-    ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, _SIZE)
-    seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence", 2, _SIZE)
-    experts: int = _setting(0, "Model", "experts of each layer of a llama, of width ffn; 0: one MLP", 0, _COUNT)
-    experts_per_token: int = _setting(2, "Model", "experts that a token goes to", 1, _COUNT)
-    head_dim: int = _setting(0, "Model", "features of a head; 0: hidden over heads", 0, _SIZE)
+    ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, SIZE)
+    seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence", 2, SIZE)
+    experts: int = _setting(0, "Model", "experts of each layer of a llama, of width ffn; 0: one MLP", 0, COUNT)
+    experts_per_token: int = _setting(2, "Model", "experts that a token goes to", 1, COUNT)
+    head_dim: int = _setting(0, "Model", "features of a head; 0: hidden over heads", 0, SIZE)
     rope_theta: float = _setting(10000.0, "Model", "base of the rotary positions of a llama", 1, 1e12)
     norm_eps: float = _setting(1e-5, "Model", "epsilon of the normalizations", 0, 1, more=True)
     qk_norm: bool = _setting(False, "Model", "normalize the heads of queries and keys, before they are rotated")
@@ -104,7 +94,7 @@ class TrainSettings:
     )
     tokenizer: str = _setting("", "Data", "folder with tokenizer.json, or the file. Default: tokens are bytes")
     end_of_document: str = _setting("", "Data", "token that ends a document. Default: the tokenizer's eos_token")
-    vocabulary: int = _setting(0, "Data", "tokens that the model has; 0: as many as the tokenizer", 0, _SIZE)
+    vocabulary: int = _setting(0, "Data", "tokens that the model has; 0: as many as the tokenizer", 0, SIZE)
     text_field: str = _setting("text", "Data", "key or column of texts in .jsonl, .parquet and datasets", 1)
     data_split: str = _setting("train", "Data", "split of a dataset's folder", 1, 200)
     data_format: str = _setting("auto", "Data", "auto: by name; or text: the bytes of every file")
@@ -115,25 +105,25 @@ class TrainSettings:
     heldout_data: tuple[str, ...] = _setting(
         (), "Data", "file or folder to evaluate on, instead of a share; repeatable", 1
     )
-    eval_sequences: int = _setting(32, "Data", "sequences of the held-out text that an evaluation reads", 1, _SIZE)
+    eval_sequences: int = _setting(32, "Data", "sequences of the held-out text that an evaluation reads", 1, SIZE)
 
-    steps: int = _setting(200, "Training", "optimizer steps", 1, _STEPS)
-    global_batch: int = _setting(16, "Training", "sequences of a step, of all processes", 1, _SIZE)
+    steps: int = _setting(200, "Training", "optimizer steps", 1, STEPS)
+    global_batch: int = _setting(16, "Training", "sequences of a step, of all processes", 1, SIZE)
     micro_batches: int = _setting(
-        1, "Training", "parts in which a process takes its share of a step, one by one", 1, _SIZE
+        1, "Training", "parts in which a process takes its share of a step, one by one", 1, SIZE
     )
     micro_batch: int = _setting(
         0,
         "Training",
         "sequences that a process takes at once, from which micro_batches follows; 0: not given",
         0,
-        _SIZE,
+        SIZE,
     )
     lr: float = _setting(1e-3, "Training", "highest learning rate", 0, 1e6, more=True)
     schedule: str = _setting("cosine", "Training", "cosine, linear, wsd or constant, after the warmup")
-    warmup: int = _setting(20, "Training", "steps in which lr is reached", 0, _STEPS)
+    warmup: int = _setting(20, "Training", "steps in which lr is reached", 0, STEPS)
     decay_steps: int = _setting(
-        0, "Training", "step at which the schedule ends; 0: steps, as the run was started with", 0, _STEPS
+        0, "Training", "step at which the schedule ends; 0: steps, as the run was started with", 0, STEPS
     )
     decay_share: float = _setting(0.2, "Training", "share of decay_steps, at their end, in which wsd falls", 0, 1)
     lr_floor: float = _setting(0.1, "Training", "share of lr at which the schedule ends", 0, 1)
@@ -160,33 +150,33 @@ class TrainSettings:
     exp_avg_dtype: str = _setting("float32", "Precision", "Adam's first moment: float32 or fp8")
     exp_avg_sq_dtype: str = _setting("float32", "Precision", "Adam's second moment: float32 or fp8")
 
-    save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end", 0, _STEPS)
-    keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all", 0, _STEPS)
+    save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end", 0, STEPS)
+    keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all", 0, STEPS)
     keep_every: int = _setting(
-        0, "Running", "keep checkpoints of steps that this divides too, where keep_last is set", 0, _STEPS
+        0, "Running", "keep checkpoints of steps that this divides too, where keep_last is set", 0, STEPS
     )
     checkpoints: str = _setting(
         "", "Running", "where checkpoints go instead of RUN/checkpoints: a folder, or a URL such as s3://bucket/run"
     )
     async_save: bool = _setting(False, "Running", "save in the background, from a copy of the state in memory")
-    eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end", 0, _STEPS)
-    log_every: int = _setting(1, "Running", "steps between printed lines", 1, _STEPS)
-    sample_every: int = _setting(0, "Running", "steps between generated texts, besides the first and last", 0, _STEPS)
+    eval_every: int = _setting(50, "Running", "steps between evaluations; 0: only at the end", 0, STEPS)
+    log_every: int = _setting(1, "Running", "steps between printed lines", 1, STEPS)
+    sample_every: int = _setting(0, "Running", "steps between generated texts, besides the first and last", 0, STEPS)
     peak_tflops: float = _setting(
         0.0, "Running", "peak of a device, of which MFU is a share; 0: of BF16, where the GPU is known", 0, 1e9
     )
     sample_tokens: int = _setting(
-        0, "Running", "print a generated text of this many tokens when training starts and ends", 0, _SIZE
+        0, "Running", "print a generated text of this many tokens when training starts and ends", 0, SIZE
     )
     sample_prompt: str = _setting("", "Running", "what the generated text goes on from")
     recompute: str = _setting("none", "Running", "what is computed again in backward: none, activation or layer")
-    recompute_every: int = _setting(1, "Running", "every how many layers, where recompute is layer", 1, _COUNT)
+    recompute_every: int = _setting(1, "Running", "every how many layers, where recompute is layer", 1, COUNT)
     compile: bool = _setting(False, "Running", "torch.compile of each layer")
     profile: int = _setting(
         0, "Running", "steps that are traced by torch.profiler after the third, into RUN/profile; 0: none", 0, 1000
     )
     statistics_every: int = _setting(
-        0, "Logs", "steps between statistics of quantization, by layer and operand; 0: none", 0, _STEPS
+        0, "Logs", "steps between statistics of quantization, by layer and operand; 0: none", 0, STEPS
     )
     alarm_loss_spike: float = _setting(
         10.0, "Logs", "alarm if the loss is so many deviations above the median of the last 50; 0: none", 0, 1e6
@@ -205,7 +195,7 @@ class TrainSettings:
         "Sharding",
         "processes by axis: dp_replicate, dp_shard (default) and tp, as dp_shard=2,tp=2",
     )
-    dp_replicate: int = _setting(1, "Sharding", "copies of the model (HSDP), where no mesh is given", 1, _COUNT)
+    dp_replicate: int = _setting(1, "Sharding", "copies of the model (HSDP), where no mesh is given", 1, COUNT)
     sequence_parallel: str = _setting(
         "auto",
         "Sharding",
@@ -461,98 +451,7 @@ KINDS: dict[str, SettingType] = {
 }
 """What each setting may be."""
 
-_LAUNCH = {
-    "processes": SettingType(int, 1, _COUNT),
-    "mesh": KINDS["mesh"],
-    "threads": SettingType(int, 1, 4096),
-    "python": SettingType(str, most=200),
-    "torch": SettingType(str, most=200),
-}
-_CORPUS = {
-    "sha256": SettingType(str, 64, 64),
-    "bytes": SettingType(int, 0, (1 << 63) - 1),
-    "files": SettingType(list, 68, 4200),
-    "sources": SettingType(list, 1, 100),
-    "heldout_files": SettingType(int, 0, _STEPS),
-    "tokenizer": SettingType(str, 64, 64),
-    "vocabulary": SettingType(int, 1, _SIZE),
-    "end_of_document": SettingType(int, 0, _SIZE),
-}
-_NEEDED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
-
-_FORMER_NAMES = {"sample_bytes": "sample_tokens"}
-"""Keys of earlier releases, and what they are now."""
-
 
 def setting_fields() -> tuple[Field[Any], ...]:
     """The fields of `TrainSettings`, each with `panel` and `help` in its metadata."""
     return fields(TrainSettings)
-
-
-def defaults() -> dict[str, Any]:
-    """The default of each setting."""
-    return {f.name: f.default for f in fields(TrainSettings) if f.default is not MISSING}
-
-
-def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check names, types and ranges of settings read from a file or handed on; `TABLES` are left out.
-
-    Raises:
-        ConfigurationError: naming the key.
-    """
-    settings = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if name not in TABLES}
-    return read_table(settings, KINDS, where, "`quantshard train --help` lists them")
-
-
-def launch_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The table [launch] of a run's `config.toml`.
-
-    Raises:
-        ConfigurationError: it is missing, or naming the key.
-    """
-    return _table("launch", _LAUNCH, content, where)
-
-
-def corpus_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The table [corpus] of a run's `config.toml`.
-
-    Raises:
-        ConfigurationError: it is missing, or naming the key.
-    """
-    return _table("corpus", _CORPUS, content, where)
-
-
-def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    table = content.get(name)
-    if not isinstance(table, dict):
-        raise ConfigurationError(f"{where} is not the configuration of a run: it lacks [launch] or [corpus]")
-    for key in _NEEDED[name]:
-        if key not in table:
-            raise ConfigurationError(f"{where} is not the configuration of a run: [{name}] lacks {key}")
-    return read_table(table, kinds, f"{where}: [{name}]", f"it has {', '.join(kinds)}")
-
-
-def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """A TOML file as a mapping. `follow`: whether it may be a link, as one that the user has named.
-
-    Raises:
-        ConfigurationError: the file is missing, no regular file, too long, or not TOML.
-    """
-    return foreign.read_toml(path, MOST_BYTES, follow=follow)
-
-
-def merge(flags: Mapping[str, Any], config: Path | None, known: Mapping[str, Any] | None = None) -> TrainSettings:
-    """Settings from the flags that were given, over the file, over those that are `known`, over the defaults."""
-    return TrainSettings(**{**(known or {}), **given_values(flags, config)})
-
-
-def given_values(flags: Mapping[str, Any], config: Path | None) -> dict[str, Any]:
-    """What is given by a flag, or by the file where no flag does."""
-    values = from_mapping(read_settings_file(config, follow=True), str(config)) if config is not None else {}
-    return values | {name: value for name, value in flags.items() if value is not None}
-
-
-def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
-    """The text of `config.toml`: the settings, then the tables."""
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
-    return tomli_w.dumps(values) + "\n" + tomli_w.dumps(dict(tables), multiline_strings=False)

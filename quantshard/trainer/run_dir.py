@@ -42,9 +42,9 @@ from quantshard.foreign import json_object, read_regular
 from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.terminal import inputs, outputs
-from quantshard.trainer.config import (
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.settings_file import (
     MOST_BYTES,
-    TrainSettings,
     corpus_table,
     from_mapping,
     launch_table,

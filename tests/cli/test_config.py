@@ -6,7 +6,8 @@ import pytest
 
 from quantshard.errors import ConfigurationError
 from quantshard.trainer import config
-from quantshard.trainer.config import TrainSettings, from_mapping, merge, read_settings_file, to_toml
+from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.settings_file import from_mapping, merge, read_settings_file, to_toml
 
 
 def test_defaults_are_consistent():

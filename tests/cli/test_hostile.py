@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantshard.foreign import tomllib
-from quantshard.trainer import config, launch
-from quantshard.trainer.config import KINDS, TrainSettings, from_mapping, to_toml
+from quantshard.trainer import launch, settings_file
+from quantshard.trainer.config import KINDS, TrainSettings
 from quantshard.trainer.environment import differences
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schema import SettingType
+from quantshard.trainer.settings_file import from_mapping, to_toml
 from tests.cli.hostile import Started, content, made, resumed, told
 
 FILE = r"run/config\.toml"
@@ -349,15 +350,15 @@ PLACES = [
     *KINDS,
     "launch",
     "corpus",
-    *(f"launch.{n}" for n in config._LAUNCH),
-    *(f"corpus.{n}" for n in config._CORPUS),
+    *(f"launch.{n}" for n in settings_file._LAUNCH),
+    *(f"corpus.{n}" for n in settings_file._CORPUS),
 ]
 
 
 def fits(place: str, value: Any) -> bool:
     """Whether a value is one that the schema allows in a place."""
     table, _, name = place.rpartition(".")
-    kinds = {"": KINDS, "launch": config._LAUNCH, "corpus": config._CORPUS}[table]
+    kinds = {"": KINDS, "launch": settings_file._LAUNCH, "corpus": settings_file._CORPUS}[table]
     if name not in kinds:
         return False
     try:
