@@ -27,6 +27,9 @@ _HEAD_BYTES = 4096
 _FIRST_LINES = 10
 """Steps of a run that was trained already, of which lines are printed where there is no terminal."""
 
+_MOST_LINES = 1000
+"""Steps since the last look of which lines are printed."""
+
 _FAILURES = 5
 """How often in a row a run may be out of reach."""
 
@@ -123,7 +126,7 @@ def _follow(followed: RunWatch, seconds: float, new: list[Record], shown: bool) 
         try:
             ended = followed.has_ended()  # before the last look, after which nothing is written
             time.sleep(0 if ended else seconds)
-            new, failures = followed.poll(), 0
+            new, failures = followed.poll(_MOST_LINES), 0
         except (OSError, ConfigurationError) as error:
             new, failures, ended = [], failures + 1, False
             if failures == _FAILURES:

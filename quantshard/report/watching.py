@@ -8,6 +8,7 @@ import time
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.report.figures import RunFigures
 from quantshard.report.history import planned_steps, tokens_per_step
+from quantshard.report.metrics import step_of
 from quantshard.report.records import Record
 from quantshard.report.source import METRICS, STATISTICS, RunSource
 
@@ -35,14 +36,17 @@ class RunWatch:
         """Whether it is on a file system of this machine."""
         return isinstance(self.source.store, LocalStore)
 
-    def poll(self, most: int = 0) -> list[Record]:
-        """Read what was added, into `figures`; the new records of steps, the last `most` of them where it is not 0.
+    def poll(self, most: int) -> list[Record]:
+        """Read what was added, into `figures`; the new records of steps, the last `most` of them. Of a file that a
+        resume has written anew, those of steps that were known are not new.
 
         Raises:
             OSError: it cannot be read now.
             ConfigurationError: its settings are damaged.
         """
+        known = -1
         if self._metrics.was_rewritten():  # by a resume, which may also have been told of more steps
+            known = self.figures.step
             self.figures.clear()
             self._statistics.clear()
             self._read_settings()
@@ -50,7 +54,7 @@ class RunWatch:
         for batch in self._metrics.batches():
             for record in batch:
                 self.figures.add(record)
-            found = [*found, *batch][-most:]
+            found = [*found, *(record for record in batch if (step_of(record) or 0) > known)][-most:]
         self._statistics.was_rewritten()
         for batch in self._statistics.batches():
             for record in batch:

@@ -408,7 +408,7 @@ def report_kinds(folder: Path) -> list[Kind]:
 
 def _followed(path: Path) -> str:
     followed, out = RunWatch(path), io.StringIO()
-    lines = [step_line(record, followed.figures.planned) for record in followed.poll()]
+    lines = [step_line(record, followed.figures.planned) for record in followed.poll(99)]
     Console(file=out, width=80).print(LiveView(followed.figures))
     return out.getvalue() + "".join(lines)
 

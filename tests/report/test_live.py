@@ -30,7 +30,7 @@ def shown(figures: RunFigures, monkeypatch: pytest.MonkeyPatch, encoding: str = 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_what_the_view_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     followed = RunWatch(made_run(tmp_path / "run", steps=30, planned=90))
-    assert len(followed.poll()) == 30
+    assert len(followed.poll(99)) == 30
     followed.figures.add(entry(31, mfu=0.4321, grad_norm=float("nan")))
     lines = shown(followed.figures, monkeypatch, encoding)
     text = "\n".join(lines)
@@ -71,25 +71,27 @@ def test_following_a_run(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", steps=10, planned=20)
     followed = RunWatch(run)
     assert [record["step"] for record in followed.poll(4)] == [7, 8, 9, 10] and followed.figures.step == 10
-    assert not followed.has_ended() and followed.poll() == []  # nobody ever locked it: it may be about to begin
+    assert not followed.has_ended() and followed.poll(99) == []  # nobody ever locked it: it may be about to begin
     write(run / "metrics.jsonl", [entry(11)], "a")
     write(run / "statistics.jsonl", [sampled(11, ({"kind": "nan", "text": "x"},))], "a")
-    assert [record["step"] for record in followed.poll()] == [11] and followed.figures.alarms[-1].step == 11
+    assert [record["step"] for record in followed.poll(99)] == [11] and followed.figures.alarms[-1].step == 11
     write(run / "metrics.jsonl", [entry(step, loss=9.0) for step in range(1, 8)])  # resumed after step 5
     (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 20", "steps = 30"))
-    assert len(followed.poll()) == 7 and (followed.figures.step, followed.figures.planned) == (7, 30)
+    assert followed.poll(99) == [] and (followed.figures.step, followed.figures.planned) == (7, 30)
+    write(run / "metrics.jsonl", [entry(8)], "a")
+    assert [record["step"] for record in followed.poll(99)] == [8]
 
 
 def test_when_a_run_has_ended(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", steps=10, planned=20)
     followed = RunWatch(run)
-    followed.poll()
+    followed.poll(99)
     handle = ownership.lock(run)
     assert handle is not None and ownership.is_locked(run) and not followed.has_ended()
     handle.close()
     assert ownership.is_locked(run) is False and followed.has_ended() and followed.figures.state == "stopped"
     write(run / "metrics.jsonl", [entry(step) for step in range(11, 21)], "a")
-    followed.poll()
+    followed.poll(99)
     assert followed.has_ended() and followed.figures.state == "done"
     (run / ".lock").unlink()
     (run / ".lock").symlink_to("/dev/zero")
