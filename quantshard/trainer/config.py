@@ -71,7 +71,7 @@ class TrainSettings:
         0, "Model", "heads of keys and values (grouped-query attention); 0: as many as heads", 0, _COUNT
     )
     ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, _SIZE)
-    seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence", 2, _SIZE)
+    seq_length: int = _setting(128, "Model", "tokens of one sequence", 2, _SIZE)
     tied: bool = _setting(False, "Model", "use the embedding as the output head too")
     dropout: float = _setting(0.0, "Model", "probability of dropout", 0, 1, less=True)
 
