@@ -181,7 +181,7 @@ def measure(file: Path, settings: TrainSettings, corpus: Corpus) -> dict[Run, di
         ValueError: the file is of other settings, data or software.
     """
     told = {name: value for name, value in asdict(settings).items() if name not in ("data", "recipe", "seed")}
-    of = {"settings": told, "data": corpus.sha256, "torch": torch.__version__}
+    of = json.loads(json.dumps({"settings": told, "data": corpus.sha256, "torch": torch.__version__}))
     content = json.loads(file.read_text()) if file.exists() else {"of": of, "runs": {}}
     if content["of"] != of:
         raise ValueError(f"{file} is of other settings, data or torch ({content['of']}, now {of}); name another file")

@@ -71,7 +71,7 @@ class TrainSettings:
         0, "Model", "heads of keys and values (grouped-query attention); 0: as many as heads", 0, COUNT
     )
     ffn: int = _setting(0, "Model", "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, SIZE)
-    seq_length: int = _setting(128, "Model", "tokens (bytes) of one sequence", 2, SIZE)
+    seq_length: int = _setting(128, "Model", "tokens of one sequence", 2, SIZE)
     experts: int = _setting(0, "Model", "experts of each layer of a llama, of width ffn; 0: one MLP", 0, COUNT)
     experts_per_token: int = _setting(2, "Model", "experts that a token goes to", 1, COUNT)
     head_dim: int = _setting(0, "Model", "features of a head; 0: hidden over heads", 0, SIZE)

@@ -159,7 +159,7 @@ def test_other_files_are_not_read(run: Path, sound: dict[str, Any], monkeypatch:
     secret.write_text("password: " + "1" * 76533)
     text = (run.parent / "text").read_text()
     opened: list[str] = []
-    before = config.foreign.open_regular
+    before = settings_file.foreign.open_regular
     monkeypatch.setattr(
         "quantshard.trainer.data.documents.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m)
     )

@@ -185,7 +185,7 @@ def test_it_goes_on_after_an_error(folder, tmp_path, monkeypatch, capsys):
 
 def test_killed_in_the_middle_and_gone_on(folder, tmp_path):
     """The command in two processes, killed; they end with it, and the command makes what is missing."""
-    sources.jsonl(tmp_path / "many.jsonl", sources.texts(6000))
+    sources.jsonl(tmp_path / "many.jsonl", sources.texts(2500))
     out = tmp_path / "out"
     arguments = ["tokenize", tmp_path / "many.jsonl", "--tokenizer", folder / "tokenizer", "--out", out]
     arguments = [*map(str, arguments), "--shard-size", "2kb"]
@@ -208,7 +208,7 @@ def test_killed_in_the_middle_and_gone_on(folder, tmp_path):
     code, said, err = told(*arguments, "--processes", "1")
     assert code == 0 and not err and any("shards already; going on" in line for line in said), (said, err)
     assert len(read_index(out).shards) > done
-    assert stored(out) == expected(folder, sources.texts(6000))
+    assert stored(out) == expected(folder, sources.texts(2500))
 
 
 # Bad input: one line, and nothing is written

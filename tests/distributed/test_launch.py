@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from quantshard import cli
-from quantshard.trainer import data, launch
+from quantshard.trainer import launch
+from quantshard.trainer.data import preparation
 
 pytestmark = pytest.mark.distributed
 
@@ -66,11 +67,11 @@ def test_a_signal_ends_all_processes(tmp_path: Path, how: str, number: int, code
 def test_an_interrupted_command_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Also before processes are started."""
 
-    def interrupted(paths: object) -> None:
+    def interrupted(*paths: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(data, "collect", interrupted)
+    monkeypatch.setattr(preparation, "collect", interrupted)
     with patch.object(sys, "argv", ["quantshard", "train", "--run", "r"]), pytest.raises(SystemExit) as caught:
         cli.main()
     shown = capsys.readouterr()

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -163,7 +164,7 @@ def _line_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
                     if text:
                         yield Chunk(text, ends=True)
                 at += len(line)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise unreadable(path, error) from None

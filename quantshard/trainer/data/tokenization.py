@@ -102,7 +102,7 @@ class ShardedSource:
                 f"{folder} cannot be locked, or another process writes tokens there: {error.strerror or error}"
             ) from None
         try:
-            return self._written(folder, parts, processes or os.cpu_count() or 1)
+            return self._written(folder, parts, processes or _cpus())
         finally:
             if lock is not None:
                 lock.close()
@@ -152,7 +152,6 @@ class ShardedSource:
     def _resumed(self, folder: Path, parts: int) -> dict[int, ShardEntry]:
         """The shards that an earlier call has finished, by number; begins a journal if there is none."""
         found: dict[int, ShardEntry] = {}
-        outputs.remove_unfinished(folder)
         if not os.path.lexists(folder / JOURNAL):
             outputs.write_file(folder / JOURNAL, json.dumps({"key": self.key}) + "\n", within=folder)
             return found
@@ -172,6 +171,11 @@ class ShardedSource:
         if lines[-1:] != [b""]:
             outputs.append_text(folder / JOURNAL, "\n", within=folder)
         return found
+
+
+def _cpus() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_folder(folder: Path) -> None:
@@ -226,6 +230,7 @@ def _here(job: TokenizeJob, missing: set[int], told: Callable[[int], object]) ->
 
 def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterator[tuple[int, ShardEntry]]:
     context = multiprocessing.get_context("spawn")  # this process has threads, of which a fork has none
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
     try:
         futures = {pool.submit(make_shard, job, number): number for number in sorted(missing)}
@@ -236,6 +241,10 @@ def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterat
             "a process that made tokens was killed, perhaps for want of memory; give the same command again, with "
             "fewer --processes"
         ) from None
+    except BaseException:  # an error, or Ctrl-C: what they are at is not waited for
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
