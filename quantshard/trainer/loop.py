@@ -223,7 +223,7 @@ class Trainer:
         statistics = RunStatistics(settings, self.model, self.optimizer, self.run, self.progress, done)
         if done < settings.steps:
             self.sample(done)
-        with self.progress.running(done):
+        with statistics, self.progress.running(done):
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step)
@@ -238,7 +238,6 @@ class Trainer:
                     saved = step
                 if stop:
                     break
-        statistics.close()
         self.manager.wait()
         if saved < settings.steps:
             self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")
