@@ -243,7 +243,7 @@ class Trainer:
         if done < settings.steps:
             self.sample(done)
         profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile)
-        with self.progress.running(done), closing(self.loader), profile:
+        with statistics, self.progress.running(done), closing(self.loader), profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step)
@@ -263,7 +263,6 @@ class Trainer:
                     self.sample(step)
                 if stop:
                     break
-        statistics.close()
         self.manager.wait()
         if saved < settings.steps:
             self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")

@@ -57,9 +57,14 @@ class RunStatistics:
         """Write what is known before a checkpoint is saved, from which a resume would not write it."""
         self._write(self._statistics.settle())
 
-    def close(self) -> None:
-        """Sample no more."""
-        self._write(self._statistics.close())
+    def __enter__(self) -> RunStatistics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Sample no more, and write what is known, unless the run failed: other ranks may not have."""
+        samples = self._statistics.close() if kind is None else []
+        self._statistics.__exit__(kind)
+        self._write(samples)
 
     def _show(self, alarm: Alarm) -> None:
         self._note(f"ALARM ({alarm.kind}): {alarm.text}")

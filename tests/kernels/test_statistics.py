@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def trained(recipe, every, kernels, monkeypatch):
-    """State and samples of two steps of layers whose inputs and gradients are quantized by fused kernels."""
+    """State and samples of a step of layers whose inputs and gradients are quantized by fused kernels."""
     monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE} if kernels else set())
     torch.manual_seed(0)
     with qs.quantized_model_init(recipe=recipe):
@@ -29,14 +29,12 @@ def trained(recipe, every, kernels, monkeypatch):
         )
     optimizer, found = FusedAdam(model.parameters(), lr=1e-3), []
     with qs.Statistics(model, optimizer, every=every, saturation=1) as statistics:
-        for step in range(2):
-            x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).bfloat16().to(DEVICE)
-            with qs.autocast(recipe=recipe):
-                model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found += statistics.step()
-        found += statistics.close()
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+        with qs.autocast(recipe=recipe):
+            model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [*statistics.step(), *statistics.close()]
     return [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)], found
 
 
@@ -51,8 +49,8 @@ def test_kernels_tell_what_the_oracle_does(recipe, monkeypatch):
         torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(plain, bits, strict=True)
     )
     _, wanted = trained(recipe, 1, False, monkeypatch)
-    assert len(samples) == len(wanted) == 2
-    for row, other in zip(samples[0].rows, wanted[0].rows, strict=True):  # of the second, weights differ by sums
+    assert len(samples) == len(wanted) == 1
+    for row, other in zip(samples[0].rows, wanted[0].rows, strict=True):
         found, exact = row.to_dict(), other.to_dict()
         assert found.keys() == exact.keys()
         for part, whole in ((found, exact), (found.get("wgrad", {}), exact.get("wgrad", {}))):

@@ -11,6 +11,7 @@ import torch
 
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam
+from quantshard.tensor import observation
 from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.progress import Progress
 from quantshard.trainer.run_dir import RunDir
@@ -38,12 +39,12 @@ class Run:
         return loss
 
     def train(self, steps):
-        for self.now in range(1, steps + 1):
-            loss = self.forward_and_backward().item()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.statistics.stepped(loss, self.forward_and_backward)
-        self.statistics.close()
+        with self.statistics:
+            for self.now in range(1, steps + 1):
+                loss = self.forward_and_backward().item()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.statistics.stepped(loss, self.forward_and_backward)
 
     @property
     def lines(self):
@@ -74,9 +75,14 @@ def test_a_skipped_step_is_run_once_more_and_named(folder, capsys):
     assert (
         capsys.readouterr().out.replace("\n  ", " ").count("ALARM (nan): step 3 was skipped: the output of 1 is,") == 1
     )
-    other = Run(folder.parent / "other", settings=replace(SETTINGS, statistics_every=0))
+    Run(folder.parent / "other", settings=replace(SETTINGS, statistics_every=0)).train(2)
     assert not (folder.parent / "other").exists(), "nothing is written where there is nothing to say"
-    other.statistics.close()
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        Run(folder, settings=replace(SETTINGS, statistics_every=1)).statistics,
+    ):
+        raise RuntimeError("stop")
+    assert observation.active is None
 
 
 def test_alarms_change_no_bit(folder):
