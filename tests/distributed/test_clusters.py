@@ -158,7 +158,7 @@ def test_hosts_that_come_and_go(text, tmp_path):  # noqa: F811
         time.sleep(0.1)
     joined = len((run / "metrics.jsonl").read_text().splitlines())
     wait_for_steps(run, joined + 7, first)
-    _, agent, *workers = descendants(second.pid)
+    agent, *workers = descendants(second.pid)
     os.kill(agent, signal.SIGKILL)
     code, out = ended(second)
     assert code not in (0, NOT_DONE) and ends(workers), out  # no process is left behind
