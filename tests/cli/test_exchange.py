@@ -183,7 +183,10 @@ def test_import_copies_what_lies_beside_the_weights(run, tmp_path):
         (["export", "svaed", "--layout", "plain", "--out", "o"], r"nothing at svaed \(did you mean saved\?\)"),
         (["export", "saved", "--layout", "plian", "--out", "o"], "unknown layout 'plian'; did you mean 'plain'"),
         (["export", "saved", "--layout", "plain", "--out", "o", "--config", "c"], "nothing at c; name a config.json"),
-        (["export", "saved", "--layout", "plain", "--out", "o", "--values", "master"], "use 'masters' or 'weights'"),
+        (
+            ["export", "saved", "--layout", "plain", "--out", "o", "--values", "master"],
+            "use 'masters', 'weights' or 'ema'",
+        ),
         (["export", "empty", "--layout", "plain", "--out", "o"], "empty is an empty folder; name a checkpoint"),
         (["import", "empty", "--out", "o"], "empty is an empty folder; name a folder of safetensors"),
         (["import", "none", "--out", "o"], "nothing at none; name a folder of safetensors"),
