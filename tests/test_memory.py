@@ -63,6 +63,13 @@ def test_the_peak_of_a_step(recomputes: bool) -> None:
         assert 0.95 * most < found.most - found.kept <= most + 16, recipe
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_emulated_products_take_no_more_than_native_ones(recipe: str) -> None:
+    """Of large gradients, whose values are twice the bytes of codes, no two wait for their products."""
+    emulated, native = (memory.peak(recipe, capability=capability) for capability in ((9, 0), (10, 0)))
+    assert emulated.kept == native.kept and emulated.most < 1.01 * native.most
+
+
 def test_planned_peaks_are_those_measured_on_gpus() -> None:
     """The table of RESULTS.md; of the models of transformers by `benchmarks/memory.py --against` alone."""
     text = (Path(__file__).parents[1] / "benchmarks" / "RESULTS.md").read_text()

@@ -64,11 +64,12 @@ def gpu_attention() -> Iterator[None]:
 
     A `TorchFunctionMode` would do, but PyTorch turns those off in backward, where layers are recomputed.
     """
+    before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = _plain_attention
+        F.scaled_dot_product_attention = before
 
 
 _plain_attention = F.scaled_dot_product_attention
