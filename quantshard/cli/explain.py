@@ -93,7 +93,7 @@ def plan(
         int | None, typer.Option(min=1, metavar="N", help="tokens of a sequence. Default: that of a run")
     ] = None,
     checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="each layer is recomputed in backward")
+        bool, typer.Option("--recompute", help="each layer is recomputed in backward")
     ] = False,
     compute_capability: Annotated[
         str, typer.Option(metavar="X.Y", help="of the GPU, which says what products are emulated")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from quantshard.report.heat_maps import Alarm, StatisticsReader
+from quantshard.report.heat_maps import AlarmEntry, StatisticsReader
 from quantshard.report.history import HELDOUT, HELDOUT_OF_AVERAGE, LOSS, SECONDS, SPEED
 from quantshard.report.metrics import number, step_of
 from quantshard.report.source import CheckpointRow
@@ -88,7 +88,7 @@ class RunFigures:
     heldout: float | None = None
     best: tuple[float, int] | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    alarms: deque[Alarm] = field(default_factory=lambda: deque(maxlen=3))
+    alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=3))
     checkpoint: CheckpointRow | None = None
     state: str = ""
     transfer: TransferFigures | None = None

@@ -21,7 +21,7 @@ _NO_STATISTICS = ("name", "role")
 
 
 @dataclass(frozen=True)
-class Alarm:
+class AlarmEntry:
     """What a run warned of: at which step, of which kind, and in words."""
 
     step: int
@@ -41,8 +41,8 @@ class StatisticsReader:
     names: dict[str, None] = field(default_factory=dict)
     maps: dict[tuple[str, str], None] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    first_alarms: list[Alarm] = field(default_factory=list)
-    last_alarms: deque[Alarm] = field(default_factory=lambda: deque(maxlen=_MOST_ALARMS))
+    first_alarms: list[AlarmEntry] = field(default_factory=list)
+    last_alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=_MOST_ALARMS))
     left_out: bool = False
 
     def add(self, batch: Iterable[Record]) -> None:
@@ -68,7 +68,7 @@ class StatisticsReader:
             ]
         return found
 
-    def alarms(self) -> list[Alarm]:
+    def alarms(self) -> list[AlarmEntry]:
         """The first and the last of them, in the order of the file."""
         return [*self.first_alarms, *self.last_alarms]
 
@@ -101,7 +101,7 @@ class StatisticsReader:
             )
             if kind in self.counts or len(self.counts) < _MOST_MAPS:
                 self.counts[kind] = self.counts.get(kind, 0) + 1
-            found = Alarm(step, kind, str(text)[:_LONGEST])
+            found = AlarmEntry(step, kind, str(text)[:_LONGEST])
             if len(self.first_alarms) < _MOST_ALARMS:
                 self.first_alarms.append(found)
             else:

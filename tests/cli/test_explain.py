@@ -137,7 +137,7 @@ def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:
     assert found["step"] == "2 x 16 tokens on compute capability 9.0" and "fits" not in found
     assert found["peak_bytes"] == max(phase["total"] for phase in found["phases"].values())
     assert found["phases"]["optimizer step"]["temporary"] >= 16 * 257 * 64 // 2  # squares of the head's gradient
-    more = ["--batch", 4, "--seq-length", 8, "--memory", 1, "--checkpoint-activations", "--compute-capability", "10.0"]
+    more = ["--batch", 4, "--seq-length", 8, "--memory", 1, "--recompute", "--compute-capability", "10.0"]
     found = json_of("plan", run, *more)["memory"]
     assert found["step"] == "4 x 8 tokens, layers recomputed on compute capability 10.0"
     assert " x 8 tokens fit in 1.0 GiB" in found["fits"]
