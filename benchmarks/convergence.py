@@ -31,9 +31,9 @@ import quantshard as qs
 from quantshard import recipe as recipes
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.loop import learning_rate
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.settings.config import TrainSettings
 
 SMALL = TrainSettings(
     architecture="gpt",

@@ -26,10 +26,10 @@ from torch.nn.functional import cross_entropy
 from quantshard import recipe as recipes
 from quantshard.cli.demo import SETTINGS
 from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import Corpus, Windows, collect
 from quantshard.trainer.loop import learning_rate
+from quantshard.trainer.models import model as models
+from quantshard.trainer.settings.config import TrainSettings
 
 CHANGED = {"steps": 200, "global_batch": 4, "seq_length": 64, "lr": 1e-3, "eval_sequences": 256}
 DEMO = TrainSettings(**SETTINGS | CHANGED).resolved()

@@ -192,10 +192,10 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
 ## What to know
 
 - A model with names of its own, such as one of transformers after `quantshard.convert`, keeps them, and the report says
-  so. From models of `TransformerLayer` with RMSNorm, swiglu and parameters named as in `quantshard/trainer/model.py`,
-  names are those of Llama in transformers. `--names MAP` (TOML, see `quantshard/layouts/names.py`) gives others. A
-  fused qkv weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever the order of its rows; where the cut would cut
-  a 128x128 block, it is refused.
+  so. From models of `TransformerLayer` with RMSNorm, swiglu and parameters named as in
+  `quantshard/trainer/models/model.py`, names are those of Llama and Qwen3 in transformers. `--names MAP` (TOML, see
+  `quantshard/layouts/names.py`) gives others. A fused qkv weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever
+  the order of its rows; where the cut would cut a 128x128 block, it is refused.
 - Embeddings, norms and the output head stay as they are, and are in the layout's list of modules to ignore. A head
   that is the embedding is written once.
 - Masters are found by the names of parameters: `FusedAdam(model.named_parameters(), ...)`. `plain` has them;

@@ -26,9 +26,9 @@ from quantshard.tensor import components
 from quantshard.terminal import inputs, outputs
 from quantshard.terminal.progress import transfer_bar
 from quantshard.terminal.screen import say
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.configuration import config_of_run, settings_of, tokenizer_of_run
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.models.configuration import config_of_run, settings_of, tokenizer_of_run
+from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.settings.config import TrainSettings
 
 _LONGEST = 1 << 30
 """The most bytes of a file that is copied beside weights."""

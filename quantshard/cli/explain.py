@@ -17,9 +17,9 @@ from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
 from quantshard.terminal.screen import Screen, say_whole
-from quantshard.trainer import huggingface
-from quantshard.trainer.config import MOMENT_DTYPES
-from quantshard.trainer.mesh import TP, MeshSpec
+from quantshard.trainer.models import huggingface
+from quantshard.trainer.settings.config import MOMENT_DTYPES
+from quantshard.trainer.settings.mesh import TP, MeshSpec
 
 _ALONE = "none"
 """A mesh without axes."""

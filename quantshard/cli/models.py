@@ -20,11 +20,11 @@ from quantshard.numerics.states import AVERAGE
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.terminal import inputs
-from quantshard.trainer import huggingface
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.model import ModelSpec
-from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.models import huggingface
+from quantshard.trainer.models.model import ModelSpec
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.recipes import LayerRecipes
 
 _RUN = "config.toml"
 

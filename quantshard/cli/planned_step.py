@@ -14,9 +14,9 @@ from quantshard import kernels
 from quantshard.cli.models import ModelSource
 from quantshard.errors import ConfigurationError
 from quantshard.planning import TrainingStep
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import TP, MeshSpec
+from quantshard.trainer.models import model as models
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import TP, MeshSpec
 
 _LACKS = "activations, gradients and gathered weights are not in it"
 

@@ -11,12 +11,12 @@ from quantshard.cli.exchange import size
 from quantshard.errors import ConfigurationError
 from quantshard.terminal.screen import say
 from quantshard.trainer import launch
-from quantshard.trainer.config import KINDS
 from quantshard.trainer.data.finding import RAW, SHARDS, find, joined
 from quantshard.trainer.data.texts import TextOptions
 from quantshard.trainer.data.tokenization import ShardedSource
 from quantshard.trainer.data.tokenizer import load_tokenizer
-from quantshard.trainer.schema import check_value
+from quantshard.trainer.settings.config import KINDS
+from quantshard.trainer.settings.schema import check_value
 
 
 def register(app: typer.Typer) -> None:

@@ -19,11 +19,12 @@ import typer
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import inputs
 from quantshard.terminal.screen import say
-from quantshard.trainer import launch, model_choice, worker
-from quantshard.trainer.config import TYPES, setting_fields
+from quantshard.trainer import launch, worker
+from quantshard.trainer.models import model_choice
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings_file import given_values, merge
-from quantshard.trainer.unused_settings import check_used
+from quantshard.trainer.settings.config import TYPES, setting_fields
+from quantshard.trainer.settings.settings_file import given_values, merge
+from quantshard.trainer.settings.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {

@@ -30,13 +30,13 @@ from quantshard.statistics.sensitivity import (
 from quantshard.tensor import components
 from quantshard.terminal import inputs
 from quantshard.trainer import data
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.loop import make_optimizer
-from quantshard.trainer.model import LanguageModel
-from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.models import model as models
+from quantshard.trainer.models.model import LanguageModel
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.recipes import LayerRecipes
 
 
 @dataclass(frozen=True)

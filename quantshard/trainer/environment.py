@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from quantshard.modules import attention_backends
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.schema import shown_value
 from quantshard.version import __version__
 
 Environment = dict[str, Any]

@@ -30,17 +30,17 @@ from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam, averaged_weights
 from quantshard.tensor import components
-from quantshard.trainer import flops, initialization
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
-from quantshard.trainer.mesh import TP, SequenceShare
-from quantshard.trainer.profiling import StepProfile
-from quantshard.trainer.progress import Progress
+from quantshard.trainer.models import flops, initialization
+from quantshard.trainer.models import model as models
+from quantshard.trainer.monitoring.profiling import StepProfile
+from quantshard.trainer.monitoring.progress import Progress
+from quantshard.trainer.monitoring.statistics import RunStatistics
+from quantshard.trainer.monitoring.trackers import Tracker
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import learning_rate
-from quantshard.trainer.statistics import RunStatistics
-from quantshard.trainer.trackers import Tracker
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import TP, SequenceShare
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from typing import Any
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.trainer.settings.schema import shown_value
 
 CHANGEABLE = frozenset(
     "steps mesh dp_replicate keep_last keep_every async_save deterministic data checkpoints device".split()

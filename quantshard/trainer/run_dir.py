@@ -11,7 +11,7 @@
     parameters.json           how each parameter is stored, as `explain` found it when the run was started last
     checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md); or elsewhere, where
                               the setting `checkpoints` says, in a folder or behind a URL that `of-run.json` marks
-    logs/rank-1.log           what a process logged (trainer/logs.py)
+    logs/rank-1.log           what a process logged (trainer/monitoring/logs.py)
     logs/rank-1.txt           the traceback of a process that failed
     profile/rank-0.json       the trace of some steps, if it was asked for
     tensorboard/, wandb/      if they were asked for; wandb.json has the id of the run there
@@ -42,8 +42,8 @@ from quantshard.foreign import json_object, read_regular
 from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.terminal import inputs, outputs
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.settings_file import (
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.settings_file import (
     MOST_BYTES,
     corpus_table,
     from_mapping,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.settings.config import TrainSettings
 
 
 def _cosine(done: float, floor: float) -> float:

@@ -30,14 +30,16 @@ from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
 from quantshard.observe.table import Report
 from quantshard.terminal import screen
-from quantshard.trainer import data, environment, huggingface, initialization, launch, logs, restarts, trackers
-from quantshard.trainer.config import TrainSettings
+from quantshard.trainer import data, environment, launch, restarts
 from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
-from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.model import ModelSpec
+from quantshard.trainer.models import huggingface, initialization
+from quantshard.trainer.models.model import ModelSpec
+from quantshard.trainer.monitoring import logs, trackers
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings_file import from_mapping
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.trainer.settings.settings_file import from_mapping
 
 _log = logging.getLogger(__name__)
 

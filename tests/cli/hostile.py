@@ -13,9 +13,9 @@ import tomli_w
 
 from quantshard import cli
 from quantshard.trainer import launch, worker
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings_file import read_settings_file
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.settings_file import read_settings_file
 
 SMALL = TrainSettings(hidden=64, heads=2, layers=1, seq_length=16, global_batch=4)
 

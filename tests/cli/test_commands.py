@@ -7,9 +7,9 @@ import pytest
 
 from quantshard import cli
 from quantshard.trainer import launch, worker
-from quantshard.trainer.config import TrainSettings, setting_fields
-from quantshard.trainer.mesh import MeshSpec
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings, setting_fields
+from quantshard.trainer.settings.mesh import MeshSpec
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer import config
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.settings_file import from_mapping, merge, read_settings_file, to_toml
+from quantshard.trainer.settings import config
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.settings_file import from_mapping, merge, read_settings_file, to_toml
 
 
 def test_defaults_are_consistent():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from quantshard.trainer import worker
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import from_table
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings_file import from_mapping
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.settings_file import from_mapping
 from tests.cli import sources
 from tests.cli.hostile import SMALL, Started, told
 

@@ -8,8 +8,8 @@ import torch
 
 from quantshard import deterministic
 from quantshard.trainer import environment
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.environment import differences
+from quantshard.trainer.settings.config import TrainSettings
 
 CPU = torch.device("cpu")
 

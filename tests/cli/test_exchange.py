@@ -19,8 +19,8 @@ import quantshard.cli as command_line
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.cli import exchange
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.trainer import configuration
-from quantshard.trainer.settings_file import to_toml
+from quantshard.trainer.models import configuration
+from quantshard.trainer.settings.settings_file import to_toml
 from tests.cli.hostile import told
 from tests.layouts import models
 

@@ -18,8 +18,8 @@ from quantshard.cli import models as sources
 from quantshard.errors import ConfigurationError
 from quantshard.observe.patterns import by_pattern
 from quantshard.observe.table import folded
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.hostile import made, told
 from tests.layouts import models
 

@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantshard.foreign import tomllib
-from quantshard.trainer import launch, settings_file
-from quantshard.trainer.config import KINDS, TrainSettings
+from quantshard.trainer import launch
 from quantshard.trainer.environment import differences
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.schema import SettingType
-from quantshard.trainer.settings_file import from_mapping, to_toml
+from quantshard.trainer.settings import settings_file
+from quantshard.trainer.settings.config import KINDS, TrainSettings
+from quantshard.trainer.settings.schema import SettingType
+from quantshard.trainer.settings.settings_file import from_mapping, to_toml
 from tests.cli.hostile import Started, content, made, resumed, told
 
 FILE = r"run/config\.toml"

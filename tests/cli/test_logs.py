@@ -20,12 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.terminal import screen
-from quantshard.trainer import logs, trackers
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.loop import ProcessInfo, Trainer
-from quantshard.trainer.progress import Progress
+from quantshard.trainer.monitoring import logs, trackers
+from quantshard.trainer.monitoring.progress import Progress
+from quantshard.trainer.monitoring.trackers import open_trackers
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.trackers import open_trackers
+from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.hostile import Started, made, resumed, told
 from tests.cli.hostile import content as config_of
 from tests.report.runs import NAMES, entry, sampled
@@ -81,7 +81,7 @@ def test_a_failure_is_logged_with_its_trace(run: RunDir, capsys: pytest.CaptureF
         with pytest.raises(type(error)), logs.logged(TrainSettings(), 1, run.path):
             raise error
     text = (run.logs / "rank-1.log").read_text()
-    assert "ERROR quantshard.trainer.logs: it is full\n" in text and text.count("Traceback") == 1
+    assert "ERROR quantshard.trainer.monitoring.logs: it is full\n" in text and text.count("Traceback") == 1
     assert "ValueError: three" in text and capsys.readouterr().err == ""  # the launcher says it
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
 
 
 @pytest.mark.parametrize(

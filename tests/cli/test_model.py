@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import VOCABULARY
 from quantshard.trainer.loop import make_optimizer
-from quantshard.trainer.model import LanguageModel, generate
+from quantshard.trainer.models import model as models
+from quantshard.trainer.models.model import LanguageModel, generate
 from quantshard.trainer.schedule import learning_rate
+from quantshard.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 
 SMALL = replace(TrainSettings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()

@@ -12,8 +12,8 @@ from quantshard.cli import demo
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import outputs
 from quantshard.trainer import launch, worker
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.test_commands import run as command
 
 KEPT = "do not touch\n"

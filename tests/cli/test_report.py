@@ -15,8 +15,8 @@ from quantshard import cli
 from quantshard.checkpoints.disk import transfer
 from quantshard.report.page import is_report
 from quantshard.terminal.progress import transfer_bar
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.progress import Progress
+from quantshard.trainer.monitoring.progress import Progress
+from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.hostile import told
 from tests.report.runs import entry, made_run, write
 

@@ -11,8 +11,8 @@ import pytest
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.worker import WorkerJob, _anew
 
 CORPUS = {"sha256": "0" * 64, "bytes": 0, "files": []}

@@ -19,8 +19,8 @@ from quantshard.observe import explain
 from quantshard.terminal import screen
 from quantshard.terminal.screen import Screen
 from quantshard.trainer import launch
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.progress import Progress
+from quantshard.trainer.monitoring.progress import Progress
+from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.hostile import Started, content, made, told
 
 BAD = "a\x1b[2J\x9b1mb\x07\u202ec\udcffd[red]e"

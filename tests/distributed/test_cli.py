@@ -19,12 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import collect, from_table
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
-from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.model import generate
+from quantshard.trainer.models.model import generate
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
 from tests.distributed.commands import quantshard
 from tests.distributed.forked import STARTS
 from tests.distributed.pool import run_ranks

@@ -18,9 +18,9 @@ from quantshard import checkpoints, recipe
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
 from quantshard.trainer import loop
-from quantshard.trainer import model as models
 from quantshard.trainer.data import from_table
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
+from quantshard.trainer.models import model as models
 from quantshard.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks

@@ -20,7 +20,7 @@ import tomli_w
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.cli import demo
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.settings_file import read_settings_file
+from quantshard.trainer.settings.settings_file import read_settings_file
 from tests.distributed.commands import quantshard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.models import model as models
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks
 

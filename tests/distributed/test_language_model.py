@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from quantshard import checkpoints, recipe
 from quantshard.optimizers import FusedAdam
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.loop import make_optimizer
+from quantshard.trainer.models import model as models
+from quantshard.trainer.settings.config import TrainSettings
 from tests.covering import exhaustive
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks

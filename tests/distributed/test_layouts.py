@@ -20,9 +20,9 @@ from quantshard.layouts import export, load, loading
 from quantshard.layouts.files import SafetensorsFiles
 from quantshard.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.models import model as models
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
 from tests.distributed.pool import run_ranks
 from tests.layouts.models import CONFIG, RECIPES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
-from quantshard.trainer import huggingface
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import collect
-from quantshard.trainer.flops import flops_of_token
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
-from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.models import huggingface
+from quantshard.trainer.models import model as models
+from quantshard.trainer.models.flops import flops_of_token
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.sizes import SIZES
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.trainer.settings.recipes import LayerRecipes
+from quantshard.trainer.settings.sizes import SIZES
+from tests.cli.sources import END, jsonl, texts, tokenizer_folder
 from tests.distributed.commands import quantshard
+from tests.distributed.forked import STARTS
 from tests.distributed.pool import run_ranks
+from tests.distributed.test_cli import SECONDS, command, environment, metrics, wait_for_steps
 
 SIZED = {
     "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -227,41 +231,73 @@ def folder(tmp_path_factory):
     return path
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def tokenized(tmp_path_factory):
+    """A Llama with its tokenizer, as transformers saves them, and documents in JSON lines."""
+    path = tmp_path_factory.mktemp("tokenized")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZED, "dtype": "bfloat16", "vocab_size": 416})).to(torch.bfloat16)
+    model.save_pretrained(path / "llama")
+    tokenizer_folder(path / "llama", tokenizer_class="PreTrainedTokenizerFast", eos_token=END)
+    jsonl(path / "corpus.jsonl", texts(60))
+    return path
+
+
+FLAGS = "--seq-length 16 --global-batch 6 --micro-batch 1 --warmup 1 --eval-sequences 3 --save-every 2 --decay-steps 9"
+FLAGS += (
+    " --z-loss 1e-4 --schedule wsd --recompute layer --profile 1 --peak-tflops 1 --sample-tokens 4 --sample-every 4"
+)
 
 
 @pytest.mark.distributed
-def test_a_folder_of_transformers_is_trained_resumed_and_exported(folder, tmp_path):
-    """2 processes, then 3: weights of the folder, a schedule, accumulation, z-loss, a trace, MFU; and back."""
-    run, out = tmp_path / "run", tmp_path / "out"
-    flags = "--seq-length 16 --global-batch 6 --micro-batch 1 --warmup 1 --eval-sequences 3 --steps 4 --save-every 2"
-    flags += " --z-loss 1e-4 --schedule wsd --recompute layer --profile 1 --peak-tflops 1 --sample-tokens 4"
-    result = quantshard(
-        "train", "--run", run, "--model", folder / "llama", "--data", folder / "text", "--nproc-per-node", 2,
-        "--sample-every", 2, *flags.split(),
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "7 tensors copied bit for bit, 14 weights quantized" in result.stdout.replace("\n  ", " ")
-    assert {path.name for path in (run / "profile").iterdir()} == {"rank-0.json", "rank-1.json"}
-    assert json.loads((run / "profile" / "rank-0.json").read_text())["traceEvents"]
-    assert [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()] == [0, 2, 4]
-    resumed = quantshard("resume", run, "--nproc-per-node", 3, "--steps", 5)
-    assert resumed.returncode == 0, resumed.stderr
+@pytest.mark.parametrize("start", STARTS)
+def test_a_folder_of_transformers_is_trained_killed_resumed_and_exported(tokenized, tmp_path, start):
+    """2 processes, killed; then 1, then 3; then to transformers, which generates text with the tokenizer."""
+    run, out, data = tmp_path / "run", tmp_path / "out", tokenized / "corpus.jsonl"
+    line = ["train", "--run", run, "--model", tokenized / "llama", "--data", data, "--recipe", "mxfp8"]
+    process = start(command(*line, "--nproc-per-node", 2, "--steps", 5000, *FLAGS.split()), environment())
+    wait_for_steps(run, 5, process)
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == -signal.SIGKILL
+    done = RunDir(run).last_complete()[0]
+    before = metrics(run)[:done]
+    for ranks, steps in ((1, done + 1), (3, done + 3)):
+        resumed = quantshard("resume", run, "--nproc-per-node", ranks, "--steps", steps)
+        assert resumed.returncode == 0, resumed.stderr
     found = metrics(run)
-    assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5] and found[-1]["loss"] < found[0]["loss"]
+    assert [entry["step"] for entry in found] == list(range(1, done + 4)) and found[:done] == before
+    assert found[-1]["loss"] < found[0]["loss"]
+    trained = RunDir(run).read_config()[0]
+    assert (trained.vocabulary, trained.tokenizer) == (400, str(tokenized / "llama"))  # the model's own
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert samples[0]["step"] == 0 and samples[-1]["step"] == done + 3
+    assert json.loads((run / "profile" / "rank-0.json").read_text())["traceEvents"]
     flops = flops_of_token(
-        AutoModelForCausalLM.from_pretrained(folder / "llama"),
+        AutoModelForCausalLM.from_pretrained(tokenized / "llama"),
         replace(TrainSettings(), seq_length=16, model=ANY),
-        json.loads((folder / "llama" / "config.json").read_text()),
+        json.loads((tokenized / "llama" / "config.json").read_text()),
     )
-    assert found[0]["mfu"] == pytest.approx(found[0]["tokens_per_s"] * flops / 2e12)
-    for command in (["explain", run], ["plan", run], ["verify", run / "checkpoints" / "step-000005"]):
-        assert quantshard(*command).returncode == 0
-    exported = quantshard("export", run / "checkpoints" / "step-000005", "--layout", "plain-bf16", "--out", out)
+    assert found[-1]["mfu"] == pytest.approx(found[-1]["tokens_per_s"] * flops / 3e12)
+    last = run / "checkpoints" / f"step-{done + 3:06d}"
+    for arguments in (["explain", run], ["plan", run], ["verify", last], ["status", run]):
+        result = quantshard(*arguments)
+        assert result.returncode == 0, result.stderr
+    exported = quantshard("export", last, "--layout", "plain-bf16", "--out", out)
     assert exported.returncode == 0, exported.stderr
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert isinstance(model, LlamaForCausalLM) and model.lm_head.weight.shape == (263, 48)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    prompt = tokenizer("shard scale block", return_tensors="pt").input_ids
+    text = tokenizer.decode(model.generate(prompt, max_new_tokens=8, do_sample=False)[0])
+    assert isinstance(model, LlamaForCausalLM) and text.startswith("shard scale block") and len(text) > 20
+
+
+@pytest.mark.distributed
+def test_the_weights_of_a_folder_are_told(folder, tmp_path):
+    line = ["train", "--run", tmp_path / "run", "--model", folder / "llama", "--data", folder / "text", "--steps", 1]
+    result = quantshard(*line, "--seq-length", 16, "--global-batch", 2, "--eval-sequences", 1)
+    assert result.returncode == 0, result.stderr
+    assert "WARNING: tokens are bytes, of which there are 257, and model = " in result.stdout
+    assert "7 tensors copied bit for bit, 14 weights quantized" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,12 @@ from quantshard.report.history import read_history
 from quantshard.report.live import LiveView
 from quantshard.report.page import render
 from quantshard.report.watching import RunWatch
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import Corpus, collect, load_tokenizer
 from quantshard.trainer.data.finding import INDEX, JOURNAL, find
 from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.data.texts import TextOptions
 from quantshard.trainer.data.tokenization import ShardedSource
+from quantshard.trainer.settings.config import TrainSettings
 from quantshard.transformer_engine.pieces import CALLS
 from tests.cli import hostile, sources
 from tests.fuzz.mutations import changed_bytes, pickled, records, trees

@@ -12,8 +12,8 @@ from torch import Tensor
 import quantshard as qs
 from quantshard import checkpoints, recipe
 from quantshard.tensor import components
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.settings.config import TrainSettings
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

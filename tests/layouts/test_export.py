@@ -16,7 +16,7 @@ from quantshard.formats import ALL, E8M0, FP32, Copy
 from quantshard.layouts import LAYOUTS, LLAMA, Layout, export, names
 from quantshard.layouts.table import EXACT, LOSSY, UNDEFINED, verdict
 from quantshard.tensor import components
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.models.model import LanguageModel
 from tests.covering import exhaustive
 from tests.layouts import models
 

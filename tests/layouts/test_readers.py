@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from quantshard.layouts import LLAMA, export
-from quantshard.trainer import configuration
-from quantshard.trainer.model import LanguageModel
+from quantshard.trainer.models import configuration
+from quantshard.trainer.models.model import LanguageModel
 from tests.layouts import models
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the readers' own

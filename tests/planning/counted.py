@@ -24,10 +24,10 @@ from quantshard import recipe
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.trainer import model as models
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.loop import make_optimizer
-from quantshard.trainer.mesh import MeshSpec
+from quantshard.trainer.models import model as models
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
 
 
 class StorageCounter(TorchDispatchMode):

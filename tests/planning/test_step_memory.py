@@ -16,7 +16,7 @@ from quantshard.gemm import scaled_products
 from quantshard.observe.step_memory import KINDS, StepMemory
 from quantshard.planning.peak import RESERVE
 from quantshard.planning.timeline import MemoryTimeline, meta_bytes
-from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 from tests.planning.counted import Case, counted, planned
 

@@ -12,10 +12,10 @@ import torch
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import observation
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.progress import Progress
+from quantshard.trainer.monitoring.progress import Progress
+from quantshard.trainer.monitoring.statistics import RunStatistics
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.statistics import RunStatistics
+from quantshard.trainer.settings.config import TrainSettings
 from tests.statistics.models import loss_of, perceptron
 
 SETTINGS = TrainSettings(statistics_every=4)

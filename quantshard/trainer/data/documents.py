@@ -28,7 +28,7 @@ import numpy as np
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
 from quantshard.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.schema import shown_value
 
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 """How token files store a token, little endian."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import screen
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data.collecting import collect
 from quantshard.trainer.data.documents import Corpus
 from quantshard.trainer.data.finding import RAW, SHARDS, TEXT, DataSource, find
@@ -22,6 +21,7 @@ from quantshard.trainer.data.shards import ShardIndex, read_index, tokenizer_cop
 from quantshard.trainer.data.texts import TextOptions
 from quantshard.trainer.data.tokenization import ShardedSource
 from quantshard.trainer.data.tokenizer import BYTES_DIGEST, Tokenizer, end_text, load_tokenizer
+from quantshard.trainer.settings.config import TrainSettings
 
 _KEY_DIGITS = 16
 

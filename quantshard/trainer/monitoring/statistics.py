@@ -9,7 +9,7 @@ from torch import nn
 
 from quantshard.optimizers import FusedAdam
 from quantshard.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
-from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.settings.config import TrainSettings
 
 
 class RunStatistics:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from quantshard.distributed.experts import dispatch_tokens
 from quantshard.modules import GroupedLinear, Linear, MultiheadAttention, RMSNorm, autocast, quantized_model_init
-from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.settings.config import TrainSettings
 
 
 class ExpertMixture(nn.Module):

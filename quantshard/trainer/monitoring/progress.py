@@ -17,7 +17,7 @@ from quantshard.report.live import LiveView
 from quantshard.report.source import CheckpointRow
 from quantshard.terminal.progress import transfer_bar
 from quantshard.terminal.screen import Screen
-from quantshard.trainer.config import TrainSettings
+from quantshard.trainer.settings.config import TrainSettings
 
 _log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader, shown
 from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import VOCABULARY
 from quantshard.trainer.data.tokenizer import tokenizer_contents, tokenizer_digest
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings_file import from_mapping, read_settings_file
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.settings_file import from_mapping, read_settings_file
 
 _DEFAULT_ANGLES = "default"
 """transformers' word for rotary positions that are not scaled."""

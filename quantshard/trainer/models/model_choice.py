@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer import huggingface, initialization
 from quantshard.trainer.data.tokenizer import has_tokenizer
-from quantshard.trainer.schema import shown_value
-from quantshard.trainer.sizes import SIZES
+from quantshard.trainer.models import huggingface, initialization
+from quantshard.trainer.settings.schema import shown_value
+from quantshard.trainer.settings.sizes import SIZES
 
 _BY_SIZES: Final = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",

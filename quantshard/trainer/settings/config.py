@@ -16,10 +16,10 @@ import torch
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
-from quantshard.trainer.mesh import MeshSpec
-from quantshard.trainer.recipes import LayerRecipes
-from quantshard.trainer.schema import SettingType, check_value, shown_value
-from quantshard.trainer.sizes import SIZES
+from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.trainer.settings.recipes import LayerRecipes
+from quantshard.trainer.settings.schema import SettingType, check_value, shown_value
+from quantshard.trainer.settings.sizes import SIZES
 
 MOMENT_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
 """How Adam's moments may be stored, by the words of settings and options."""

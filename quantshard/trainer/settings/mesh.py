@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.schema import shown_value
 
 TP = "tp"
 """The axis of tensor parallelism."""

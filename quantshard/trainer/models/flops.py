@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from quantshard.foreign import FieldReader
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.model import Embedding
+from quantshard.trainer.models.model import Embedding
+from quantshard.trainer.settings.config import TrainSettings
 
 _MOST: Final = 1 << 40
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.schema import shown_value
 
 _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "experts_per_token": (lambda settings: settings.experts > 0, "experts"),

@@ -10,7 +10,7 @@ from quantshard import recipe
 from quantshard.conversion.selection import matches
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import HighPrecision, Recipe
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.schema import shown_value
 
 _ALL = "*"
 

@@ -22,9 +22,9 @@ from quantshard.errors import ConfigurationError
 from quantshard.foreign import read_json
 from quantshard.report.metrics import step_of
 from quantshard.terminal import outputs
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.schema import shown_value
 
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
 _ID, _ID_BYTES = re.compile(r"[a-z0-9]{4,64}"), 4096

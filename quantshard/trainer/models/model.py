@@ -44,12 +44,12 @@ from quantshard.modules import (
 from quantshard.modules.base.module import QuantizedModule, WeightSpec
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
-from quantshard.trainer import huggingface
-from quantshard.trainer.config import TrainSettings
 from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
-from quantshard.trainer.mesh import MeshSpec, split
-from quantshard.trainer.mixture import MixtureLayer
-from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.models import huggingface
+from quantshard.trainer.models.mixture import MixtureLayer
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec, split
+from quantshard.trainer.settings.recipes import LayerRecipes
 
 _EMBEDDING_STD = 0.02
 _SAMPLE_STREAM = 1

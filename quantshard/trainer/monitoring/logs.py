@@ -16,8 +16,8 @@ from pathlib import Path
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.terminal import outputs
 from quantshard.terminal.screen import complain
-from quantshard.trainer.config import CHOICES, TrainSettings
-from quantshard.trainer.schema import shown_value
+from quantshard.trainer.settings.config import CHOICES, TrainSettings
+from quantshard.trainer.settings.schema import shown_value
 
 VARIABLE = "QUANTSHARD_LOG"
 """The variable of the environment that says the level where no setting does."""

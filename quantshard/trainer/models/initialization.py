@@ -20,8 +20,8 @@ from quantshard.layouts.source import CheckpointModel
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.tensor import components
 from quantshard.terminal import inputs
-from quantshard.trainer.config import TrainSettings
-from quantshard.trainer.configuration import check_angles, run_of, settings_of
+from quantshard.trainer.models.configuration import check_angles, run_of, settings_of
+from quantshard.trainer.settings.config import TrainSettings
 
 _SIZES = (
     "hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "head_dim", "rope_theta", "norm_eps",

@@ -15,8 +15,8 @@ import tomli_w
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
-from quantshard.trainer.schema import SettingType, read_table
+from quantshard.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
+from quantshard.trainer.settings.schema import SettingType, read_table
 
 MOST_BYTES = 32 << 20
 """The most bytes of a configuration; that of a run lists its data, about 150 bytes a file."""

@@ -30,7 +30,7 @@ from quantshard.layouts.files import SUFFIX, read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.tensor import components
 from quantshard.terminal import inputs
-from quantshard.trainer.recipes import LayerRecipes
+from quantshard.trainer.settings.recipes import LayerRecipes
 
 _MOST_LAYERS = 1 << 12
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_local_experts")
