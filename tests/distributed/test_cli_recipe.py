@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quantshard import checkpoints, recipe
+from quantshard import checkpoints
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
 from quantshard.trainer import loop
@@ -44,9 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved_anew(folder: str, out: str) -> None:
     """What one process makes of the checkpoint."""
     settings, _, _ = RunDir(Path(folder)).read_config()
-    model = models.build(
-        replace(settings, recipe="block"), recipe.resolve("block"), settings.axes(1).device_mesh("cpu")
-    )
+    model = models.build(models.ModelSpec(replace(settings, recipe="block")), settings.axes(1).device_mesh("cpu"))
     optimizer = make_optimizer(model, settings)
     with pytest.warns(UserWarning, match="quantized anew"):
         extra = checkpoints.load(f"{folder}/checkpoints/step-000002", model, optimizer, requantize=True)

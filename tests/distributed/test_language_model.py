@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from quantshard import checkpoints, recipe
+from quantshard import checkpoints
 from quantshard.optimizers import FusedAdam
 from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.models import model as models
@@ -33,7 +33,7 @@ RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
 
 def build(settings: TrainSettings) -> tuple[models.LanguageModel, FusedAdam]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    model = models.build(settings.resolved(), recipe.resolve(settings.recipe), mesh)
+    model = models.build(models.ModelSpec(settings.resolved()), mesh)
     return model, make_optimizer(model, settings.resolved())
 
 

@@ -42,7 +42,7 @@ LAYOUTS = {
 def build(recipe: str, mesh: str, seed: int) -> models.LanguageModel:
     axes = MeshSpec.parse(mesh)
     settings = TrainSettings(**SETTINGS, seed=seed, mesh=mesh).resolved()
-    return models.build(settings, RECIPES[recipe], axes.device_mesh("cpu"))
+    return models.build(models.ModelSpec(settings, recipe=RECIPES[recipe]), axes.device_mesh("cpu"))
 
 
 def step(model: models.LanguageModel, optimizer: FusedAdam) -> float:

@@ -119,7 +119,10 @@ def tensor_parallel(recipes: list[str]) -> list[str]:
         for mesh in ("dp_shard=4", "dp_shard=2,tp=2"):
             settings = TrainSettings(**sizes, mesh=mesh, global_batch=4).resolved()  # type: ignore[arg-type]
             torch.manual_seed(3)
-            model = models.build(settings, recipe.resolve(RECIPES[name]), MeshSpec.parse(mesh).device_mesh("cpu"))
+            model = models.build(
+                models.ModelSpec(settings, recipe=recipe.resolve(RECIPES[name])),
+                MeshSpec.parse(mesh).device_mesh("cpu"),
+            )
             optimizer = FusedAdam(model.named_parameters())
             found += [(name, high_precision_state_dict(model, full=True))]
             found += [(name, high_precision_state_dict(model, optimizer, full=True))]

@@ -101,7 +101,7 @@ def counted(case: Case) -> dict[str, int]:
     """On a rank: the most bytes that the phases of a second step take, weights and optimizer included."""
     settings = case.settings.resolved()
     with host.without_device():
-        model = models.build(settings, recipe.resolve(settings.recipe), case.mesh.device_mesh("cpu"))
+        model = models.build(models.ModelSpec(settings), case.mesh.device_mesh("cpu"))
         optimizer = make_optimizer(model, settings)
         for layer in model.layers if case.recomputed else ():
             layer.forward = partial(qs.checkpoint, layer.forward)  # type: ignore[method-assign]

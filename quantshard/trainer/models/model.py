@@ -210,11 +210,13 @@ def _is_recomputed(settings: TrainSettings, number: int) -> bool:
 class ModelSpec:
     """What a run's model is made from.
 
-    `configuration`: of transformers' model; None for the decoder that is built by sizes.
+    `configuration`: of transformers' model; None for the decoder that is built by sizes. `recipe`: of all layers of
+    this decoder, one with arguments, which the settings cannot say; None for that of the settings.
     """
 
     settings: TrainSettings
     configuration: Mapping[str, Any] | None = None
+    recipe: Recipe | None = None
 
     def check(self) -> list[str]:
         """Refuse tokens and sequences that the model has no place for; what is odd about them, in lines.
@@ -255,7 +257,8 @@ class ModelSpec:
             huggingface.recompute_layers(model, settings.recompute_every if settings.recompute == "layer" else 0)
             return model
         names = [f"layers.{number}" for number in range(settings.layers)]
-        return LanguageModel(settings, recipes.of_layers(names), "meta", tp_mesh, sequence_parallel)
+        layers = self.recipe or recipes.of_layers(names)
+        return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel)
 
 
 def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Module:
