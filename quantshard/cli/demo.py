@@ -65,7 +65,7 @@ SETTINGS: dict[str, Any] = {
 """What all runs have in common: about two minutes on two cores."""
 
 SAMPLE_BYTES = 200
-MEASURED = ("tokens_per_s", "memory_bytes")
+MEASURED = ("tokens_per_s", "memory_bytes", "mfu", "data_wait_s")
 """What differs between runs of the same bits."""
 
 MARK = "demo.toml"

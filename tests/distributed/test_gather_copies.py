@@ -139,7 +139,7 @@ def sent_by_train(reduce_dtype: str) -> int:
         TrainSettings(), hidden=64, heads=2, layers=1, seq_length=16, recipe="current", reduce_dtype=reduce_dtype
     ).resolved()
     mesh = MeshSpec(dp_shard=dist.get_world_size()).device_mesh("cpu")
-    model = models.build(settings, qs.recipe.resolve(settings.recipe), mesh)
+    model = models.build(models.ModelSpec(settings), mesh)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     with Launches() as launches:
         models.loss(model(tokens), tokens).backward()

@@ -142,10 +142,22 @@ _RECOMPUTED: list[Callable[[Path], object]] = [
     lambda _: trained(region=partial(checkpoint, use_reentrant=False)),
     lambda _: trained(region=partial(checkpoint, use_reentrant=True)),
 ]
+
+
+def planned(_: Path) -> object:
+    with torch.device("meta"), qs.quantized_model_init(recipe="mxfp8"):
+        model = torch.nn.Sequential(qs.Linear(64, 64, params_dtype=torch.bfloat16))
+    inputs = qs.TrainingStep(
+        2, 16, loss=lambda model, tokens, targets: model(tokens.bfloat16()[..., None].expand(2, 16, 64)).sum()
+    )
+    return qs.plan(model, {}, step=inputs)
+
+
 USES: dict[str, list[Callable[[Path], object]]] = {
     "torch._scaled_mm_v2": [product],
     "torch.autograd.Variable._execution_engine": [lambda _: trained("delayed")],
     "torch._subclasses.fake_tensor.FakeTensor": [fake],
+    "torch.utils._python_dispatch": [planned],
     "torch._higher_order_ops.effects._register_effectful_op": [compiled],
     "torch._higher_order_ops.effects._EffectType.ORDERED": [compiled],
     "torch._inductor.utils": [compiled],

@@ -42,6 +42,7 @@ RUN_BY = {
     "docs/optimizers.md": HERE,
     "docs/saving.md": f"{DOCS}saving_doc.py",
     "docs/sharding.md": HERE,
+    "docs/statistics.md": "tests/statistics/test_page.py",
     "docs/tensor-parallelism.md": f"{DOCS}tp_doc.py",
     "docs/transformer-engine.md": HERE,
 }

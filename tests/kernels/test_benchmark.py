@@ -28,10 +28,10 @@ def test_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr("sys.argv", ["kernels.py", "--rows", "3", "--cols", "34", "--repeats", "2", "--only", "of "])
     kernels.main()
     found = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    assert {line[0].lstrip("| "): line[-1] for line in found} == {
-        "transpose of bytes": "False |",
-        "sum of gradients": "True |",
-    }
+    told = {line[0].lstrip("| "): line[-1] for line in found}
+    errors = [told.pop(name) for name in list(told) if name.startswith("error of ")]
+    assert told == {"transpose of bytes": "False |", "sum of gradients": "True |"}
+    assert len(errors) > 5 and set(errors) == {"True |"}
 
 
 def test_steps_of_optimizers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ class Run:
         self.optimizer = FusedAdam(self.model.parameters(), lr=1e-3)
         self.run, self.bad, self.now, self.passes = RunDir(folder), bad, 0, 0
         self.model[1].register_forward_hook(lambda *a: a[2] * (math.nan if self.now in self.bad else 1.0))
-        progress = Progress(settings, shown=True)
-        self.statistics = RunStatistics(settings, self.model, self.optimizer, self.run, progress, 0)
+        record, note = partial(self.run.append, self.run.statistics), Progress(settings, shown=True).note
+        self.statistics = RunStatistics(settings, self.model, self.optimizer, record, note, 0)
 
     def forward_and_backward(self):
         self.passes += 1

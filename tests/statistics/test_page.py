@@ -1,0 +1,36 @@
+"""The Python of docs/statistics.md runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import quantshard
+from quantshard.optimizers import FusedAdam
+from tests.statistics.models import loss_of, perceptron
+
+PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    model = perceptron()
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+
+    def train_step(batch: int) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    names = {
+        "quantshard": quantshard, "model": model, "optimizer": optimizer, "data": range(1, 13), "batch": 13,
+        "train_step": train_step, "loss_of": loss_of,
+    }  # fmt: skip
+    for snippet in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S):
+        exec(snippet, names)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("10 () ") and lines[-1] == "None"  # a sampled step, and nothing that is not finite
