@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,15 @@ def planned_step(
     step, why = _step(found, axes, options)
     if step is None and options.is_asked:
         raise ConfigurationError(f"the memory of a step is not counted: {why}")
-    return step, () if step is not None else (f"{_LACKS}: {why}",)
+    return step, _uncounted(found.settings) if step is not None else (f"{_LACKS}: {why}",)
+
+
+def _uncounted(settings: TrainSettings | None) -> tuple[str, ...]:
+    """What a run's settings ask for that a step is counted without, in lines."""
+    if settings is None:
+        return ()
+    asked = {"compile": settings.compile, f"statistics_every = {settings.statistics_every}": settings.statistics_every}
+    return tuple(f"{name}: the peak is that of a step without it" for name, is_asked in asked.items() if is_asked)
 
 
 def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> tuple[TrainingStep | None, str]:
@@ -90,7 +99,7 @@ def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> 
         batch,
         options.seq_length or settings.seq_length,
         micro_batches=settings.parts(MeshSpec(**axes)),
-        loss=_loss,
+        loss=partial(_loss, settings),
         checkpoint_activations=options.checkpoint_activations,
         forward_prefetch=True,
         reduce_dtype=settings.torch_reduce_dtype,
@@ -108,5 +117,6 @@ def _own_batch(settings: TrainSettings, axes: Mapping[str, int]) -> int | None:
     return None if settings.global_batch % parts else settings.global_batch // parts
 
 
-def _loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return models.loss(models.logits(model, tokens), targets)
+def _loss(settings: TrainSettings, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = models.logits(model, tokens)
+    return models.loss(logits, targets) + models.extra_loss(model, logits, settings)

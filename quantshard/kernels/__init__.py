@@ -11,6 +11,7 @@ meta device they compute nothing, as everything there (`gemm.described_gpu`).
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
 
@@ -19,5 +20,18 @@ import torch
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 """True if Triton's interpreter runs the kernels, on tensors of any device."""
 
-USABLE: Final = find_spec("triton") is not None and (torch.version.hip is None or INTERPRETED)
+
+def _is_usable() -> bool:
+    if find_spec("triton") is None or (torch.version.hip is not None and not INTERPRETED):
+        return False
+    if torch.version.cuda is not None or INTERPRETED:
+        return True  # a Triton that is broken is told, where kernels are to run
+    try:
+        import_module("triton")
+    except ImportError:
+        return False
+    return True
+
+
+USABLE: Final = _is_usable()
 """True if the kernels can be imported: Triton is there, and a GPU, if this torch was built for one, is not AMD's."""

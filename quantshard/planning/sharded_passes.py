@@ -1,7 +1,7 @@
 """What FSDP2 takes of memory in a step: gathered weights, what a reduction reads and writes, and when it lets go.
 
 The passes of a model that nobody has wrapped take the memory, on the meta device, that `fully_shard` would take around
-them: each call of it is a `ShardedUnit`. This is what torch 2.11 to 2.13 do:
+them: each call of it is a `ShardedUnit`. This is what torch 2.13 does:
 
 - A forward gathers a unit into one buffer and copies that into the weights. The buffer stays until the next unit has
   copied its own; in backward it goes at once. A unit with `reshard_after_forward` frees its weights after its forward.

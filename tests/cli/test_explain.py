@@ -134,6 +134,14 @@ def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:
     """Of a run's own batch, or of one that is given; on a checkpoint's word alone it cannot be known."""
     run = made(tmp_path)
     found = json_of("plan", run)["memory"]
+    file = run / "config.toml"
+    plain = file.read_text()
+    file.write_text(plain.replace("z_loss = 0.0", "z_loss = 1e-4").replace("compile = false", "compile = true"))
+    more_loss = json_of("plan", run, "--batch", 512)
+    assert "compile: the peak is that of a step without it" in more_loss["source"]
+    file.write_text(plain)
+    logits = 4 * 512 * 16 * 257  # float32, which z-loss reads, and their gradient
+    assert more_loss["memory"]["peak_bytes"] > json_of("plan", run, "--batch", 512)["memory"]["peak_bytes"] + logits
     assert found["step"] == "2 x 16 tokens on compute capability 9.0" and "fits" not in found
     assert found["peak_bytes"] == max(phase["total"] for phase in found["phases"].values())
     assert found["phases"]["optimizer step"]["temporary"] >= 16 * 257 * 64 // 2  # squares of the head's gradient
